@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import sys
 import types
@@ -20,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import Option, options_of
 from megatron_ddrp.config.registry import load_plugin
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
 
 Section = TypeVar("Section")
 
@@ -135,11 +134,6 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Return a question that names the known word nearest to `word`; "" if none is near."""
     close = nearest(word, known)
     return f"did you mean {close}?" if close else ""
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known word that is nearest to `word`; "" if none is near."""
-    return next(iter(difflib.get_close_matches(word, known, n=1)), "")
 
 
 def add_plugin_flag(parser: Any) -> None:

@@ -14,7 +14,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
-from megatron_ddrp.data.batches.loader import VALIDATION_SEED, BatchLoader, SampleReader, Share, validation_steps
+from megatron_ddrp.data.batches.loader import VALIDATION_SEED, BatchLoader, SampleReader, Share, validation_text
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, sample_totals, split_documents
@@ -219,16 +219,9 @@ class Corpus:
         if max(epochs) > MANY_EPOCHS:
             lines.append(f"  text is read more than {MANY_EPOCHS} times: lower --train-iters, or give more text")
         if self.config.logging.validates:
-            lines.append(f"  validation: {self._validated()}")
+            most, size = self.config.logging.eval_iters, self.config.training.global_batch_size
+            lines.append(f"  validation: {validation_text(most, len(self.samples('valid')), size)}")
         return "\n".join(lines)
-
-    def _validated(self) -> str:
-        """Return how much of the validation text a validation reads."""
-        total, size = len(self.samples("valid")), self.config.training.global_batch_size
-        read = size * validation_steps(self.config.logging.eval_iters, total, size)
-        if read > total:
-            return f"one global batch of {size:,} from {total:,} sequences, so some are read more than once"
-        return f"{read:,} of {total:,} sequences, the same ones each time"
 
 
 def tokenizer_flags(config: Config) -> TokenizerFlags:

@@ -7,11 +7,12 @@ Library code raises `UserError`; command-line entry points end in `run_command(m
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 FAILURE, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
@@ -104,6 +105,11 @@ def _short_reason(error: BaseException) -> str:
     return re.sub(r"\b\d{7,}(?= bytes)", lambda number: f"{int(number[0]):,}", line)
 
 
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return the known word that is nearest to `word`; "" if none is near."""
+    return next(iter(difflib.get_close_matches(word, known, n=1)), "")
+
+
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:
     """Run a command's `main` and exit: with its integer result (None counts as 0), or with one line for a mistake.
 
@@ -131,8 +137,8 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def print_error(line: str, program: str | None = None) -> None:
-    """Write `program: error: line` to stderr, after flushing stdout."""
+def print_error(line: str, program: str | None) -> None:
+    """Write `program: error: line` to stderr, after flushing stdout; None stands for the running script."""
     sys.stdout.flush()
     name = program or os.path.basename(sys.argv[0]) or "python"
     print(f"{name}: error: {line}", file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ def measure_maps(model: Encoder, batches: Iterable[Batch], layer: int, heads: Se
     return [AttentionMap(*row) for row in zip(names, totals / count, *(sums / count).T.tolist(), strict=True)]
 
 
-def choose_panels(maps: Tensor, lengths: Tensor, heads: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+def choose_panels(maps: Tensor, lengths: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return one map per sentence and panel, and its attention above and below the diagonal.
 
     `maps` are a layer's, `[batch, heads, seq, seq]`; the result is `[batch, panels, seq, seq]`, `[batch, panels]` and

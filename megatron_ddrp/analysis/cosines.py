@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import Draws, Inputs, State
@@ -49,7 +49,5 @@ def near_and_far(cosines: Sequence[float] | None) -> tuple[float | None, float |
 def _first_state(model: Encoder) -> State:
     """Return the state before the first layer for one row of the longest length, on the model's device."""
     nothing = torch.zeros(1, model.config.seq_length, dtype=torch.long, device=next(model.parameters()).device)
-    places = torch.arange(nothing.shape[1], device=nothing.device)[None]
-    labels = torch.full_like(nothing, IGNORED_LABEL)
-    batch = Batch(nothing, labels, torch.ones_like(nothing), places, nothing, nothing)
+    batch = Batch.of_texts(nothing, torch.ones_like(nothing))
     return model.embeddings(Inputs.of(batch, Draws.none(1, model.config.num_layers, nothing.device)))

@@ -26,6 +26,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder, build_model
+from megatron_ddrp.tasks import names
 from megatron_ddrp.tasks.encoder import load_encoder
 from megatron_ddrp.tasks.huggingface import longest_sequence
 
@@ -113,11 +114,11 @@ def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
     last part of its path, or the whole path if two folders would have the same name. Raises `UserError` for a folder
     without an intact model.
     """
-    names = [folder.resolve().name for folder in folders]
+    folder_names = [folder.resolve().name for folder in folders]
     return [
         snapshot
-        for folder, name in zip(folders, names, strict=True)
-        for snapshot in _of_folder(folder, name if names.count(name) == 1 else str(folder), every)
+        for folder, name in zip(folders, folder_names, strict=True)
+        for snapshot in _of_folder(folder, name if folder_names.count(name) == 1 else str(folder), every)
     ]
 
 
@@ -128,7 +129,7 @@ def with_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapsh
         added
         for snapshot in snapshots
         for added in (
-            (snapshot, Snapshot(f"{snapshot.run}, random weights", snapshot.path, random_seed=seed))
+            (snapshot, Snapshot(names.with_random_weights(snapshot.run), snapshot.path, random_seed=seed))
             if snapshot is last[snapshot.run]
             else (snapshot,)
         )

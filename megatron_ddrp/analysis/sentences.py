@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ddrp.corpus import check_ids, open_dataset
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, sample_totals, split_documents
 from megatron_ddrp.data.preprocess.documents import iter_documents
@@ -55,16 +55,13 @@ class SentenceBatches(ABC):
 
     def _batch(self, rows: slice) -> Batch:
         lengths = self.lengths[rows]
-        places = np.arange(lengths.max())
-        document_ids = (places < lengths[:, None]).astype(np.int64)  # [sentences, seq]
+        document_ids = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)  # [sentences, seq]
         input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
         input_ids[:, 0] = self.tokenizer.cls_id
         input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
         for row, tokens, length in zip(input_ids, self.tokens(rows), lengths, strict=True):
             row[1 : length - 1] = tokens[: length - NUM_SPECIAL_TOKENS]
-        nothing = np.zeros_like(input_ids)
-        labels = np.full_like(input_ids, IGNORED_LABEL)
-        return Batch(input_ids, labels, document_ids, places * document_ids, nothing, nothing)
+        return Batch.of_texts(input_ids, document_ids)
 
 
 class Sentences(SentenceBatches):

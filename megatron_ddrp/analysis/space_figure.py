@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.pages.plotting import FONT_SIZE, legend_below, pyplot, run_style, save_figure
+from megatron_ddrp.tasks.ladder import measures
+from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, TOKEN_SIMILARITY
 
 SPACE = {
-    "token_similarity": "f(S)",
-    "head_similarity": "f(H)",
-    "cosine_between": "cosine between sentences",
-    "centred_cosine_within": "cosine within, mean removed",
-    "isoscore": "IsoScore",
-    "effective_rank": "effective rank",
-    "first_component": "first component",
-    "first_component_kurtosis": "kurtosis on it",
+    "token_similarity": TOKEN_SIMILARITY,
+    "head_similarity": HEAD_SIMILARITY,
+    **{key: name for name, key in measures.SPACE.items()},
 }
 """Key of a measure in the JSON → its name in the figure and in printed lines."""
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megatron_ddrp.analysis.models import Snapshot
 from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import lacks_memory
 from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
@@ -146,10 +146,7 @@ def full_batch(tokenizer: Tokenizer, rows: int, length: int, setting: Setting) -
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
     ids = np.random.default_rng(setting.seed).choice(ordinary, (rows, length))
     ids[:, 0], ids[:, -1] = tokenizer.cls_id, tokenizer.sep_id
-    ones, nothing = np.ones_like(ids), np.zeros_like(ids)
-    places = nothing + np.arange(length)
-    batch = Batch(ids, np.full_like(ids, IGNORED_LABEL), ones, places, nothing, nothing)
-    return batch.map(lambda array: torch.from_numpy(array).to(setting.device))
+    return Batch.of_texts(ids, np.ones_like(ids)).map(lambda array: torch.from_numpy(array).to(setting.device))
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, check_range, check_ranges, option, refuse
+from megatron_ddrp.config.option import COUNT, Section, check_range, option, refuse
 from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_class
 
 VOCABULARY_MULTIPLE = 128
@@ -13,7 +13,7 @@ VOCABULARY_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Model"""
 
     num_layers: int = option(12, "Transformer layers", within="[1, 10000]")
@@ -125,7 +125,7 @@ class ModelConfig:
     """Number of pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         check_range("vocab_size", self.vocab_size, COUNT)
         if self.hidden_size % self.num_attention_heads:
             refuse(

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ddrp.config.model import ModelConfig
-from megatron_ddrp.config.option import COUNT, Number, check_range, check_ranges, flag, option, refuse
+from megatron_ddrp.config.option import COUNT, Number, Section, check_range, flag, option, refuse
 from megatron_ddrp.config.registry import OBJECTIVES, objective_class
 from megatron_ddrp.config.schedules import MaskRates, read_rates
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Section):
     """Objective"""
 
     objective: str = option(
@@ -100,7 +100,7 @@ class ObjectiveConfig:
     notes_dtype: str = option("fp32", "type of the dictionary's rows in host memory", choices=("fp32", "bf16", "fp16"))
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         object.__setattr__(self, "mask_prob", self.mask_rates.written)  # equal rates are stored alike
         if isinstance(self.objective_options, str):
             object.__setattr__(self, "objective_options", (self.objective_options,))

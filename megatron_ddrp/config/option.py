@@ -59,6 +59,13 @@ def check_ranges(section: Any) -> None:
                 check_range(f.name, number, f.metadata["within"])
 
 
+class Section:
+    """Base of the dataclasses of flags: refuses numbers outside their options' ranges."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
 def check_range(name: str, value: Any, within: str) -> None:
     """Refuse a value that is not a finite number in the range `within`, written as in `option`."""
     if reason := refused_range(value, within):

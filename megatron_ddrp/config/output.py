@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, check_ranges, option
+from megatron_ddrp.config.option import COUNT, Section, option
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """Checkpoints"""
 
     save: str | None = option(
@@ -34,12 +34,9 @@ class CheckpointConfig:
         within="(0, 1000000]",
     )
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     """Logging"""
 
     log_interval: int = option(
@@ -72,9 +69,6 @@ class LoggingConfig:
         None, "last step of the profile (default: the second after its begin)", within=COUNT
     )
     wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
     @property
     def validates(self) -> bool:

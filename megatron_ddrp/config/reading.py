@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import reprlib
 import types
 import typing
@@ -16,7 +15,7 @@ import yaml
 
 from megatron_ddrp.config.option import refused_range
 from megatron_ddrp.config.registry import load_plugin
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
 
 Section = TypeVar("Section")
 
@@ -200,5 +199,5 @@ def _unknown(key: str, known: Mapping[str, Option]) -> str:
     """Return the line for a key that does not exist; it suggests a similar one in the same spelling."""
     separator = "-" if "-" in key else "_"
     names = [name.replace("_", separator) for name in known]
-    close = difflib.get_close_matches(key, names, n=1)
-    return f"unknown setting {key!r}; " + (f"did you mean {close[0]}?" if close else f"allowed are {', '.join(names)}")
+    close = nearest(key, names)
+    return f"unknown setting {key!r}; " + (f"did you mean {close}?" if close else f"allowed are {', '.join(names)}")

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
+from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """Training"""
 
     micro_batch_size: int = option(8, "sequences that a rank processes at once", within=COUNT)
@@ -44,7 +44,7 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         words = self.seq_length_phases  # a string for one phase, a list from JSON and YAML
         object.__setattr__(self, "seq_length_phases", (words,) if isinstance(words, str) else tuple(words))
         if self.bf16 and self.fp16:
@@ -56,7 +56,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Optimizer"""
 
     optimizer: str = option(
@@ -110,7 +110,7 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within="[0, inf)")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if self.min_lr > self.lr:
             refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: give a --min-lr of at most --lr")
         for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "linear")):
@@ -133,7 +133,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Scale"""
 
     tensor_model_parallel_size: int = option(
@@ -171,7 +171,7 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         object.__setattr__(self, "decided_by_deepspeed_config", tuple(self.decided_by_deepspeed_config))
         if self.offload_optimizer != "none" and self.zero_stage == 0:
             refuse(

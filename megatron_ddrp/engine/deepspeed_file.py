@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import typing
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from megatron_ddrp.config.deepspeed_values import (
     refuse_file,
 )
 from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.errors import nearest
 
 _FLAGS = {key: flag(name) for key, name in SETTINGS.items()} | {
     "gradient_accumulation_steps": "--global-batch-size and --micro-batch-size",
@@ -227,6 +227,6 @@ def _check_names(path: str, given: Iterable[str], known: Iterable[str], prefix: 
     names = list(known)
     for name in given:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {prefix}{close[0]}?" if close else f"; it knows {', '.join(sorted(names))}"
+            close = nearest(name, names)
+            hint = f"; did you mean {prefix}{close}?" if close else f"; it knows {', '.join(sorted(names))}"
             refuse_file(path, f"DeepSpeed has no setting {prefix}{name}{hint}")

@@ -52,7 +52,7 @@ def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
     return (MOMENTUM,) if is_matrix else ADAM_MOMENTS
 
 
-def read_whole(engine: Any, tensor: Tensor, moment: str | None = None) -> Tensor:
+def read_whole(engine: Any, tensor: Tensor, moment: str | None) -> Tensor:
     """Return the whole fp32 weight of a parameter, or one of its `MOMENTS`, even if ZeRO has sharded it.
 
     Buffers and parameters that are not trained keep their dtype.
@@ -71,7 +71,7 @@ def read_whole(engine: Any, tensor: Tensor, moment: str | None = None) -> Tensor
     return held.reshape(whole_shape(tensor))
 
 
-def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None = None) -> None:
+def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None) -> None:
     """Write a tensor that `read_whole` returns; after the last one, call `refresh_weights`."""
     from deepspeed import utils
 

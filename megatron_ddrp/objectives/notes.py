@@ -25,10 +25,8 @@ from torch import Tensor
 from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.rare_words import Occurrences, RareWords, find_occurrences
+from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.notes import NoteInputs
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Value of `--notes-dtype` → dtype of the stored notes."""
 
 
 def window_places(windows: np.ndarray) -> np.ndarray:

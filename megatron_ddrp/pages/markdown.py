@@ -51,3 +51,8 @@ class Table:
         cells = [[f"{star}{escape(cell)}{star}" if cell else "" for cell in row] for row in self.rows]
         lines = [f"| {' | '.join(row)} |" for row in ([escape(name) for name in self.header], dashes, *cells)]
         return "\n".join([marked(self.caption), ""] * bool(self.caption) + lines)
+
+
+def percent(share: float | None) -> str:
+    """Return a share times 100 with two decimals; empty for None."""
+    return "" if share is None else f"{100 * share:.2f}"

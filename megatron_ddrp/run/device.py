@@ -9,9 +9,8 @@ from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
+from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.fused import compiles, why_not_compile
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_device(config: Config, device: torch.device) -> None:

@@ -29,6 +29,23 @@ SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"
 """Size attributes of most encoders' configurations; the first two are required."""
 
 
+def foreign_inputs(config: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return a batch as keyword arguments for a model of transformers: segments only if its `config` has them."""
+    segments = {"token_type_ids": batch.segment_ids} if getattr(config, "type_vocab_size", 0) > 1 else {}
+    return {"input_ids": batch.input_ids, "attention_mask": (batch.document_ids > 0).long(), **segments}
+
+
+def head_class(model_type: str, head: str) -> Any:
+    """Return the class of a model type with a head of `FINE_TUNED`: ours for our models, otherwise AutoModelFor…."""
+    if model_type == OWN_MODEL_TYPE:
+        from megatron_ddrp.conversion import modeling_ddrp
+
+        return getattr(modeling_ddrp, f"DdrpFor{FINE_TUNED[head]}")
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{FINE_TUNED[head]}")
+
+
 class HuggingFaceEncoder(nn.Module):
     """Encoder around a BERT-class model of transformers."""
 
@@ -37,13 +54,10 @@ class HuggingFaceEncoder(nn.Module):
         if _pooler_weights(model):
             model.pooler = None  # every run creates its own pooler
         self.model = model
-        self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states `[batch, seq, hidden]`."""
-        segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
-        output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
-        return output.last_hidden_state
+        return self.model(**foreign_inputs(self.model.config, batch)).last_hidden_state
 
 
 class Labels(NamedTuple):
@@ -60,7 +74,6 @@ class FamilyModel(nn.Module):
         super().__init__()
         self.model = model
         self.encoder_prefix = f"model.{model.base_model_prefix}."
-        self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
 
     @classmethod
     def on_top_of(cls, encoder: nn.Module, head: str, labels: Labels) -> FamilyModel:
@@ -88,22 +101,18 @@ class FamilyModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the head's outputs, float32: `[batch, labels]`, or `[batch, seq, labels]` for heads on pieces."""
-        segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
-        output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
+        output = self.model(**foreign_inputs(self.model.config, batch))
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1).float()  # [batch, seq, 2]
         return output.logits.float()
 
 
 def _model_with_head(config: Any, head: str) -> Any:
-    import transformers
-
+    with_head = head_class(config.model_type, head)
     if config.model_type == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion import modeling_ddrp
-
-        return getattr(modeling_ddrp, f"DdrpFor{FINE_TUNED[head]}")(config)
+        return with_head(config)
     try:
-        return getattr(transformers, f"AutoModelFor{FINE_TUNED[head]}").from_config(config)
+        return with_head.from_config(config)
     except ValueError:
         raise UserError(f"transformers has no AutoModelFor{FINE_TUNED[head]} for {config.model_type} models") from None
 
@@ -126,7 +135,7 @@ class Folder:
     """Number of separators between the two texts of a pair."""
 
 
-def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool = False) -> Folder:
+def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
     """Load the model of a folder in fp32 on the CPU, with `masked_lm` under its masked-LM head.
 
     `values` are the content of config.json. Raises `UserError`, one line, if the folder cannot be loaded.

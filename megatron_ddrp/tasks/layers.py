@@ -16,6 +16,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.tasks.huggingface import foreign_inputs
 
 
 class LayerStates(NamedTuple):
@@ -53,9 +54,7 @@ def _own_states(model: Encoder, batch: Batch, with_heads: bool) -> Iterator[Laye
 
 
 def _foreign_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
-    segments = {"token_type_ids": batch.segment_ids} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
-    mask = (batch.document_ids > 0).long()
-    output = model(batch.input_ids, attention_mask=mask, output_hidden_states=True, **segments)
+    output = model(**foreign_inputs(model.config, batch), output_hidden_states=True)
     states = (*output.hidden_states[:-1], output.last_hidden_state)
     if any(hidden.shape[:2] != batch.input_ids.shape for hidden in states):
         kind = model.config.model_type

@@ -32,6 +32,16 @@ class Batch(NamedTuple):
     note_ids: Any = None
     """Rare words under `--notes`: w at the first piece of rare word w = 1, 2, …, −w at its others, 0 elsewhere."""
 
+    @classmethod
+    def of_texts(cls, ids: Any, documents: Any) -> Batch:
+        """Return a batch without masks whose rows are texts of one segment: no labels, all of sample 0.
+
+        `ids` and `documents` are int64 `[batch, seq]`, numpy or torch; `documents` is 1 at tokens and 0 at padding.
+        """
+        nothing = documents * 0
+        positions = (documents.cumsum(1) - 1) * documents
+        return cls(ids, nothing + IGNORED_LABEL, documents, positions, nothing, nothing)
+
     def arrays(self) -> list[Any]:
         """Return the fields that are not None."""
         return [field for field in self if field is not None]

@@ -81,6 +81,14 @@ def validation_steps(most: int, num_samples: int, global_batch_size: int) -> int
     return min(most, max(1, num_samples // global_batch_size))
 
 
+def validation_text(most: int, num_samples: int, global_batch_size: int) -> str:
+    """Return how much of the validation text such a validation reads, in words."""
+    read = validation_steps(most, num_samples, global_batch_size) * global_batch_size
+    if read > num_samples:
+        return f"one global batch of {read:,} from {num_samples:,} sequences, so some are read more than once"
+    return f"{read:,} of {num_samples:,} sequences, the same ones each time"
+
+
 class SampleReader:
     """Reader of samples as masked rows `[CLS] tokens [SEP]`, one sample per row.
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.jobs import Job, digest
+from megatron_ddrp.tasks.compare.jobs import Job
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Plan
+from megatron_ddrp.tasks.jobs.store import digest
 
 _END = 1 << 20
 """Number of bytes at each end of a file that enter its fingerprint."""

@@ -6,14 +6,12 @@ started it, hold the lease together: if the driver is killed, the lease is free 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.store import Store, digest
 
 RUN = "course"
 """Kind of a training run in names of jobs and folders, kept from the first version; `shown_kind` shows "run"."""
@@ -55,11 +53,6 @@ def job_name(kind: str, title: str, facts: Any) -> str:
     """Return a file name that differs between jobs with different `facts`."""
     short = re.sub(r"[^a-z0-9.]+", "-", title.lower().replace("α", "a")).strip("-")
     return f"{kind}-{short}-{digest(facts)}"
-
-
-def digest(facts: Any) -> str:
-    """Return twelve hexadecimal digits that change with any of the facts (JSON values)."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def open_store(folder: Path) -> Store:

@@ -11,10 +11,11 @@ from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint
 from megatron_ddrp.tasks.compare.flags import Flags
-from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
+from megatron_ddrp.tasks.compare.jobs import Job, job_name
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.scoring import GluePlan, TaskPlan
+from megatron_ddrp.tasks.jobs.store import digest
 from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 
 

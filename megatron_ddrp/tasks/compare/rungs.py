@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ddrp.tasks.compare.jobs import Job, digest
+from megatron_ddrp.tasks.compare.jobs import Job
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.jobs.store import Row, Store
+from megatron_ddrp.tasks.jobs.store import Row, Store, digest
 
 ROWS = "rows.jsonl"
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
 from megatron_ddrp.tasks.compare.results import Results
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, PAPER_TRIANGLES
+from megatron_ddrp.tasks.glue.paper import PAPER_TRIANGLES, paper_rows
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.ladder.claims import row_of
 from megatron_ddrp.tasks.ladder.measures import (
@@ -50,12 +50,8 @@ def score_table(results: Results, arms: Iterable[Arm]) -> Table:
 
 def paper_table(names: Sequence[str], where: str) -> Table:
     """Return rows of the paper's tables 1 to 3."""
-    rows = [
-        [name, *(f"{PAPER_SCORES[name][task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
-        for name in names
-    ]
     caption = f"The paper's own numbers, not ours: {where}. Base size, 1M steps, best grid point, median of 5 seeds."
-    return Table(["the paper's model", *PAPER_TASKS, "average of 8"], rows, caption, is_paper=True)
+    return Table(["the paper's model", *PAPER_TASKS, "average of 8"], paper_rows(names), caption, is_paper=True)
 
 
 def score_blocks(results: Results, arms: Sequence[Arm], where: str) -> Blocks:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
 from megatron_ddrp.config.option import COUNT, option, refuse
-from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require
+from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep
 from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
 from megatron_ddrp.tasks.finetune.runs import GRIDS
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
@@ -42,23 +42,12 @@ FILES = {"train": "train", "validation": "valid", "valid": "valid", "dev": "vali
 
 @dataclass(frozen=True)
 class What:
-    """encoders and output"""
+    """task files and kept models"""
 
-    output_dir: Path = option(MISSING, "folder for runs.jsonl, the tables, predictions and models", metavar="OUT")
-    load: tuple[Path, ...] | None = option(
-        None,
-        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face folder; give several to compare them",
-        nargs="+",
-        metavar="DIR",
-    )
     task_file: tuple[Path, ...] | None = option(
         None, "tasks as YAML; keys are a task's flags, paths are relative to the file", nargs="+", metavar="T.yaml"
     )
     keep_models: bool = option(True, "keep an encoder's best model of a task in OUT/models/ (never with --random-init)")
-    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
-    report: tuple[Path, ...] | None = option(
-        None, "run nothing; write one table over these --output-dir folders", nargs="+", metavar="OUT"
-    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
 
 
 def _own_tasks(options: argparse.Namespace) -> OwnTasks:
-    require(options, "load")
     given = given_options(TaskFiles, options)
     if options.task_file and given != TaskFiles():
         refuse("--task-file and the flags of a task exclude each other: write the flags into the file")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
-from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
@@ -36,7 +36,24 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class Search:
+class Encoders:
+    """encoders and output"""
+
+    output_dir: Path = option(MISSING, "folder for runs.jsonl, the tables and all other output", metavar="OUT")
+    load: tuple[Path, ...] | None = option(
+        None,
+        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face folder; give several to compare them",
+        nargs="+",
+        metavar="DIR",
+    )
+    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
+    report: tuple[Path, ...] | None = option(
+        None, "run nothing; write one table over these --output-dir folders", nargs="+", metavar="OUT"
+    )
+
+
+@dataclass(frozen=True)
+class Search(Section):
     """grid and seeds"""
 
     grid: str = option(
@@ -56,9 +73,6 @@ class Search:
     seeds: int = option(5, "runs per grid point, with seeds 1 to N", within=COUNT)
     max_train_examples: int | None = option(None, "train on only N rows per task", within=COUNT)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
     @property
     def points(self) -> tuple[Point, ...]:
         """Points of the grid."""
@@ -71,7 +85,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Section):
     """training"""
 
     max_seq_length: int = option(128, "longest row in pieces, including special ones", within="[8, 2147483648)")
@@ -90,7 +104,7 @@ class Training:
     fp16: bool = option(False, "fp16 with loss scaling and fp32 weights; GPUs only")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: choose one")
 
@@ -101,19 +115,16 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Section):
     """machine"""
 
     workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
     wait: bool = option(
         True,
-        "wait for runs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
+        "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
         "finishes last writes the tables (for job arrays)",
     )
-    dry_run: bool = option(False, "check the files, print the plan (runs, hours) and stop; write nothing")
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    dry_run: bool = option(False, "check the files, print the plan with its time and stop; write nothing")
 
 
 @dataclass(frozen=True)
@@ -154,12 +165,16 @@ def parse_sweep(
     make_suite: Callable[[argparse.Namespace], Suite],
     arguments: Sequence[str] | None,
 ) -> SweepOptions:
-    """Parse and check a command line of the suite's own sections and of those of every sweep."""
+    """Parse and check a command line of the suite's own sections and of those of every sweep.
+
+    `make_suite` gets the options of all sections.
+    """
     parser.hints = {**HINTS, **parser.hints}
     for name in ("--local-rank", "--deepspeed"):  # flags that launchers add
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-    options = parse_sections(parser, (*sections, search, Training, Machine), arguments)
+    options = parse_sections(parser, (Encoders, *sections, search, Training, Machine), arguments)
     try:
+        require(options, "load")
         return SweepOptions(
             make_suite(options),
             options.output_dir,
@@ -174,7 +189,7 @@ def parse_sweep(
         parser.error(str(error))
 
 
-def require(options: argparse.Namespace, *names: str) -> None:
-    """Raise `UserError` if one of the options `names` is missing, unless the command line has --report."""
-    if options.report is None and (missing := [name for name in names if not getattr(options, name)]):
-        refuse(f"--{missing[0].replace('_', '-')} is needed (or --report OUT… to run nothing)")
+def require(options: argparse.Namespace, name: str) -> None:
+    """Raise `UserError` if the option `name` is missing, unless the command line has --report."""
+    if options.report is None and not getattr(options, name):
+        refuse(f"{flag(name)} is needed (or --report OUT… to run nothing)")

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.finetune.report import percent
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task import Examples

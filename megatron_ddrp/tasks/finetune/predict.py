@@ -14,8 +14,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_ddrp.conversion.families import FINE_TUNED
-from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
+from megatron_ddrp.conversion.foreign_config import read_config_file
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -27,7 +26,7 @@ from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, text_columns, texts_to_predict
-from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer
+from megatron_ddrp.tasks.huggingface import FamilyModel, head_class, load_tokenizer
 
 OUTPUTS = (".jsonl", ".csv", ".tsv")
 OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
@@ -98,16 +97,9 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
     logging.disable_progress_bar()
     config = read_config_file(folder)
     trained = Columns(*facts["columns"])
-    task, head = Task.of(facts["task"]), f"For{FINE_TUNED[KINDS[facts['task']['kind']].head]}"
-    if config["model_type"] == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion import modeling_ddrp
-
-        model = getattr(modeling_ddrp, f"Ddrp{head}").from_pretrained(folder, local_files_only=True)
-    else:
-        import transformers
-
-        auto = getattr(transformers, f"AutoModel{head}")
-        model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    task = Task.of(facts["task"])
+    with_head = head_class(config["model_type"], KINDS[task.kind].head)
+    model = with_head.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return FineTuned(
         FamilyModel(model).to(device).eval(),
         load_tokenizer(folder),

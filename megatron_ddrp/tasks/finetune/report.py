@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
 from megatron_ddrp.tasks.finetune.figure import draw
@@ -24,7 +24,7 @@ from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.names import with_random_weights
-from megatron_ddrp.tasks.statistics import paired
+from megatron_ddrp.tasks.statistics import Difference, paired
 
 DETAILS = [
     *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
@@ -33,32 +33,29 @@ DETAILS = [
 """Columns of the table of the runs behind each score."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Difference `first` − `second` of the mean scores over common tasks, paired by seed."""
+class Pair(NamedTuple):
+    """Difference of two encoders' mean scores over their common tasks, by at least two seeds."""
 
     first: str
     second: str
     tasks: list[str]
-    by_seed: list[float]
-    low: float
-    high: float
-    """Student's 95 % interval of the mean over the seeds."""
+    difference: Difference
 
     @property
-    def mean(self) -> float:
-        """Mean difference over the seeds."""
-        return statistics.fmean(self.by_seed)
+    def interval(self) -> tuple[float, float]:
+        """Student's 95 % interval of the mean over the seeds."""
+        assert self.difference.interval is not None
+        return self.difference.interval
 
 
-def differences(encoders: dict[str, Cells]) -> list[Difference]:
+def differences(encoders: dict[str, Cells]) -> list[Pair]:
     """Return the difference of every two encoders that share tasks with equal files and at least two seeds."""
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
         difference = paired(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
         if difference and difference.interval:
-            found.append(Difference(first, second, tasks, list(difference.values), *difference.interval))
+            found.append(Pair(first, second, tasks, difference))
     return found
 
 
@@ -192,7 +189,18 @@ def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
             }
         )
     for pair in differences(encoders):
-        result["differences"].append({**vars(pair), "mean": pair.mean})
+        low, high = pair.interval
+        result["differences"].append(
+            {
+                "first": pair.first,
+                "second": pair.second,
+                "tasks": pair.tasks,
+                "by_seed": list(pair.difference.values),
+                "low": low,
+                "high": high,
+                "mean": pair.difference.mean,
+            }
+        )
     if published := suite.published():
         result["paper"] = published
     return result
@@ -205,15 +213,15 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
     shown = [kind for kind in suite.averages if any(mean[kind] is not None for mean in means.values())]
     scores = [
         [name, *(_score(cells[task]) if task in cells else "" for task in tasks)]
-        + ["" if (mean := means[name][kind]) is None else percent(mean) for kind in shown]
+        + [percent(means[name][kind]) for kind in shown]
         for name, cells in encoders.items()
     ]
     details = [
         line for name, cells in encoders.items() for cell in cells.values() for line in _details(name, cell, suite)
     ]
     pairs = [
-        [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.by_seed))]
-        + [percent(pair.mean), f"{percent(pair.low)} to {percent(pair.high)}"]
+        [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.difference.values))]
+        + [percent(pair.difference.mean), " to ".join(map(percent, pair.interval))]
         for pair in differences(encoders)
     ]
     gained = [
@@ -272,8 +280,3 @@ def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
     for file, scores in cell.others.items():
         rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
     return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]
-
-
-def percent(score: float) -> str:
-    """Return a fraction times 100 with two decimals."""
-    return f"{100 * score:.2f}"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 _ROWS_TO_SORT = 64
@@ -143,11 +143,7 @@ def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
     valid = positions < lengths[:, None]  # [batch, seq]
     input_ids = np.full(valid.shape, encoded.pad_id, dtype=np.int64)
     input_ids[valid] = encoded.pieces[encoded.places(rows)]
-    return Batch(
-        input_ids=input_ids,
-        labels=np.full(valid.shape, IGNORED_LABEL, dtype=np.int64),
-        document_ids=valid.astype(np.int64),
-        position_ids=np.where(valid, positions, 0),
+    return Batch.of_texts(input_ids, valid.astype(np.int64))._replace(
         segment_ids=(valid & (positions >= encoded.seconds[rows][:, None])).astype(np.int64),
         sequence_ids=np.where(valid, np.asarray(rows)[:, None], 0),
     )

@@ -9,9 +9,7 @@ with four collapsed seeds is worse than five seeds at 0.45.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.tasks.jobs.store import Row, Store
+from megatron_ddrp.tasks.jobs.store import Row, Store, digest
 
 RUNS = "runs.jsonl"
 
@@ -80,8 +78,7 @@ class Run:
             del facts["head"]
         if not self.scales_labels:  # nor this
             del facts["scales_labels"]
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        return f"{self.task}-b{self.batch_size}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest[:12]}"
+        return f"{self.task}-b{self.batch_size}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest(facts)}"
 
     def seed_of(self, purpose: str, *counters: int) -> int:
         """Return the seed of one of the run's random draws."""

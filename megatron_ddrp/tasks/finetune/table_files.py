@@ -10,7 +10,6 @@ is parsed as a whole.
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, PACKINGS, InputFile, OpenInput, is_stream
 from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, nearest
 from megatron_ddrp.tasks.finetune.conll import read_conll, read_conllu
 from megatron_ddrp.tasks.finetune.squad_files import is_squad, questions
 
@@ -82,8 +81,8 @@ def columns_of(path: str) -> list[str]:
 
 
 def _no_column(column: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(column, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(column, known)
+    hint = f"; did you mean {close!r}?" if close else ""
     return f"no column {column!r}, it has {', '.join(known) or 'none'}{hint}"
 
 

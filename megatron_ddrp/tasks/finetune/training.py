@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
@@ -41,7 +42,6 @@ WARMUP = 0.1
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
 DEV_BATCH_SIZE = 64
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
 
 
@@ -82,7 +82,7 @@ class FineTuning:
         self.weights = dict(self.model.named_parameters())
         if run.precision != "fp32":
             self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
-            cast_parameters(self.model, PRECISIONS[run.precision])
+            cast_parameters(self.model, DTYPES[run.precision])
         self.output = output_layer(model) if run.scales_labels else None
         self.scale = Scale.of(train.targets) if self.output else Scale(0.0, 1.0)
         self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)

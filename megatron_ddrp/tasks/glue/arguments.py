@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser
@@ -30,9 +30,8 @@ those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Repr
 
 @dataclass(frozen=True)
 class What:
-    """tasks and encoders"""
+    """tasks"""
 
-    output_dir: Path = option(MISSING, "folder for runs.jsonl and the tables", metavar="OUT")
     tasks: tuple[str, ...] = option(
         PAPER_TASKS,
         f"tasks among {', '.join(TASKS)} (default: the eight of the DDRP+MTH paper, all but WNLI)",
@@ -41,13 +40,6 @@ class What:
         metavar="TASK",
     )
     data_dir: Path | None = option(None, "GLUE's folder: TASK/train.tsv, TASK/dev.tsv, … as released", metavar="DIR")
-    load: tuple[Path, ...] | None = option(
-        None,
-        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face folder; give several to compare them",
-        nargs="+",
-        metavar="DIR",
-    )
-    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
     start_from_task: str | None = option(
         None,
         f"run this task (usually MNLI) first, then fine-tune {', '.join(STARTED)} from each encoder's best model of "
@@ -58,9 +50,6 @@ class What:
     predict_test: bool = option(
         False, "at the end repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com"
     )
-    report: tuple[Path, ...] | None = option(
-        None, "run nothing; write one table over these --output-dir folders", nargs="+", metavar="OUT"
-    )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
@@ -69,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
 
 
 def _glue(options: argparse.Namespace) -> Glue:
-    require(options, "data_dir", "load")
+    require(options, "data_dir")
     first = options.start_from_task
     suite = Glue(options.tasks, options.data_dir or Path(), options.predict_test, first)
     if first and not suite.started:

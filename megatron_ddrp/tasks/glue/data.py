@@ -12,21 +12,17 @@ from megatron_ddrp.tasks.finetune.task import Example, Examples, TaskData
 from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 
 
-class GlueDataError(UserError):
-    """Error for files that differ from the official release; the message names file, line and expectation."""
-
-
 def read_task(task: GlueTask, data_dir: Path) -> TaskData:
     """Read and check train.tsv and the development files of `data_dir/task.name`.
 
     Raises:
-        GlueDataError: a file is missing, truncated, empty, not UTF-8, or has a wrong column or label.
+        UserError: a file is missing, truncated, empty, not UTF-8, or has a wrong column or label.
     """
     folder = data_dir / task.name
     names = _files(task)
     for name in names:
         if not (folder / name).is_file():
-            raise GlueDataError(
+            raise UserError(
                 f"{folder / name}: no such file; {task.name} needs {', '.join(names)} of the GLUE release in {folder}; "
                 + _remedy(data_dir)
             )
@@ -65,7 +61,7 @@ def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
     A missing diagnostic set is left out.
 
     Raises:
-        GlueDataError: another file is missing, or a file is not as released.
+        UserError: another file is missing, or a file is not as released.
     """
     found = {}
     for file, name in task.submission_files.items():
@@ -73,7 +69,7 @@ def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
         if not path.is_file():
             if file.startswith(".."):
                 continue
-            raise GlueDataError(f"{path}: no such file; --predict-test needs the test sets of the GLUE release")
+            raise UserError(f"{path}: no such file; --predict-test needs the test sets of the GLUE release")
         found[name] = Examples.of(read_examples(task, path, labelled=False))
     return found
 
@@ -97,7 +93,7 @@ def read_examples(task: GlueTask, path: Path, broken_rows: int = 0, labelled: bo
             skipped += 1
             if skipped <= broken_rows:
                 continue
-            raise GlueDataError(
+            raise UserError(
                 f"{path}, line {number}: {len(cells)} columns, expected {len(columns)} ({', '.join(columns)}); "
                 "the file is truncated or not tab-separated"
             )
@@ -106,14 +102,14 @@ def read_examples(task: GlueTask, path: Path, broken_rows: int = 0, labelled: bo
             label = _parse_label(task, cells[columns.index(task.label_column)], f"{path}, line {number}")
         examples.append(Example(tuple(cells[index] for index in texts_at), label))
     if not examples:
-        raise GlueDataError(f"{path}: no examples, expected at least one {'labelled ' * labelled}row")
+        raise UserError(f"{path}: no examples, expected at least one {'labelled ' * labelled}row")
     return examples
 
 
 def _header(path: Path, lines: list[str], wanted: Sequence[str]) -> tuple[str, ...]:
     header = tuple(lines[0].split("\t")) if lines else ()
     if missing := [name for name in wanted if name not in header]:
-        raise GlueDataError(
+        raise UserError(
             f"{path}, line 1: no column {missing[0]!r} among {list(header)}; expected a tab-separated header line "
             f"with {', '.join(map(repr, wanted))}"
         )
@@ -126,7 +122,7 @@ def _read_lines(path: Path) -> list[str]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise GlueDataError(f"{path}, line {line}: not valid UTF-8 ({error.reason}), expected UTF-8 text") from None
+        raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason}), expected UTF-8 text") from None
     # Not str.splitlines: U+0085, U+2028 and similar characters are text.
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
@@ -135,7 +131,7 @@ def _read_lines(path: Path) -> list[str]:
 def _parse_label(task: GlueTask, text: str, where: str) -> float:
     if task.labels:
         if text not in task.labels:
-            raise GlueDataError(f"{where}: label {text!r}, expected one of {', '.join(task.labels)}")
+            raise UserError(f"{where}: label {text!r}, expected one of {', '.join(task.labels)}")
         return task.labels.index(text)
     assert task.label_range is not None
     lowest, highest = task.label_range
@@ -144,5 +140,5 @@ def _parse_label(task: GlueTask, text: str, where: str) -> float:
     except ValueError:
         value = float("nan")
     if not lowest <= value <= highest:
-        raise GlueDataError(f"{where}: label {text!r}, expected a number from {lowest:g} to {highest:g}")
+        raise UserError(f"{where}: label {text!r}, expected a number from {lowest:g} to {highest:g}")
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 
 PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
@@ -32,13 +34,21 @@ PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
 """Encoding → sentences with the up-down triangle effect in per cent, section 5.3."""
 
 
-def paper_row(encoding: str, objective: str, half: bool = False) -> str | None:
+def paper_row(encoding: str, objective: str, half: bool) -> str | None:
     """Return the name of the row of a model in `PAPER_ROWS`; None without such a row.
 
     `objective` is "MLM", "MTH" or "MTH without HCD"; `half` is True for half the budget.
     """
     name = f"{PAPER_NAMES.get(encoding, encoding)} ({objective}) {'500k' if half else '1M'} steps"
     return name if name in PAPER_AVERAGES else None
+
+
+def paper_rows(names: Iterable[str]) -> list[list[str]]:
+    """Return a table row per name in `PAPER_ROWS`: the name, its scores and their average."""
+    return [
+        [name, *(f"{PAPER_SCORES[name][task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
+        for name in names
+    ]
 
 
 def average_difference(first: str | None, second: str | None) -> str:

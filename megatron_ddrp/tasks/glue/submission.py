@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile, write_text
+from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.report import percent
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.glue.data import read_test

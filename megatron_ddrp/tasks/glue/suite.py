@@ -13,7 +13,7 @@ from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.glue.data import read_task, read_test
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
+from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, paper_rows
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 if TYPE_CHECKING:
@@ -137,8 +137,5 @@ class Glue(Suite):
             for cells in encoders.values()
             for task, cell in cells.items()
         )
-        rows = [
-            [f"{name} (paper)", *(f"{row[task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
-            for name, row in PAPER_SCORES.items()
-        ]
+        rows = [[f"{name} (paper)", *scores] for name, *scores in paper_rows(PAPER_SCORES)]
         return Table(["the paper's encoder", *PAPER_TASKS, self.averages[0]], rows) if is_official else None

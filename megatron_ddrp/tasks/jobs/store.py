@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -143,6 +144,11 @@ class Store:
         if self._on_damage is None:
             raise UserError(f"{sentence}; choose another --output-dir, or delete this line")
         self._on_damage(sentence)
+
+
+def digest(facts: Any) -> str:
+    """Return twelve hexadecimal digits that change with any of the facts (JSON values)."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def left_to_others(count: int, folder: Path) -> str:

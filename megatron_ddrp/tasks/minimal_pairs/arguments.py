@@ -8,7 +8,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
-from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.config.option import COUNT, Section, option, refuse
+from megatron_ddrp.tasks.finetune.options import Machine
 from megatron_ddrp.tasks.minimal_pairs.results import TIES
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
@@ -28,7 +29,7 @@ have accuracies, standard errors and paired differences; OUT/heatmap.png shows a
 
 
 @dataclass(frozen=True)
-class What:
+class What(Section):
     """pairs and encoders"""
 
     data_dir: Path = option(
@@ -48,13 +49,13 @@ class What:
     max_pairs: int | None = option(None, "score only N pairs per paradigm, always the same ones", within=COUNT)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if self.seeds > 1 and not self.random_init:
             refuse(f"--seeds {self.seeds} draws random weights: it needs --random-init")
 
 
 @dataclass(frozen=True)
-class How:
+class How(Section):
     """score"""
 
     score: str = option("l2r", "; ".join(f"{name}: {text}" for name, text in SCORES.items()), choices=tuple(SCORES))
@@ -64,12 +65,9 @@ class How:
         choices=TIES,
     )
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True)
-class Machine:
+class PairMachine(Machine):
     """machine"""
 
     workers: int | None = option(
@@ -80,18 +78,9 @@ class Machine:
         "pieces per forward pass; halve it if memory runs out (default: 4096 on CPUs, 131072 on GPUs)",
         within=COUNT,
     )
-    wait: bool = option(
-        True,
-        "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
-        "finishes last writes the tables (for job arrays)",
-    )
-    dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
     parser = ArgumentParser(description=DESCRIPTION)
-    return parse_sections(parser, (What, How, Machine), arguments)
+    return parse_sections(parser, (What, How, PairMachine), arguments)

@@ -6,15 +6,13 @@ nothing twice, and new weights under an old name are never mistaken for the old 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.store import Store, digest
 
 SCORES_FILE = "scores.jsonl"
 
@@ -35,8 +33,7 @@ class PairJob:
     @cached_property
     def name(self) -> str:
         """File name that no other job has."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.paradigm)[:60]}-{digest[:12]}"
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.paradigm)[:60]}-{digest(asdict(self))}"
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> PairJob:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.bert import Bert
 from megatron_ddrp.tasks.encoder import Encoder, NoMaskedLM, TrainedEncoder, load_encoder
 
@@ -52,10 +52,8 @@ class TrainedLogits(PieceLogits):
         self.model = model
 
     def forward(self, ids: Tensor, places: Tensor) -> Tensor:
-        ones = torch.ones_like(ids)
-        labels = torch.full_like(ids, IGNORED_LABEL).scatter_(1, places[:, None], 0)
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        return self.model.predict(Batch(ids, labels, ones, positions, torch.zeros_like(ids), ones))
+        batch = Batch.of_texts(ids, torch.ones_like(ids))
+        return self.model.predict(batch._replace(labels=batch.labels.scatter(1, places[:, None], 0)))
 
 
 class HuggingFaceLogits(PieceLogits):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
@@ -211,11 +211,6 @@ def _levels(report: Report) -> Levels:
     """Return the accuracies per paradigm of encoders, piece counts and published models."""
     own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     return {**own, **report.piece_counts(), **{f"{name} (published)": v for name, v in report.published.items()}}
-
-
-def percent(share: float | None) -> str:
-    """Return a share times 100 with two decimals; empty for None."""
-    return "" if share is None else f"{100 * share:.2f}"
 
 
 def _interval(interval: Interval | None) -> str:

@@ -41,7 +41,7 @@ class Subject:
     origin: str
 
 
-def subjects_of(folder: Path, seeds: Sequence[int | None], earlier: Container[str] = ()) -> list[Subject]:
+def subjects_of(folder: Path, seeds: Sequence[int | None], earlier: Container[str]) -> list[Subject]:
     """Load a folder; return one subject with its weights if `seeds` is [None], else one per seed of random weights.
 
     `earlier` has the fingerprints in the lines of a store, for `Encoder.known_as`.

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch, train_order, truncate
 from megatron_ddrp.tasks.finetune.task import Example
-from megatron_ddrp.tasks.glue.data import GlueDataError, read_examples, read_task, read_test
+from megatron_ddrp.tasks.glue.data import read_examples, read_task, read_test
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 
@@ -86,7 +87,7 @@ def test_digest_follows_the_bytes(tmp_path):
 )
 def test_errors_name_file_line_and_expectation(tmp_path, text, message):
     write(tmp_path, "RTE", train=RTE, dev=text)
-    with pytest.raises(GlueDataError) as error:
+    with pytest.raises(UserError) as error:
         read_task(TASKS["RTE"], tmp_path)
     assert str(tmp_path / "RTE" / "dev.tsv") in str(error.value)
     assert message in str(error.value)
@@ -96,12 +97,12 @@ def test_errors_name_file_line_and_expectation(tmp_path, text, message):
 @pytest.mark.parametrize("label", ["5.2", "nan", "high", ""])
 def test_a_regression_refuses_what_is_no_score(tmp_path, label):
     write(tmp_path, "STS-B", train=STSB, dev=STSB.replace("4.750", label))
-    with pytest.raises(GlueDataError, match=r"line 2: label .* expected a number from 0 to 5"):
+    with pytest.raises(UserError, match=r"line 2: label .* expected a number from 0 to 5"):
         read_task(TASKS["STS-B"], tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(GlueDataError, match=r"dev\.tsv: no such file; RTE needs train\.tsv, dev\.tsv"):
+    with pytest.raises(UserError, match=r"dev\.tsv: no such file; RTE needs train\.tsv, dev\.tsv"):
         read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE))
 
 
@@ -116,7 +117,7 @@ def test_a_missing_task_is_answered_with_the_tasks_there_and_nearby(tmp_path):
         (tmp_path, "; get the files from gluebenchmark.com/tasks"),
         (tmp_path / "missing", "; get the files from gluebenchmark.com/tasks"),
     ):
-        with pytest.raises(GlueDataError) as refused:
+        with pytest.raises(UserError) as refused:
             read_task(TASKS["STS-B"], folder)
         assert str(refused.value).endswith(remedy), refused.value
 
@@ -126,7 +127,7 @@ def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
     text = header + "1\t1\t2\ta\tb\t0\n" + "2\t3\t4\tc\n" + "3\t5\t6\td\te\t1\n"
     path = write(tmp_path, "QQP", train=text) / "QQP" / "train.tsv"
     assert [example.texts for example in read_examples(TASKS["QQP"], path, broken_rows=1)] == [("a", "b"), ("d", "e")]
-    with pytest.raises(GlueDataError, match="line 3: 4 columns"):
+    with pytest.raises(UserError, match="line 3: 4 columns"):
         read_examples(TASKS["QQP"], path)
 
 
@@ -169,7 +170,7 @@ def test_mnli_has_two_test_sets_and_the_diagnostic_one_where_it_is(tmp_path):
 
 
 def test_a_missing_test_set_is_named(tmp_path):
-    with pytest.raises(GlueDataError, match=r"test\.tsv: no such file; --predict-test needs"):
+    with pytest.raises(UserError, match=r"test\.tsv: no such file; --predict-test needs"):
         read_test(TASKS["RTE"], write(tmp_path, "RTE", train=RTE))
 
 

@@ -167,8 +167,8 @@ def test_the_difference_is_paired_by_seed():
         rows += [row(t, s, seed, load="r", encoder="r") for t, s in (("RTE", second), ("CoLA", 0.1), ("MRPC", 0.9))]
     (found,) = differences(best_cells(rows))
     assert (found.first, found.second, found.tasks) == ("base", "r", ["CoLA", "RTE"][::-1])
-    assert found.by_seed == pytest.approx([0.1, 0.15, 0.1])
-    assert (found.low, found.high) == pytest.approx(student_interval([0.1, 0.15, 0.1]))
+    assert found.difference.values == pytest.approx([0.1, 0.15, 0.1])
+    assert found.interval == pytest.approx(student_interval([0.1, 0.15, 0.1]))
     assert "## Differences" in table(rows)
 
 
@@ -215,7 +215,7 @@ def test_a_gain_needs_equal_conditions():
 def test_an_undefined_score_counts_as_0_in_the_difference():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
     rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
-    assert differences(best_cells(rows))[0].by_seed == pytest.approx([0.0, -0.1, 0.2])
+    assert differences(best_cells(rows))[0].difference.values == pytest.approx([0.0, -0.1, 0.2])
 
 
 def test_names_are_shown_and_not_run():
