@@ -32,7 +32,9 @@ export MASTER_ADDR MASTER_PORT
 export LAUNCHER=python # srun has started the ranks
 
 code=0
-srun --kill-on-bad-exit=1 bash examples/pretrain_ddrp_base_16gpu.sh "$@" || code=$?
+# Since Slurm 22.05 srun does not take the job's --cpus-per-task.
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-4}" \
+    bash examples/pretrain_ddrp_base_16gpu.sh "$@" || code=$?
 if [[ $code == 75 ]]; then # stopped by the signal, with a checkpoint
     scontrol requeue "$SLURM_JOB_ID"
 fi

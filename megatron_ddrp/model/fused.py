@@ -11,11 +11,12 @@ differ from those of dropout without compilation.
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.norm import Norm, normalise
+from megatron_ddrp.model.triton_needs import missing_for_triton
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability for which `auto` compiles: Triton 3.9 generates no code for V100."""
@@ -56,10 +58,24 @@ def gated_gelu(states: Tensor, gates: Tensor) -> Tensor:
     return F.gelu(states) * gates
 
 
+_NUMBERS = itertools.count(1)
+
+
+@cache
+def own_copy(region: Any, *fixed: Any) -> Callable[..., Any]:
+    """Return a copy of a region for the modules that agree in `fixed`: one per process.
+
+    torch compiles at most 8 variants of one code object. Widths, dtypes and rates of dropout would use them up; the
+    token count of 1, autocast and the gradient mode remain.
+    """
+    name = f"{region.__name__}_{next(_NUMBERS)}"  # torch remembers varying sizes by name
+    return FunctionType(region.__code__.replace(co_name=name), region.__globals__, name, closure=region.__closure__)
+
+
 @cache
 def compiled(region: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled form of a region, one per process. A graph break is an error."""
-    return torch.compile(region, fullgraph=True)
+    """Return the compiled form of a region, one per process. Beyond torch's limit, further variants run plainly."""
+    return torch.compile(region)
 
 
 def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others: Any) -> Any:
@@ -70,7 +86,9 @@ def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others
     flat = [x.flatten(0, -2) for x in states]
     for x in flat:
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    results = compiled(region)(*flat, *others)
+    arguments = (*flat, *others)
+    fixed = ((x.device, x.dtype, x.shape[-1]) if isinstance(x, Tensor) else x for x in arguments)
+    results = compiled(own_copy(region, *fixed))(*arguments)
     if isinstance(results, tuple):
         return tuple(x.view(states[0].shape) for x in results)
     return results.view(states[0].shape)
@@ -174,9 +192,8 @@ def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tup
 def why_not_compile(device: torch.device) -> str | None:
     """Return the reason why layers cannot be compiled for a device, in one line, or None if they can."""
     if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            return "compiling for a GPU needs the package triton, which torch installs for CUDA: use --compile off"
-        return None
+        missing = missing_for_triton()
+        return f"compiling for a GPU needs {missing}: use --compile off" if missing else None
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"compiling for {device.type} needs a C++ compiler, {compiler} is not found: use --compile off"

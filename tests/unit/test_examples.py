@@ -137,7 +137,7 @@ def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> No
 def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands, and for a run that is stopped by a signal."""
     for name, script in {
-        "srun": 'shift; "$@"',
+        "srun": 'echo "srun $1 $2"; shift 2; "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node1; else echo "scontrol $*"; fi',
         "python": 'echo "$MASTER_ADDR:$MASTER_PORT python $*"; exit 75',
     }.items():
@@ -145,9 +145,11 @@ def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Pat
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
     environment |= {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "node[1-2]", "DATA": "some_text"}
+    environment["SLURM_CPUS_PER_TASK"] = "6"
     command = ["bash", str(ROOT / "examples" / "pretrain_ddrp_base_slurm.sh"), "--seed", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    started, queued = done.stdout.splitlines()
+    step, started, queued = done.stdout.splitlines()
+    assert step == "srun --kill-on-bad-exit=1 --cpus-per-task=6"
     assert started.startswith("node1:20007 python pretrain_bert.py --data-path some_text ")
     assert started.endswith(" --seed 7") and "--dry-run" not in started
     assert (done.returncode, queued) == (75, "scontrol requeue 20007")

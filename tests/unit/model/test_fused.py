@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ObjectiveConfig
-from megatron_ddrp.model import fused
+from megatron_ddrp.model import fused, triton_needs
 from megatron_ddrp.model.attention.relative import spread
 from megatron_ddrp.model.electra import SampleKeys
 from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model
@@ -128,6 +128,42 @@ def test_dropout_repeats_when_a_layer_is_computed_again(backend, monkeypatch):
         assert torch.equal(kept, again) and not torch.equal(kept, other)
 
 
+def counted(monkeypatch):
+    """Compile regions by a backend that needs no compiler; return the list to which each compiled graph is added."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(fused, "compiled", cache(fused.compiled.__wrapped__))
+    monkeypatch.setattr(fused, "own_copy", cache(fused.own_copy.__wrapped__))
+    return graphs
+
+
+def test_models_of_many_widths_share_no_code(monkeypatch):
+    """A sweep over encoders or a comparison holds more than torch's 8 variants of one function in a process."""
+    graphs = counted(monkeypatch)
+    for width in range(4, 16):
+        states = (torch.randn(2, 3, width), torch.randn(2, 3, width))
+        norm = (torch.ones(width), None, 1e-5, False)
+        for dropout in (0.1, 0.0):
+            for _ in range(2):
+                fused.run_compiled(fused.add_norm, states, dropout, *norm)
+    assert len(graphs) == 24
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_beyond_the_limit_of_variants_a_region_runs_plainly(monkeypatch):
+    graphs = counted(monkeypatch)
+    for grad in ((True, True), (True, False), (False, True), (False, False), (True, True)):
+        hidden, added = (torch.randn(2, 3, 4, requires_grad=needed) for needed in grad)
+        assert torch.equal(fused.run_compiled(fused.add, (hidden, added), 0.0), hidden + added)
+    assert len(graphs) == 2
+
+
 def test_position_terms_trace_without_a_break():
     torch.compiler.reset()
     per_offset = torch.randn(2, 5, 4, requires_grad=True)
@@ -137,7 +173,8 @@ def test_position_terms_trace_without_a_break():
 
 def test_compile_acts_by_setting_device_and_triton(monkeypatch):
     compiles = fused.compiles.__wrapped__
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("CC", "cc")
     for setting, device, capability, expected in (
         ("on", CPU, None, True),
         ("auto", CPU, None, False),
@@ -148,7 +185,11 @@ def test_compile_acts_by_setting_device_and_triton(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
         assert compiles(setting, device) is expected, (setting, device, capability)
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert compiles("auto", GPU) is False
+    assert "needs a C compiler, and neither gcc nor clang is found" in fused.why_not_compile(GPU)
+    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: None)
     assert compiles("auto", GPU) is False
     assert "needs the package triton" in fused.why_not_compile(GPU)
 

@@ -13,7 +13,6 @@ Names: b = batch, h = heads, s = sequence, d = head size.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
 from megatron_ddrp.model.attention.gpu.offsets import Offsets
 from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
+from megatron_ddrp.model.triton_needs import missing_for_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
@@ -39,8 +39,8 @@ match."""
 def why_not_triton(demand: Demand) -> str | None:
     """Return the reason why this backend cannot run, in one line, or None if it can."""
     device, dtype, dropout, head_dim, _ = demand
-    if importlib.util.find_spec("triton") is None:
-        return "triton attention needs the package triton, which torch installs for CUDA: use another backend"
+    if missing := missing_for_triton():
+        return f"triton attention needs {missing}: use another backend"
     if os.environ.get("TRITON_INTERPRET") != "1":
         if device.type != "cuda" or torch.version.hip:
             return f"triton attention needs an NVIDIA GPU, got {device.type}: use another backend"
