@@ -24,7 +24,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import chunks, dev_order, pad_batch
+from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
@@ -57,12 +57,16 @@ class FineTuned(NamedTuple):
     pair_separators: int
     device: torch.device
 
-    @torch.inference_mode()
-    def predict(self, texts: list[tuple[str, ...]]) -> list[Any]:
-        """Return the predictions of some texts as JSON values."""
+    def encode(self, texts: list[tuple[str, ...]]) -> Encoded:
+        """Return the rows of some texts."""
         kind = KINDS[self.task.kind]
         examples = [Example(text, kind.unlabelled(self.task, text)) for text in texts]
-        encoded = kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
+        return kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
+
+    @torch.inference_mode()
+    def predict(self, encoded: Encoded) -> list[Any]:
+        """Return the predictions of some rows as JSON values."""
+        kind = KINDS[self.task.kind]
         outcomes = kind.blank(encoded)
         for rows in dev_order(encoded, _BATCH):
             batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device))
@@ -135,18 +139,23 @@ def predict_file(
     _check_ending(output, (model.task.kind,))
     kind = KINDS[model.task.kind]
     rows = read_rows(str(source), text_columns(model.columns))
-    count = 0
+    count = cut = 0
     expected = _expected_rows(source)
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns, model.task.kind)
         for some in chunks(rows, _TOGETHER):
             read = [texts_to_predict(row, kind, model.columns) for row in some]
-            for row, prediction in zip(some, model.predict(read), strict=True):
+            encoded = model.encode(read)
+            cut += encoded.cut
+            for row, prediction in zip(some, model.predict(encoded), strict=True):
                 with blamed_on(row):
                     writer.write(row.cells, prediction)
             count += len(some)
             bar.update(len(some))
         writer.finish()
+    if cut:
+        told = f"{cut:,} of {count:,} rows are longer than {model.max_length} pieces and are cut"
+        print(f"{source}: {told}", file=sys.stderr)
     if writer.changed:
         print(f"{output}: cells whose tabs and line breaks became blanks: {writer.changed:,}", file=sys.stderr)
     return count

@@ -2,12 +2,15 @@
 
 import csv
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune import predict
 from megatron_ddrp.tasks.finetune.predict import FineTuned, predict_file
+from megatron_ddrp.tasks.finetune.rows import Encoded
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Task
 
@@ -28,7 +31,9 @@ def write(tmp_path, monkeypatch):
         model = FineTuned(None, None, Task("t", "f1", kind, ("A", "B")), columns, 64, 1, None)
         monkeypatch.setattr(predict, "load_finetuned", lambda *_: model)
         answer = usual if prediction is None else prediction
-        monkeypatch.setattr(FineTuned, "predict", lambda self, texts: [answer] * len(texts))
+        encoded = Encoded(np.empty(0), np.empty(0), np.empty(0), np.empty(0), 0)
+        monkeypatch.setattr(FineTuned, "encode", lambda self, texts: replace(encoded, ends=np.zeros(len(texts))))
+        monkeypatch.setattr(FineTuned, "predict", lambda self, encoded: [answer] * len(encoded))
         (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         predict_file(tmp_path, tmp_path / "new.jsonl", tmp_path / f"told{ending}", None)
         return tmp_path / f"told{ending}"

@@ -10,6 +10,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row, whole_length
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
@@ -46,12 +47,16 @@ class SequenceKind(Kind):
         """Return the rows of the examples."""
         writer = RowWriter(tokenizer.pad_id)
         labels: list[Any] = []
+        cut = 0
         for some in chunks(examples, _TOGETHER):
             texts = zip(*(example.texts for example in some), strict=True)
             for row in zip(*(tokenizer.encode_batch(side) for side in texts), strict=True):
                 writer.add(*text_row(row, tokenizer, max_length, pair_separators))
+                cut += whole_length(row, pair_separators) > max_length
             labels += [example.label for example in some]
-        return writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
+        rows = writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
+        warning = f"{cut:,} of {len(rows):,} rows are longer than {max_length} pieces and are cut" if cut else ""
+        return replace(rows, warning=warning, cut=cut)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
