@@ -19,6 +19,7 @@ from torch import nn
 from megatron_ddrp.conversion.families import FINE_TUNED
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -28,7 +29,7 @@ from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_ba
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
-from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, text_columns, texts_to_predict
+from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, count_unlabelled, text_columns, texts_to_predict
 from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer
 
 OUTPUTS = (".jsonl", ".csv", ".tsv")
@@ -140,7 +141,7 @@ def predict_file(
     kind = KINDS[model.task.kind]
     rows = read_rows(str(source), text_columns(model.columns))
     count = cut = 0
-    expected = _expected_rows(source)
+    expected = None if is_stream(str(source)) else count_unlabelled(source, kind, model.columns)
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns, model.task.kind)
         for some in chunks(rows, _TOGETHER):
@@ -159,14 +160,6 @@ def predict_file(
     if writer.changed:
         print(f"{output}: cells whose tabs and line breaks became blanks: {writer.changed:,}", file=sys.stderr)
     return count
-
-
-def _expected_rows(source: Path) -> int | None:
-    """Return the number of lines of a text file, for the progress bar; None for other files."""
-    if not source.is_file() or source.suffix not in (".jsonl", ".csv", ".tsv", ".txt"):
-        return None
-    with source.open("rb") as stream:
-        return sum(block.count(b"\n") for block in iter(lambda: stream.read(2**20), b""))
 
 
 def _check_ending(output: Path, kinds: Iterable[str]) -> None:

@@ -413,3 +413,13 @@ def test_rows_that_are_cut_are_counted(topics, bert_folder, tmp_path, capsys):
     main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl")]
          + ["--output", str(tmp_path / "told.csv")])  # fmt: skip
     assert "new.jsonl: 2 of 11 rows are longer than 16 pieces and are cut\n" in capsys.readouterr().err
+
+
+def test_f1_of_two_labels_names_the_positive_one_in_table_and_card(topics, bert_folder, tmp_path, capsys):
+    for name in ("train", "valid"):
+        path = topics / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"animal"', '"other"'))
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--metric", "f1"))
+    assert "classification, f1 of 'other'; text from text" in capsys.readouterr().out
+    assert "| topics | f1 of 'other' |" in (tmp_path / "out" / "table.md").read_text()
+    assert "| score (f1 of 'other') |" in (model_of(tmp_path / "out") / "README.md").read_text()

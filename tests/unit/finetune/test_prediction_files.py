@@ -90,3 +90,9 @@ def test_several_labels_are_written_as_training_reads_them(write, ending):
     assert parted in fault(write, [{"text": "one"}], ending, "multi-label", ["a|b"])
     told = json.loads(write([{"text": "one"}], ".jsonl", "multi-label").read_text())
     assert told["prediction"] == ["A", "B"]
+
+
+def test_a_file_is_checked_before_its_first_row_is_predicted(write, monkeypatch):
+    monkeypatch.setattr(predict, "chunks", lambda *_: pytest.fail("a row was predicted"))
+    told = "new.jsonl, line 2: text is empty, expected text; fill it in or remove the row"
+    assert fault(write, [{"text": "one"}, {"text": " "}], ".csv") == told

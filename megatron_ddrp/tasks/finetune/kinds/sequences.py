@@ -158,6 +158,8 @@ class MultiLabel(SequenceKind):
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return the labels, each once."""
         if isinstance(cell, str):
+            if cell.startswith("["):
+                raise ValueError(f"label is {cell[:80]!r}, expected labels with | between them, such as A|B")
             return tuple(dict.fromkeys(name.strip() for name in cell.split("|") if name.strip()))
         if not isinstance(cell, list):
             raise ValueError(f"label is {cell!r}, expected a list of labels")
@@ -228,7 +230,7 @@ class Regression(SequenceKind):
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"label is {cell!r}, expected a number")
+            raise ValueError(f"label is {cell!r}, expected a number such as 1.5, with a decimal point")
         return number
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -258,7 +260,7 @@ def text_of(cells: Mapping[str, Any], column: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{column} is {repr(text)[:80]}, expected text")
     if not text.strip():
-        raise ValueError(f"{column} is empty, expected text")
+        raise ValueError(f"{column} is empty, expected text; fill it in or remove the row")
     return text
 
 
