@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import Encoder
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, text_row
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, text_row, whole_length
 
 Text: TypeAlias = str | tuple[str, str]
 """One text, or a pair."""
@@ -42,7 +42,7 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
     pieces = iter(encoder.tokenizer.encode_batch([side for row in sides for side in row]))
     for row in sides:
         own = [next(pieces) for _ in row]
-        lengths.append(sum(map(len, own)) + (2 if len(own) == 1 else 2 + separators))
+        lengths.append(whole_length(own, separators))
         writer.add(*text_row(own, encoder.tokenizer, longest, separators))
     if cut := sum(length > longest for length in lengths):
         warnings.warn(

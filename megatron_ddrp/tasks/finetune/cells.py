@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Cell:
     def metric(self) -> str:
         """Name of the scores' metric."""
         return str(self.rows[0]["metric"])
+
+    @property
+    def score_name(self) -> str:
+        """Metric as the tables show it (`Task.score_name`); GLUE's keep its plain name."""
+        facts = self.rows[0].get("facts")
+        return Task.of(facts).score_name if facts else self.metric
 
     @property
     def others(self) -> dict[str, list[float]]:

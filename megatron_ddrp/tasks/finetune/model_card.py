@@ -34,11 +34,12 @@ def finetuned_card(folder: Path, encoder: Encoder, task: Task, head: str | None,
         "metrics": [task.metric],
     }
     baseline = row.get("baseline")
+    metric = task.score_name if "facts" in row else task.metric  # GLUE's rows have no facts
     facts = {
         "base model": base_name(encoder.folder),
         "task": f"{task.name}, {task.kind}",
         "labels": ", ".join(task.labels) or "none",
-        f"score ({task.metric})": f"{row['score']:.4f} on {row['dev_examples']:,} development examples",
+        f"score ({metric})": f"{row['score']:.4f} on {row['dev_examples']:,} development examples",
         **({} if baseline is None else {"score of always the most frequent label": f"{baseline:.4f}"}),
         "batch size, learning rate, epochs": f"{run.batch_size}, {run.lr:g}, {run.epochs}",
         "seed": str(run.seed),

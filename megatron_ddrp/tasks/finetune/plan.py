@@ -66,7 +66,7 @@ class RunForecast(Forecast[Run]):
         run = replace(run, epochs=2)  # the probe does one step more than an epoch has
         data = self.sweep.data[run.task]
         some = data.train.only(np.arange(min(len(data.train), run.batch_size * _PROBE_STEPS)))
-        train = self.sweep.encode(run, some)
+        train = self.sweep.encode(run, some, f"first {len(some):,} rows of train")
         tuning = FineTuning(run, data.task, self.sweep.model(run), train)
         order = tuning.order(0)
         tuning.step(order[0])  # warm-up

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import islice
@@ -16,16 +18,17 @@ from torch import nn
 
 from megatron_ddrp.conversion.foreign_config import read_config_file
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import chunks, dev_order, pad_batch
+from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.saving import kept
-from megatron_ddrp.tasks.finetune.table_files import read_rows
+from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
-from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, text_columns, texts_to_predict
+from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, count_unlabelled, text_columns, texts_to_predict
 from megatron_ddrp.tasks.huggingface import FamilyModel, head_class, load_tokenizer
 
 OUTPUTS = (".jsonl", ".csv", ".tsv")
@@ -36,6 +39,7 @@ _TOGETHER = 2048
 _BATCH = 64
 _SHOWN_MODELS = 10
 """Largest number of model folders in a message."""
+_BREAKS = re.compile(r"[\t\r\n]")
 
 
 TextColumns = tuple[str | None, str | None]
@@ -53,12 +57,16 @@ class FineTuned(NamedTuple):
     pair_separators: int
     device: torch.device
 
-    @torch.inference_mode()
-    def predict(self, texts: list[tuple[str, ...]]) -> list[Any]:
-        """Return the predictions of some texts as JSON values."""
+    def encode(self, texts: list[tuple[str, ...]]) -> Encoded:
+        """Return the rows of some texts."""
         kind = KINDS[self.task.kind]
         examples = [Example(text, kind.unlabelled(self.task, text)) for text in texts]
-        encoded = kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
+        return kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
+
+    @torch.inference_mode()
+    def predict(self, encoded: Encoded) -> list[Any]:
+        """Return the predictions of some rows as JSON values."""
+        kind = KINDS[self.task.kind]
         outcomes = kind.blank(encoded)
         for rows in dev_order(encoded, _BATCH):
             batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device))
@@ -124,25 +132,26 @@ def predict_file(
     _check_ending(output, (model.task.kind,))
     kind = KINDS[model.task.kind]
     rows = read_rows(str(source), text_columns(model.columns))
-    count = 0
-    expected = _expected_rows(source)
+    count = cut = 0
+    expected = None if is_stream(str(source)) else count_unlabelled(source, kind, model.columns)
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
-        writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
+        writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns, model.task.kind)
         for some in chunks(rows, _TOGETHER):
             read = [texts_to_predict(row, kind, model.columns) for row in some]
-            writer.write(zip((row.cells for row in some), model.predict(read), strict=True))
+            encoded = model.encode(read)
+            cut += encoded.cut
+            for row, prediction in zip(some, model.predict(encoded), strict=True):
+                with blamed_on(row):
+                    writer.write(row.cells, prediction)
             count += len(some)
             bar.update(len(some))
         writer.finish()
+    if cut:
+        told = f"{cut:,} of {count:,} rows are longer than {model.max_length} pieces and are cut"
+        print(f"{source}: {told}", file=sys.stderr)
+    if writer.changed:
+        print(f"{output}: cells whose tabs and line breaks became blanks: {writer.changed:,}", file=sys.stderr)
     return count
-
-
-def _expected_rows(source: Path) -> int | None:
-    """Return the number of lines of a text file, for the progress bar; None for other files."""
-    if not source.is_file() or source.suffix not in (".jsonl", ".csv", ".tsv", ".txt"):
-        return None
-    with source.open("rb") as stream:
-        return sum(block.count(b"\n") for block in iter(lambda: stream.read(2**20), b""))
 
 
 def _check_ending(output: Path, kinds: Iterable[str]) -> None:
@@ -154,19 +163,20 @@ def _check_ending(output: Path, kinds: Iterable[str]) -> None:
 class _Writer(ABC):
     """Base class of the writers of rows with their predictions to a stream of bytes."""
 
-    def __init__(self, stream: IO[bytes], ending: str, columns: Columns):
-        self.stream, self.ending, self.columns = stream, ending, columns
+    def __init__(self, stream: IO[bytes], ending: str, columns: Columns, kind: str):
+        self.stream, self.ending, self.columns, self.kind = stream, ending, columns, kind
         self.count = 0
+        self.changed = 0
+        """Number of cells whose tabs and line breaks became blanks."""
 
-    def write(self, rows: Iterable[tuple[dict[str, Any], Any]]) -> None:
-        """Write some rows."""
-        for cells, prediction in rows:
-            self.stream.write(self.text(cells, prediction).encode())
-            self.count += 1
+    def write(self, cells: dict[str, Any], prediction: Any) -> None:
+        """Write a row. Raises ValueError with the reason if the format cannot hold it."""
+        self.stream.write(self.text(cells, prediction).encode())
+        self.count += 1
 
     @abstractmethod
     def text(self, cells: dict[str, Any], prediction: Any) -> str:
-        """Return one row as text."""
+        """Return one row as text. Raises ValueError with the reason if the format cannot hold it."""
 
     def finish(self) -> None:
         """Write the end of the file after the last row."""
@@ -191,14 +201,26 @@ class _Table(_Writer):
         if self.header is None:
             self.header = list(told)
             first = self._line(self.header)
-        return first + self._line([_text(told.get(column, "")) for column in self.header])
+        if more := [column for column in told if column not in self.header]:
+            raise ValueError(f"column {more[0]!r} is not in the first row; write .jsonl")
+        return first + self._line([self._cell(column, told.get(column, "")) for column in self.header])
+
+    def _cell(self, column: str, value: Any) -> str:
+        """Return a cell as text; several labels in the form that training reads, with `|` between them."""
+        if self.kind != "multi-label" or column not in (PREDICTION, self.columns.label) or not isinstance(value, list):
+            return _text(value)
+        if parted := [label for label in value if "|" in _text(label)]:
+            raise ValueError(f"label {parted[0]!r} has a |, which separates labels in {self.ending}; write .jsonl")
+        return "|".join(map(_text, value))
 
     def _line(self, cells: list[str]) -> str:
         if self.ending == ".tsv":
-            return "\t".join(" ".join(cell.split()) for cell in cells) + "\n"
+            kept = [_BREAKS.sub(" ", cell) for cell in cells]
+            self.changed += sum(cell != before for cell, before in zip(kept, cells, strict=True))
+            return "\t".join(kept) + "\n"
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(cells)
-        return text.getvalue()
+        csv.writer(text, lineterminator="\r\n").writerow(cells)  # the csv module quotes the characters of this
+        return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 class _Conll(_Writer):
@@ -211,9 +233,19 @@ class _Conll(_Writer):
 class _Squad(_Writer):
     """Writer of one JSON object from the id of each question to its answer; without ids, from its number."""
 
+    def __init__(self, stream: IO[bytes], ending: str, columns: Columns, kind: str):
+        super().__init__(stream, ending, columns, kind)
+        self._seen: set[str] = set()
+
     def text(self, cells: dict[str, Any], prediction: str | None) -> str:
+        name = str(cells.get("id", self.count))
+        if name in self._seen:
+            raise ValueError(
+                f"an earlier question has the id {name!r} too, which .json cannot hold; write .jsonl or .csv"
+            )
+        self._seen.add(name)
         before = ",\n" if self.count else "{"
-        return before + json.dumps({str(cells.get("id", self.count)): prediction or ""}, ensure_ascii=False)[1:-1]
+        return before + json.dumps({name: prediction or ""}, ensure_ascii=False)[1:-1]
 
     def finish(self) -> None:
         self.stream.write(b"}\n")

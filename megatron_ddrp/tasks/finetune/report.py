@@ -225,7 +225,7 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
         for pair in differences(encoders)
     ]
     gained = [
-        [gain.encoder, gain.pretrained.task, gain.pretrained.metric, _score(gain.pretrained), _score(gain.random)]
+        [gain.encoder, gain.pretrained.task, gain.pretrained.score_name, _score(gain.pretrained), _score(gain.random)]
         + ["undefined" if gain.difference is None else f"{100 * gain.difference:+.2f}"]
         for gain in gains(encoders)
     ]
@@ -269,7 +269,12 @@ def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
     official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"
 
     def row(
-        label: str, scores: list[float], undefined: str, best: str = "", examples: str = "", metric: str = cell.metric
+        label: str,
+        scores: list[float],
+        undefined: str,
+        best: str = "",
+        examples: str = "",
+        metric: str = cell.score_name,
     ) -> list[str]:
         spread = f"{percent(min(scores))} to {percent(max(scores))}"
         middle = percent(statistics.median(scores))

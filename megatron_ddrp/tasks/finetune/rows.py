@@ -50,6 +50,8 @@ class Encoded:
     """Labels in the form that the metric takes; None if they equal `targets`."""
     warning: str = ""
     """Sentence about examples that do not fit into the rows."""
+    cut: int = 0
+    """Number of rows that have lost pieces because their texts are too long."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -109,6 +111,11 @@ def text_row(
     first = [tokenizer.cls_id, *kept[0], *[tokenizer.sep_id] * between]
     second = [*kept[1], tokenizer.sep_id] if len(kept) > 1 else []
     return first + second, len(first)
+
+
+def whole_length(sides: Sequence[Sequence[int]], pair_separators: int) -> int:
+    """Return the length of the row of one text or of a pair before `text_row` cuts it."""
+    return sum(map(len, sides)) + (2 + pair_separators if len(sides) > 1 else 2)
 
 
 def truncate(sides: list[list[int]], budget: int) -> None:

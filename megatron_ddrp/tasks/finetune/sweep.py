@@ -123,17 +123,17 @@ class Sweep:
         key = (run.encoder, run.task)
         if self._encoded is None or self._encoded[0] != key:
             data = self.data[run.task]
-            dev = {file: self.encode(run, examples) for file, examples in data.dev.items()}
-            self._encoded = key, self.encode(run, data.train), dev
+            dev = {file: self.encode(run, examples, file) for file, examples in data.dev.items()}
+            self._encoded = key, self.encode(run, data.train, "train"), dev
         return self._encoded[1:]
 
-    def encode(self, run: Run, examples: Examples) -> Encoded:
-        """Return the examples as rows for a run's encoder; print a warning for examples that do not fit."""
+    def encode(self, run: Run, examples: Examples, file: str) -> Encoded:
+        """Return the examples as rows for a run's encoder; print a warning with `file` for examples that do not fit."""
         encoder, task = self.encoders[run.encoder], self.data[run.task].task
         kind = KINDS[task.kind]
         encoded = kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
         if encoded.warning and self.speaks:
-            print(f"{self.options.suite.program}: warning: {task.name}: {encoded.warning}", file=sys.stderr)
+            print(f"{self.options.suite.program}: warning: {task.name}, {file}: {encoded.warning}", file=sys.stderr)
         return encoded
 
     def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:

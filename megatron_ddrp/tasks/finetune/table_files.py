@@ -27,6 +27,10 @@ MAX_CELL = 1 << 24
 """Largest number of characters in a .csv cell. A longer cell comes from a quotation mark that is never closed."""
 
 
+_MARKS = {";": "semicolon", "\t": "tab"}
+"""Character in a header of one cell → name of the separator that the file then has."""
+
+
 class Row(NamedTuple):
     """One example of a file."""
 
@@ -160,14 +164,22 @@ def _read_csv(file: InputFile) -> Iterator[Placed]:
 
 
 def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the first line and the cells of each row; skip blank lines."""
+    """Yield the number of the first line and the cells of each row.
+
+    A blank line between rows of one column is an empty cell; all other blank lines are skipped.
+    """
     csv.field_size_limit(MAX_CELL)
     reader = csv.reader((line + "\n" for line in _read_lines(file)), strict=True)
-    begin = 1
+    begin, width = 1, 0
+    blank: list[int] = []
     try:
         for cells in reader:
             if cells:
+                yield from ((line, [""]) for line in blank)
                 yield begin, cells
+                width, blank = width or len(cells), []
+            elif width == 1:
+                blank.append(begin)
             begin = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
@@ -182,11 +194,13 @@ def _read_tsv(file: InputFile) -> Iterator[Placed]:
 
 
 def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> Iterator[Placed]:
-    """Yield the rows below the header. Raises `UserError` for a repeated column and for a row that lacks columns."""
+    """Yield the rows below the header. Raises `UserError` for another separator, a repeated column and a cut row."""
     header: list[str] = []
     for line, cells in rows:
         if not header:
             header = cells
+            if len(header) == 1 and (wrong := next((name for mark, name in _MARKS.items() if mark in cells[0]), "")):
+                raise UserError(f"{path}, line {line}: {wrong}-separated; save it with commas, or as .tsv with tabs")
             if twice := [name for name in header if header.count(name) > 1]:
                 raise UserError(f"{path}, line {line}: column {twice[0]!r} is twice in the header; rename one")
         elif len(cells) != len(header):

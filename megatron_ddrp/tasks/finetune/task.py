@@ -26,6 +26,13 @@ class Task:
         """JSON form of the task; `Task.of` reads it."""
         return {"name": self.name, "metric": self.metric, "kind": self.kind, "labels": list(self.labels)}
 
+    @property
+    def score_name(self) -> str:
+        """Metric with its positive label if it is F1 of two classes: "f1 of 'yes'"."""
+        if self.metric == "f1" and self.kind == "classification" and len(self.labels) == 2:
+            return f"f1 of {self.labels[1]!r}"
+        return self.metric
+
     def most_frequent(self, counts: Mapping[str, int]) -> int:
         """Return the number of the label with the largest of the `counts` by label; the first of equal ones."""
         return max(range(len(self.labels)), key=lambda number: counts.get(self.labels[number], 0))

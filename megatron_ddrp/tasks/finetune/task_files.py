@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import re
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -195,6 +196,11 @@ def _ordered(counts: Counter[str]) -> tuple[str, ...]:
 def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, ...]) -> None:
     if kind == "classification" and len(labels) < 2:
         raise UserError(f"{files.train}: all rows have the label {labels[0]!r}, expected two labels or more")
+    if files.kind is None and kind == "classification" and all(re.fullmatch(r"-?\d+,\d+", name) for name in labels):
+        raise UserError(
+            f"{files.train}: labels look like numbers with a decimal comma, such as {labels[0]}; write "
+            f"{labels[0].replace(',', '.')}, or name the kind by --kind classification"
+        )
     if kind == "multi-label" and not labels:
         raise UserError(f"{files.train}: no row has a label, expected one label or more")
     check_metric(metric, kind, len(labels))
@@ -210,12 +216,19 @@ def _facts(
 ) -> Iterator[str]:
     """Yield sentences about the data for the plan."""
     read = " + ".join(filter(None, (columns.text, columns.pair)))
-    yield f"{task.kind}, {task.metric}; text from {read}, label from {columns.label}"
+    yield f"{task.kind}, {task.score_name}; text from {read}, label from {columns.label}"
     for name, reading in {"train": train, **dev}.items():
         if task.labels:
             few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
             more = len(task.labels) - SHOWN_LABELS
             yield f"{name}: {few}" + (f" and {more} more labels" if more > 0 else "")
+    alike: dict[str, list[str]] = {}
+    for label in task.labels:
+        alike.setdefault(unicodedata.normalize("NFC", label).strip(), []).append(label)
+    for same in alike.values():
+        if len(same) > 1:
+            told = ", ".join(map(ascii, same))
+            yield f"WARNING, labels that differ only in blanks or Unicode form are different classes: {told}"
     for name, reading in dev.items():
         if reading.digest == train.digest:
             yield f"{name}: WARNING, the same file as train; its score says nothing about new rows"

@@ -59,7 +59,7 @@ def write_submissions(sweep: Sweep, store: Store, data_dir: Path, made_from: Map
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]
         train, dev = sweep.encoded(run)
-        test = {name: sweep.encode(run, rows) for name, rows in read_test(task, data_dir).items()}
+        test = {name: sweep.encode(run, rows, name) for name, rows in read_test(task, data_dir).items()}
         result = sweep.finetune(run, train, dev, test)
         if not sweep.speaks:
             continue

@@ -397,3 +397,29 @@ def test_the_training_file_as_valid_file_is_told(topics):
     path = topics / "train.jsonl"
     assert not any("same file" in fact for fact in read_task(TaskFiles(path, topics / "valid.jsonl")).facts)
     assert "valid: WARNING, the same file as train" in " ".join(read_task(TaskFiles(path, path)).facts)
+
+
+def test_rows_that_are_cut_are_counted(topics, bert_folder, tmp_path, capsys):
+    out, long = tmp_path / "out", " ".join(["red cat"] * 20)
+    for name, count in (("train", 3), ("new", 2)):
+        path = topics / f"{name}.jsonl"
+        more = {"label": "colour"} if name == "train" else {"id": 9}
+        lines = [json.dumps({"text": long} | more) for _ in range(count)]
+        path.write_text(path.read_text() + "\n".join(lines) + "\n")
+    main(words(topics, bert_folder, out, *GLANCE, "--max-seq-length", "16"))
+    said = capsys.readouterr().err
+    assert "warning: topics, train: 3 of 67 rows are longer than 16 pieces and are cut\n" in said
+    assert "topics, valid:" not in said
+    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl")]
+         + ["--output", str(tmp_path / "told.csv")])  # fmt: skip
+    assert "new.jsonl: 2 of 11 rows are longer than 16 pieces and are cut\n" in capsys.readouterr().err
+
+
+def test_f1_of_two_labels_names_the_positive_one_in_table_and_card(topics, bert_folder, tmp_path, capsys):
+    for name in ("train", "valid"):
+        path = topics / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"animal"', '"other"'))
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--metric", "f1"))
+    assert "classification, f1 of 'other'; text from text" in capsys.readouterr().out
+    assert "| topics | f1 of 'other' |" in (tmp_path / "out" / "table.md").read_text()
+    assert "| score (f1 of 'other') |" in (model_of(tmp_path / "out") / "README.md").read_text()

@@ -156,6 +156,17 @@ def test_the_answer_is_the_contexts_own_text(tokenizer):
     assert predict(encoded, outputs) == ["CAFE\u0301  Love\u0300lace"]
 
 
+@pytest.mark.parametrize("context", ["It: cafe\u0301 wrote", "It: cafe\u0301\u0323", "cafe\u0301"])
+def test_an_answer_keeps_the_accent_of_its_last_letter(tokenizer, context):
+    answer = context.removeprefix("It: ").removesuffix(" wrote")
+    encoded = encode(tokenizer, [example(context, answer)])
+    outputs = torch.zeros(1, len(spelled(tokenizer, encoded, 0)), 2)
+    first, last = encoded.targets[0]
+    outputs[0, first, 0] = outputs[0, last, 1] = 5
+    (told,) = predict(encoded, outputs)
+    assert told == answer and KIND.score("exact-match", [(answer,)], [told]) == 1
+
+
 def test_the_best_window_answers_and_cls_competes_where_questions_may_have_no_answer(tokenizer):
     context = "Ada " + "it " * 20 + "Lovelace"
     encoded = encode(tokenizer, [example(context)], max_length=16)

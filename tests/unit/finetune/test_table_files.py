@@ -73,6 +73,15 @@ def test_csv_keeps_what_quotes_hold(write):
     assert columns_of(path) == ["text", "label"]
 
 
+def test_a_blank_line_between_rows_of_one_csv_column_is_an_empty_cell(write):
+    rows = list(read_rows(write("a.csv", "text\none\n\ntwo\n\n\n")))
+    assert [(row.where[-6:], row.cells["text"]) for row in rows] == [
+        ("line 2", "one"),
+        ("line 3", ""),
+        ("line 4", "two"),
+    ]
+
+
 def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
     path = write("a.tsv", '\ufefftext\tlabel\r\n"open\x85 and\u2028 so on\tx\r\n\t""\n')
     assert cells(path) == [{"text": '"open\x85 and\u2028 so on', "label": "x"}, {"text": "", "label": '""'}]
@@ -186,6 +195,8 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
         ("a.csv", b"text\n\xe4", ", line 2: not UTF-8 (byte 0xe4); save it as UTF-8"),
         ("a.csv", "a,b\n1,2\n3\n", ", line 3: 1 columns, expected 2 (a, b); the row is cut off or not comma-separated"),
         ("a.tsv", "a\tb\n1\t2\t3\n", ", line 2: 3 columns, expected 2 (a, b); the row is cut off or not tab-separated"),
+        ("a.csv", "a;b\nc, d;e\n", ", line 1: semicolon-separated; save it with commas, or as .tsv with tabs"),
+        ("a.csv", "a\tb\nc\td\n", ", line 1: tab-separated; save it with commas, or as .tsv with tabs"),
         ("a.csv", "a,b,a\n1,2,3\n", ", line 1: column 'a' is twice in the header; rename one"),
         ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
         ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),

@@ -52,5 +52,7 @@ def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert
 @pytest.mark.parametrize("writer", [_JsonLines, _Table])
 def test_times_of_a_parquet_file_are_written_as_text(writer):
     stream = io.BytesIO()
-    writer(stream, ".csv", Columns("day", None, "kind")).write([({"day": datetime.date(2026, 1, 2)}, "red")])
+    writer(stream, ".csv", Columns("day", None, "kind"), "classification").write(
+        {"day": datetime.date(2026, 1, 2)}, "red"
+    )
     assert "2026-01-02" in stream.getvalue().decode() and "red" in stream.getvalue().decode()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import unicodedata
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,6 +185,8 @@ class QuestionAnswering(Kind):
             is_none = score == -math.inf or (NO_ANSWER in task.labels and of_rows[:, 3].min() > score)
             place = begins[rows[best]]
             begin, end = encoded.spans[place + int(first), 0], encoded.spans[place + int(last), 1]
+            while end < len(context) and unicodedata.combining(context[end]):
+                end += 1  # some tokenizers drop accents, which then belong to no piece
             answers.append("" if is_none else context[begin:end].strip())
         return answers
 

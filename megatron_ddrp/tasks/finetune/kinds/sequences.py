@@ -10,6 +10,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row, whole_length
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
@@ -46,12 +47,16 @@ class SequenceKind(Kind):
         """Return the rows of the examples."""
         writer = RowWriter(tokenizer.pad_id)
         labels: list[Any] = []
+        cut = 0
         for some in chunks(examples, _TOGETHER):
             texts = zip(*(example.texts for example in some), strict=True)
             for row in zip(*(tokenizer.encode_batch(side) for side in texts), strict=True):
                 writer.add(*text_row(row, tokenizer, max_length, pair_separators))
+                cut += whole_length(row, pair_separators) > max_length
             labels += [example.label for example in some]
-        return writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
+        rows = writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
+        warning = f"{cut:,} of {len(rows):,} rows are longer than {max_length} pieces and are cut" if cut else ""
+        return replace(rows, warning=warning, cut=cut)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
@@ -153,6 +158,8 @@ class MultiLabel(SequenceKind):
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return the labels, each once."""
         if isinstance(cell, str):
+            if cell.startswith("["):
+                raise ValueError(f"label is {cell[:80]!r}, expected labels with | between them, such as A|B")
             return tuple(dict.fromkeys(name.strip() for name in cell.split("|") if name.strip()))
         if not isinstance(cell, list):
             raise ValueError(f"label is {cell!r}, expected a list of labels")
@@ -223,7 +230,7 @@ class Regression(SequenceKind):
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"label is {cell!r}, expected a number")
+            raise ValueError(f"label is {cell!r}, expected a number such as 1.5, with a decimal point")
         return number
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -253,7 +260,7 @@ def text_of(cells: Mapping[str, Any], column: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{column} is {repr(text)[:80]}, expected text")
     if not text.strip():
-        raise ValueError(f"{column} is empty, expected text")
+        raise ValueError(f"{column} is empty, expected text; fill it in or remove the row")
     return text
 
 
