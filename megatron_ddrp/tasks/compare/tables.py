@@ -43,9 +43,18 @@ def score_table(results: Results, arms: Iterable[Arm]) -> Table:
     for arm in arms:
         cells = [cell(results, measure, arm) for measure in (*tasks, *average, LOSS)]
         rows.append([arm.label, *cells, str(len(results.of(LOSS, arm)))])
-    left_out = [task for task in tasks if task not in results.averaged] if results.averaged else []
-    note = f"; the average leaves out {', '.join(left_out)}, because a run has no score" if left_out else ""
-    return Table(header, rows, f"Ours: mean ± standard deviation over the seeds{note}.")
+    return Table(header, rows, f"Ours: mean ± standard deviation over the seeds{_left_out(tasks, results.averaged)}.")
+
+
+def _left_out(tasks: Sequence[str], averaged: Sequence[str]) -> str:
+    """Return a clause about the tasks that are not in the average; empty without an average or such tasks."""
+    if not averaged:
+        return ""
+    unscored = ", ".join(task for task in tasks if task in PAPER_TASKS and task not in averaged)
+    never = ", ".join(task for task in tasks if task not in PAPER_TASKS)
+    reasons = [f"{unscored}, because a run has no score"] * bool(unscored)
+    reasons += [f"{never}, as GLUE's averages do"] * bool(never)
+    return f"; the average leaves out {', and '.join(reasons)}" if reasons else ""
 
 
 def paper_table(names: Sequence[str], where: str) -> Table:

@@ -40,7 +40,8 @@ def test_the_words_tell_the_truth(gains, expected):
 
 
 def test_more_is_better_for_scores():
-    rows = gain_rows({"ddrp": (0.05, 0.05, 0.05)}, measure="GLUE average")
+    rows = gain_rows({"ddrp": (0.05, 0.05, 0.05)}, measure="STS-B")
+    rows = [row | {"values": row["values"] | {"GLUE average": 0.0}} for row in rows]
     assert verdict_of(rows, "DDRP is better than BERT", "GLUE average") == "holds on every rung"
 
 
