@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.ladder.measures import (
     TOKEN_SIMILARITY,
     TOKENS,
 )
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_seeds, shown_spread
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.statistics import paired, spread
 
@@ -175,15 +175,14 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
     rows = []
     for measure in measures(results):
         for row in compared[measure]:
-            found = ["", "", "", str(len(row.values.values))]
+            found = ["", "", ""]
             if row.arm == results.baseline:
                 found[0] = "baseline"
             elif row.difference:
                 ends = [shown_interval(measure, interval) for interval in (row.difference.interval, row.over_items)]
-                found = [shown(measure, row.difference.mean, "+"), *ends, str(len(row.difference.values))]
-            rows.append(
-                [measure, row.arm.label, cell(results, measure, row.arm), *found, count_items(results, measure)]
-            )
+                found = [shown(measure, row.difference.mean, "+"), *ends]
+            found += [shown_seeds(row.values, row.difference), count_items(results, measure)]
+            rows.append([measure, row.arm.label, cell(results, measure, row.arm), *found])
     header = ["measure", "model", "mean", "difference", "95 % over seeds", "95 % over items", "seeds", "items"]
     caption = (
         f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "

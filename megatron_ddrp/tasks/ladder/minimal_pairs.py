@@ -17,7 +17,7 @@ import numpy as np
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import MINIMAL_PAIRS
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread, shown_tokens
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_seeds, shown_spread, shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
 from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms, standard_error
 from megatron_ddrp.tasks.statistics import Difference, Spread, paired, spread
@@ -95,7 +95,7 @@ def pairs_table(ladder: Ladder) -> Table:
                 "" if above is None else f"{above:+.1f}",
                 "baseline" if score.arm == ladder.baseline else "",
                 "",
-                str(len(score.accuracy.values)),
+                shown_seeds(score.accuracy, difference),
             ]
         )
         if difference:
@@ -103,7 +103,6 @@ def pairs_table(ladder: Ladder) -> Table:
             mean = shown(MINIMAL_PAIRS, difference.mean, "+")
             rows[-1][5] = f"{mean} ({over_seeds})" if over_seeds else mean
             rows[-1][6] = shown_interval(MINIMAL_PAIRS, score.over_paradigms)
-            rows[-1][7] = str(len(difference.values))
     header = [
         *("rung", "model", "pairs right [%]", "standard error", "above chance, in errors"),
         *(f"− {ladder.baseline.label} (95 % over seeds)", "95 % over paradigms", "seeds"),

@@ -49,6 +49,12 @@ def shown_gain(measure: str, gain: Difference) -> str:
     return f"{shown(measure, gain.mean, '+')}{interval}, n = {len(gain.values)}"
 
 
+def shown_seeds(values: Spread, difference: Difference | None) -> str:
+    """Return the number of seeds of a model, and that of the seeds of its difference if these are fewer."""
+    own, common = len(values.values), len(difference.values) if difference else None
+    return str(own) if common in (None, own) else f"{own}, {common} common"
+
+
 def shown_average(tasks: Sequence[str]) -> str:
     """Return the meaning of a GLUE average over these tasks: "the paper's measure", or their names."""
     if set(tasks) == set(PAPER_TASKS):

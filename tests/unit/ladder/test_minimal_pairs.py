@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores
+from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores, pairs_table
 from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, difference, standard_error
 from tests.unit.ladder.conftest import RUNGS, ladder_of, make_row
 
@@ -76,6 +76,7 @@ def test_differences_are_paired_by_seed_and_by_paradigm():
     rows = [pairs_row("absolute", seed, [0.5 + seed / 10, 0.7, 0.6]) for seed in range(3)]
     rows += [pairs_row("ddrp", seed, [0.6 + seed / 10, 0.7, 0.7]) for seed in range(1, 4)]
     base, score = pair_scores(ladder_of(rows))
+    assert [row[-1] for row in pairs_table(ladder_of(rows)).rows] == ["3", "3, 2 common"]
     assert base.difference is None
     assert score.difference.values == pytest.approx((0.2 / 3, 0.2 / 3))  # seeds 1 and 2
     widened = math.sqrt(3 / 2)  # every paradigm's difference is 0 or 0.1, and so is the mean of some draws
