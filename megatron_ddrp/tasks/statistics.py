@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-VISIBLE, NOT_VISIBLE, OPPOSITE, ONE_SEED = "visible", "not visible", "opposite", "one seed: no spread"
+VISIBLE, NOT_VISIBLE, OPPOSITE = "visible", "not visible", "opposite"
+ONE_SEED, EQUAL_SEEDS = "one seed: no spread", "equal seeds: no spread"
+NO_VERDICT = (ONE_SEED, EQUAL_SEEDS)
+"""Verdicts on differences without an interval."""
+
+SMALLEST_SHARE = 1e-9
+"""Means, deviations and slopes below this share of the values behind them are rounding errors and count as 0."""
 
 BOOTSTRAP_SAMPLES = 2000
 """Number of samples of every bootstrap. The seed is fixed, so that a page can be reproduced."""
@@ -62,18 +68,42 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
+@dataclass(frozen=True)
 class Difference(Spread):
     """Difference of two arms, paired by seed: one value per common seed."""
 
+    size: float = 0.0
+    """Largest absolute value of the two arms, whose rounding the differences have."""
+
+    @property
+    def _rounding(self) -> float:
+        return SMALLEST_SHARE * max(self.size, *map(abs, self.values))
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds; 0 if it is a rounding error."""
+        mean = statistics.fmean(self.values)
+        return 0.0 if abs(mean) <= self._rounding else mean
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over the seeds (n − 1), 0 if it is a rounding error; None for one seed."""
+        if len(self.values) < 2:
+            return None
+        deviation = statistics.stdev(self.values)
+        return 0.0 if deviation <= self._rounding else deviation
+
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Student's 95 % interval of the mean; None for one seed."""
-        return student_interval(self.values) if len(self.values) > 1 else None
+        """Student's 95 % interval of the mean; None for one seed, and for equal differences that are not 0."""
+        if self.deviation:
+            return student_interval(self.values)
+        return (0.0, 0.0) if self.deviation == 0 == self.mean else None
 
     def verdict(self, expected_sign: int) -> str:
         """Classify the interval: on the expected side of 0, around 0, or on the other side."""
         if self.interval is None:
-            return ONE_SEED
+            return ONE_SEED if self.deviation is None else EQUAL_SEEDS
         low, high = self.interval
         if low <= 0 <= high:
             return NOT_VISIBLE
@@ -90,7 +120,9 @@ def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference 
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
-    return Difference(tuple((first[s] - second[s]) / (second[s] if relative else 1.0) for s in seeds))
+    units = {seed: second[seed] if relative else 1.0 for seed in seeds}
+    size = max(abs(arm[seed] / units[seed]) for arm in (first, second) for seed in seeds)
+    return Difference(tuple((first[seed] - second[seed]) / units[seed] for seed in seeds), size)
 
 
 def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:

@@ -120,8 +120,14 @@ def _numbers(labels: np.ndarray, predictions: np.ndarray) -> Terms:
 
 
 def _pearson(drawn: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    correlation = _correlation(drawn, np.broadcast_to(labels, drawn.shape), np.broadcast_to(predictions, drawn.shape))
+    x, y = (np.broadcast_to(_on_unit_scale(side), drawn.shape) for side in (labels, predictions))
+    correlation = _correlation(drawn, x, y)
     return np.where(_differ(drawn, labels, predictions), correlation, 0.0)
+
+
+def _on_unit_scale(values: np.ndarray) -> np.ndarray:
+    """Return the values `[rows]` minus their mean, divided by their range: `_ratio` takes tiny sums for rounding."""
+    return (values - values.mean()) / (np.ptp(values) or 1.0)
 
 
 def _spearman(drawn: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:

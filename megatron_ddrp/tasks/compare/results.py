@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
 from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
+from megatron_ddrp.tasks.glue.tasks import averaged_tasks
 from megatron_ddrp.tasks.ladder.measures import (
     DIRECTION,
     GLUE,
@@ -174,7 +175,7 @@ class Results:
     def _average_last(self, scores: Mapping[TrainingRun, Mapping[int, Scores]]) -> list[str]:
         """Store the scores of last checkpoints and their averages; return the tasks that all of them have."""
         last = {run: by_step[run.steps] for run, by_step in scores.items() if run.steps in by_step}
-        tasks = self._common(last.values())
+        tasks = averaged_tasks(last.values())
         for run, found in last.items():
             for task, score in found.items():
                 self.values[task][run.arm][run.seed] = score
@@ -185,16 +186,11 @@ class Results:
     def _average_curves(self, scores: Mapping[TrainingRun, Mapping[int, Scores]]) -> list[str]:
         """Store the averages of runs with several scored checkpoints; return the tasks that all of these have."""
         curves = {run: by_step for run, by_step in scores.items() if len(by_step) > 1}
-        tasks = self._common([found for by_step in curves.values() for found in by_step.values()])
+        tasks = averaged_tasks([found for by_step in curves.values() for found in by_step.values()])
         for run, by_step in curves.items() if tasks else ():
             points = [(float(step), _mean(by_step[step], tasks)) for step in sorted(by_step)]
             self.curves[GLUE][run.arm][run.seed] = points
         return tasks
-
-    def _common(self, scores: Collection[Scores]) -> list[str]:
-        """Return the tasks with a score in all of `scores`, so that all averages are over the same tasks."""
-        tasks = self.plan.glue.tasks if self.plan.glue else ()
-        return [task for task in tasks if scores and all(task in found for found in scores)]
 
 
 def _mean(scores: Scores, tasks: list[str]) -> float:

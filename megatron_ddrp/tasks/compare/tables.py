@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.ladder.measures import (
     TOKEN_SIMILARITY,
     TOKENS,
 )
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_seeds, shown_spread
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.statistics import paired, spread
 
@@ -43,9 +43,18 @@ def score_table(results: Results, arms: Iterable[Arm]) -> Table:
     for arm in arms:
         cells = [cell(results, measure, arm) for measure in (*tasks, *average, LOSS)]
         rows.append([arm.label, *cells, str(len(results.of(LOSS, arm)))])
-    left_out = [task for task in tasks if task not in results.averaged] if results.averaged else []
-    note = f"; the average leaves out {', '.join(left_out)}, because a run has no score" if left_out else ""
-    return Table(header, rows, f"Ours: mean ± standard deviation over the seeds{note}.")
+    return Table(header, rows, f"Ours: mean ± standard deviation over the seeds{_left_out(tasks, results.averaged)}.")
+
+
+def _left_out(tasks: Sequence[str], averaged: Sequence[str]) -> str:
+    """Return a clause about the tasks that are not in the average; empty without an average or such tasks."""
+    if not averaged:
+        return ""
+    unscored = ", ".join(task for task in tasks if task in PAPER_TASKS and task not in averaged)
+    never = ", ".join(task for task in tasks if task not in PAPER_TASKS)
+    reasons = [f"{unscored}, because a run has no score"] * bool(unscored)
+    reasons += [f"{never}, as GLUE's averages do"] * bool(never)
+    return f"; the average leaves out {', and '.join(reasons)}" if reasons else ""
 
 
 def paper_table(names: Sequence[str], where: str) -> Table:
@@ -162,15 +171,14 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
     rows = []
     for measure in measures(results):
         for row in compared[measure]:
-            found = ["", "", "", str(len(row.values.values))]
+            found = ["", "", ""]
             if row.arm == results.baseline:
                 found[0] = "baseline"
             elif row.difference:
                 ends = [shown_interval(measure, interval) for interval in (row.difference.interval, row.over_items)]
-                found = [shown(measure, row.difference.mean, "+"), *ends, str(len(row.difference.values))]
-            rows.append(
-                [measure, row.arm.label, cell(results, measure, row.arm), *found, count_items(results, measure)]
-            )
+                found = [shown(measure, row.difference.mean, "+"), *ends]
+            found += [shown_seeds(row.values, row.difference), count_items(results, measure)]
+            rows.append([measure, row.arm.label, cell(results, measure, row.arm), *found])
     header = ["measure", "model", "mean", "difference", "95 % over seeds", "95 % over items", "seeds", "items"]
     caption = (
         f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "

@@ -96,9 +96,12 @@ def _correlation(test: Callable[..., object], labels: np.ndarray, predictions: n
 def rounding_error(labels: np.ndarray, predictions: np.ndarray) -> float:
     """Return the largest difference between two predicted numbers that rounding may explain.
 
-    It is relative to the larger of the spread of the labels and the size of the predictions.
+    It is relative to the larger of the spread of the labels and the size of the predictions. The size is the largest
+    distance from 0 or from the labels' mean, whichever is smaller: a run that scales labels predicts around their mean,
+    so years are as exact as scores from 0 to 5.
     """
-    return _ROUNDING * max(float(np.std(labels)), float(np.abs(predictions).max()))
+    sizes = (float(np.abs(predictions - center).max()) for center in (0.0, np.mean(labels)))
+    return _ROUNDING * max(float(np.std(labels)), min(sizes))
 
 
 Metric = Callable[[np.ndarray, np.ndarray], float | None]

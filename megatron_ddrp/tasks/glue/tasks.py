@@ -7,6 +7,7 @@ are in alphabetical order, which fixes the class numbers.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_ddrp.tasks.finetune.task import Task
@@ -135,3 +136,8 @@ TASKS: dict[str, GlueTask] = {
 """Tasks by name, in the order of the paper's tables; WNLI, which is in no average, comes last."""
 
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_average)
+
+
+def averaged_tasks(scores: Collection[Mapping[str, float]]) -> list[str]:
+    """Return the tasks of an average that all of `scores` (task → score) have, so that all averages are comparable."""
+    return [task for task in PAPER_TASKS if scores and all(task in found for found in scores)]

@@ -52,7 +52,7 @@ def _claim(item: Judged) -> dict[str, Any]:
 
 
 def _gain(gain: Difference) -> dict[str, Any]:
-    needed = seeds_needed(gain.mean, gain.deviation) if gain.deviation is not None else None
+    needed = seeds_needed(gain.mean, gain.deviation) if gain.interval and gain.deviation is not None else None
     return {
         "values": gain.values,
         "mean": gain.mean,

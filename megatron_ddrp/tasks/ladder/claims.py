@@ -21,7 +21,7 @@ from megatron_ddrp.tasks.ladder.measures import (
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.ladder.trend import Trend, fit, steps_of_four
 from megatron_ddrp.tasks.ladder.verdicts import over_the_ladder, with_trend
-from megatron_ddrp.tasks.statistics import ONE_SEED, Difference, paired
+from megatron_ddrp.tasks.statistics import NO_VERDICT, Difference, paired
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Judged:
     def trend(self) -> Trend | None:
         """Trend of the gains; None with fewer than two rungs that have an interval."""
         first = self.ladder.rungs[0]
-        return fit({steps_of_four(rung, first): gain.values for rung, gain in self.gains.items()})
+        return fit({steps_of_four(rung, first): gain.values for rung, gain in self.gains.items() if gain.interval})
 
     @cached_property
     def verdicts(self) -> dict[int, str]:
@@ -70,7 +70,7 @@ class Judged:
     @property
     def kind(self) -> str:
         """Verdict over the ladder without a word for the trend."""
-        verdicts = [verdict for verdict in self.verdicts.values() if verdict != ONE_SEED]
+        verdicts = [verdict for verdict in self.verdicts.values() if verdict not in NO_VERDICT]
         return over_the_ladder(verdicts, len(self.ladder.rungs), self.band)
 
     @property

@@ -29,16 +29,19 @@ GAIN_COLUMNS = 4
 
 
 def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
-    """Draw one line per claim with its gain and 95 % interval on every rung, and on the right the small gains enlarged.
+    """Draw one line per claim with its gain and 95 % interval on every rung; return False without claims.
 
-    Return False without claims.
+    A second panel enlarges the small gains if its scale is at least twice as large.
     """
     if not gains:
         return False
     plt = pyplot()
-    size = (13.0, 1.7 + (0.2 + 0.08 * len(ladder.rungs)) * len(gains))
-    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-    for axis, limits in zip(axes, (_limits(gains), _close_limits(gains)), strict=True):
+    (low, high), (close_low, close_high) = _limits(gains), _close_limits(gains)
+    panels = [(low, high), *[(close_low, close_high)] * (close_high - close_low < (high - low) / 2)]
+    size = (3.0 + 5.0 * len(panels), 1.7 + (0.2 + 0.08 * len(ladder.rungs)) * len(gains))
+    figure, grid = plt.subplots(1, len(panels), squeeze=False, figsize=size, sharey=True, layout="constrained")
+    axes = grid[0]
+    for axis, limits in zip(axes, panels, strict=True):
         axis.set_xlim(limits)
         for place, item in enumerate(gains):
             _draw_claim(axis, ladder, item, place)
@@ -48,7 +51,8 @@ def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
     axes[0].set_ylim(len(gains) - 0.5, -0.5)
     axes[0].set_yticks(range(len(gains)), [item.claim.text for item in gains], fontsize="small")
     axes[0].set_xlabel("gain in validation loss [nats]")
-    axes[1].set_xlabel("the same, enlarged")
+    for axis in axes[1:]:
+        axis.set_xlabel("the same, enlarged")
     found = handles_by_label(axes[0])
     order = [label for rung in ladder.rungs if (label := f"{shown_tokens(rung)} tokens") in found]
     if not ladder.is_one_budget:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.tasks.glue.tasks import averaged_tasks
 from megatron_ddrp.tasks.ladder.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES
 from megatron_ddrp.tasks.ladder.phenomena import phenomenon
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
@@ -52,9 +53,16 @@ class Ladder:
         return (arm.half, objectives.index(arm.objective), bool(arm.flags), encoding, arm.encoding, arm.name)
 
     @cached_property
+    def averaged(self) -> list[str]:
+        """Tasks of the GLUE average: those that all runs with an average have. Runs of other plans may have more."""
+        return averaged_tasks([run.values for run in self.runs if GLUE in run.values])
+
+    @cached_property
     def measures(self) -> list[str]:
         """Measures with a value: the loss, minimal pairs, tasks, the GLUE average, then those of the inside."""
-        found = dict.fromkeys(name for run in self.runs for name in run.values)
+        found = dict.fromkeys(
+            [*(name for run in self.runs for name in run.values if name != GLUE), *[GLUE] * bool(self.averaged)]
+        )
         tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
         return [name for name in (LOSS, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
@@ -68,8 +76,17 @@ class Ladder:
         return [arm for arm in self.arms if arm in there]
 
     def of(self, measure: str, arm: Arm, rung: int) -> BySeed:
-        """Return seed → value of an arm on a rung; empty if nothing is measured."""
-        return {seed: run.values[measure] for seed, run in self.on(rung, arm).items() if measure in run.values}
+        """Return seed → value of an arm on a rung; empty if nothing is measured.
+
+        The GLUE average is computed here from the tasks that all runs share; the one in the rows may be of others.
+        """
+        parts = self.averaged if measure == GLUE else [measure]
+        runs = {seed: run.values for seed, run in self.on(rung, arm).items()}
+        return {
+            seed: statistics.fmean(values[part] for part in parts)
+            for seed, values in runs.items()
+            if parts and all(part in values for part in parts)
+        }
 
     def accuracies(self, arm: Arm, rung: int) -> Mapping[str, float]:
         """Return phenomenon of BLiMP → mean accuracy over its paradigms and the seeds, with "all" first.

@@ -8,7 +8,6 @@ table shows that mean.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import numpy as np
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import MINIMAL_PAIRS
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread, shown_tokens
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_seeds, shown_spread, shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
-from megatron_ddrp.tasks.statistics import Difference, Spread, paired, paired_bootstrap, spread
+from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms, standard_error
+from megatron_ddrp.tasks.statistics import Difference, Spread, paired, spread
 
 CHANCE = 0.5
 
@@ -45,14 +45,9 @@ class PairsScore:
         return (self.accuracy.mean - CHANCE) / self.error if self.error else None
 
 
-def standard_error(accuracies: Mapping[str, float], pairs: Mapping[str, int]) -> float | None:
-    """Return the standard error of the macro average of paradigms, from the number of pairs of each.
-
-    None if a number is unknown or below two.
-    """
-    if not accuracies or min(pairs.get(name, 0) for name in accuracies) < 2:
-        return None
-    return math.sqrt(math.fsum(p * (1 - p) / (pairs[name] - 1) for name, p in accuracies.items())) / len(accuracies)
+def _error(run: Run) -> float | None:
+    """Return the standard error over pairs of a run's macro average; None if a number of pairs is unknown or 1."""
+    return standard_error(list(run.paradigms.values()), [run.pairs.get(uid, 0) for uid in run.paradigms])
 
 
 def pair_scores(ladder: Ladder) -> list[PairsScore]:
@@ -66,7 +61,7 @@ def pair_scores(ladder: Ladder) -> list[PairsScore]:
             if accuracy is None:
                 continue
             runs = {seed: run for seed, run in ladder.on(rung, arm).items() if seed in values}
-            errors = [standard_error(run.paradigms, run.pairs) for run in runs.values()]
+            errors = [_error(run) for run in runs.values()]
             known = [error for error in errors if error is not None]
             error = statistics.fmean(known) if len(known) == len(errors) else None
             difference, over_paradigms = None, None
@@ -83,10 +78,7 @@ def _over_paradigms(runs: Mapping[int, Run], base: Mapping[int, Run]) -> tuple[f
     if not both:
         return None
     uids = sorted(set.intersection(*(set(first) & set(second) for first, second in both)))
-    if len(uids) < 2:
-        return None
-    gains = [statistics.fmean(first[uid] - second[uid] for first, second in both) for uid in uids]
-    return paired_bootstrap([np.array([gain]) for gain in gains])
+    return over_paradigms(np.array([statistics.fmean(a[uid] - b[uid] for a, b in both) for uid in uids]))
 
 
 def pairs_table(ladder: Ladder) -> Table:
@@ -103,7 +95,7 @@ def pairs_table(ladder: Ladder) -> Table:
                 "" if above is None else f"{above:+.1f}",
                 "baseline" if score.arm == ladder.baseline else "",
                 "",
-                str(len(score.accuracy.values)),
+                shown_seeds(score.accuracy, difference),
             ]
         )
         if difference:
@@ -111,7 +103,6 @@ def pairs_table(ladder: Ladder) -> Table:
             mean = shown(MINIMAL_PAIRS, difference.mean, "+")
             rows[-1][5] = f"{mean} ({over_seeds})" if over_seeds else mean
             rows[-1][6] = shown_interval(MINIMAL_PAIRS, score.over_paradigms)
-            rows[-1][7] = str(len(difference.values))
     header = [
         *("rung", "model", "pairs right [%]", "standard error", "above chance, in errors"),
         *(f"− {ladder.baseline.label} (95 % over seeds)", "95 % over paradigms", "seeds"),

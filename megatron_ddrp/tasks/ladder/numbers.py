@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.ladder.measures import (
     DIRECTION,
     HEAD_SIMILARITY,
@@ -44,6 +47,21 @@ def shown_gain(measure: str, gain: Difference) -> str:
     """Return the mean of a difference, its interval and the number of seeds."""
     interval = f" ({shown_interval(measure, gain.interval)})" if gain.interval else ""
     return f"{shown(measure, gain.mean, '+')}{interval}, n = {len(gain.values)}"
+
+
+def shown_seeds(values: Spread, difference: Difference | None) -> str:
+    """Return the number of seeds of a model, and that of the seeds of its difference if these are fewer."""
+    own, common = len(values.values), len(difference.values) if difference else None
+    return str(own) if common in (None, own) else f"{own}, {common} common"
+
+
+def shown_average(tasks: Sequence[str]) -> str:
+    """Return the meaning of a GLUE average over these tasks: "the paper's measure", or their names."""
+    if set(tasks) == set(PAPER_TASKS):
+        return "the paper's measure"
+    *others, last = tasks
+    names = f"the mean of {', '.join(others)} and {last}" if others else f"{last} alone"
+    return f"{names}; the paper's average has eight tasks"
 
 
 def shown_tokens(tokens: float) -> str:

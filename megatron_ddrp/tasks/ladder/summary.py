@@ -9,21 +9,27 @@ from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS, SCORED
 from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_average, shown_tokens
 from megatron_ddrp.tasks.ladder.verdicts import (
     DEFINITIONS,
     NO_INTERVAL,
     NOT_TOLD,
 )
 
-_MEASURES = {LOSS: "validation loss (nats)", GLUE: "the GLUE average (points)", MINIMAL_PAIRS: "minimal pairs (points)"}
+_MEASURES = {
+    LOSS: "validation loss (nats)",
+    GLUE: "the GLUE average ({average}; points)",
+    MINIMAL_PAIRS: "minimal pairs (points)",
+}
 ON_THE_HIGHEST = " on the highest rung that has an interval"
 _UNDECIDED = (NOT_TOLD, NO_INTERVAL)
 
 
 def summary(ladder: Ladder, judged: Sequence[Judged]) -> str:
     """Return the known facts as Markdown: a line per measure, the best minimal pairs, and the number of intervals."""
-    lines = [_line(f"By {name}", [i for i in judged if i.claim.measure == m]) for m, name in _MEASURES.items()]
+    average = shown_average(ladder.averaged) if ladder.averaged else ""
+    names = {measure: name.format(average=average) for measure, name in _MEASURES.items()}
+    lines = [_line(f"By {name}", [i for i in judged if i.claim.measure == m]) for m, name in names.items()]
     lines.append(_line("Inside the models", [item for item in judged if item.claim.measure not in SCORED]))
     lines.append(_best_pairs(ladder))
     found = [marked(line) for line in lines if line]

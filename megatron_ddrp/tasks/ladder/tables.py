@@ -8,10 +8,11 @@ from itertools import combinations
 from megatron_ddrp.config import flag_words
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, SCORED
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_gain, shown_spread, shown_tokens
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_average, shown_gain, shown_spread, shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Run
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, seeds_needed, spread
 
@@ -21,7 +22,7 @@ _GAIN = (
 CAPTIONS = {
     "claims": "Validation masked-LM loss. {gain} A gain is a loss lower by so many nats. The paper prints no loss; "
     "its column has the difference of its GLUE averages in points.",
-    "claims-glue": "GLUE average, the paper's measure. {gain} All differences are in points.",
+    "claims-glue": "GLUE average: {average}. {gain} All differences are in points.",
     "claims-minimal-pairs": "Minimal pairs. {gain} A gain is in points. The paper has no minimal pairs; its column "
     "has the difference of its GLUE averages in points.",
     "claims-inside": "Inside the models. {gain} Gains of f(S), f(H) and the first component are decreases. Triangle "
@@ -49,7 +50,8 @@ def claims_table(name: str, judged: Sequence[Judged], ladder: Ladder) -> Table:
     header += _headers(ladder, "gain")
     header += ["change per factor of four", "over the ladder"] if is_ladder else ["verdict"]
     gain = f"{_GAIN}{', and the verdict on the rung' * is_ladder}. Positive gains support the claim."
-    return Table(header, rows, CAPTIONS[name].format(gain=gain), wordy=(0, len(header) - 1))
+    average = shown_average(ladder.averaged) if ladder.averaged else ""
+    return Table(header, rows, CAPTIONS[name].format(gain=gain, average=average), wordy=(0, len(header) - 1))
 
 
 def _headers(ladder: Ladder, alone: str) -> list[str]:
@@ -132,6 +134,8 @@ def score_tables(ladder: Ladder, is_inside: bool) -> list[Table]:
         caption = "Mean ± standard deviation over the seeds."
         if not ladder.is_one_budget:
             caption = f"{shown_tokens(rung)} tokens: m{caption[1:]}"
+        if GLUE in measures and not set(ladder.averaged).issuperset({*measures} & {*PAPER_TASKS}):
+            caption += f" GLUE average: {shown_average(ladder.averaged)}."
         if rows:
             tables.append(Table(["model", *measures, "seeds"], rows, caption))
     return tables

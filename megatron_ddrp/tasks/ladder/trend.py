@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-SMALLEST_SHARE = 1e-9
-"""Deviations and slopes below this share of the largest value are rounding errors and count as 0."""
+from megatron_ddrp.tasks.statistics import SMALLEST_SHARE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ MIXED, CONTRADICTED, NOT_TOLD, NO_INTERVAL = "changes sign", "contradicted", "no
 DEFINITIONS = {
     HOLDS: "visible on the only rung of the ladder",
     EVERY: "visible on every rung of the ladder",
-    MEASURED: "visible on every rung with at least two common seeds, while another rung has fewer",
+    MEASURED: "visible on every rung that has an interval, while another rung has none",
     BY_TREND: "opposite on no rung, and not visible on at least one, but the 95 % band of the trend is above 0 on "
     "each of its rungs",
     SOME: "visible on a rung, not visible on another, opposite on none, and the band does not decide",
@@ -23,7 +23,7 @@ DEFINITIONS = {
     CONTRADICTED: "opposite on a rung, visible on none",
     AGAINST_BY_TREND: "neither visible nor opposite on any rung, but the band is below 0 on every rung",
     NOT_TOLD: "neither visible nor opposite on any rung, and the band does not decide",
-    NO_INTERVAL: "no rung has two common seeds",
+    NO_INTERVAL: "no rung has two common seeds with different gains",
 }
 """Verdict over the ladder → its definition. On one rung a gain is visible if its interval is above 0, opposite if the
 interval is below 0, and not visible if the interval contains 0."""
@@ -31,7 +31,7 @@ DEFINITIONS_OF_ONE = {
     HOLDS: "the interval of the gain is above 0",
     CONTRADICTED: "the interval is below 0",
     NOT_TOLD: "the interval contains 0",
-    NO_INTERVAL: "there are no two common seeds",
+    NO_INTERVAL: "there are no two common seeds with different gains",
 }
 """Verdict on one budget alone → its definition."""
 TREND_DEFINITION = (
@@ -46,7 +46,8 @@ def definitions(num_rungs: int) -> str:
     shown = DEFINITIONS_OF_ONE if num_rungs == 1 else {word: DEFINITIONS[word] for word in DEFINITIONS if word != HOLDS}
     before = [
         "On one rung a gain is *visible* if its interval is above 0, *opposite* if the interval is below 0, and *not "
-        "visible* if the interval contains 0. A rung with one common seed has no interval and no verdict.",
+        "visible* if the interval contains 0. A rung with one common seed, or with equal gains "
+        "other than 0, has no interval and no verdict.",
         f"{TREND_DEFINITION}. The trend is the straight line a + b·log4(tokens / tokens of the first rung) by least "
         "squares through the paired differences of all seeds, on the rungs that have an interval. Tables show b, the "
         "change per factor of four, with half the width of its 95 % interval. Each rung has its own variance (Welch's "

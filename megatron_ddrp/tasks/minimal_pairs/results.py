@@ -51,8 +51,18 @@ class Cell:
     @property
     def standard_error(self) -> float | None:
         """Standard error of the accuracy over pairs, √(p(1 − p)/(n − 1)); None for one pair."""
-        n, p = len(self.right), self.accuracy
-        return math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
+        return standard_error([self.accuracy], [len(self.right)])
+
+
+def standard_error(accuracies: Sequence[float], pairs: Sequence[int]) -> float | None:
+    """Return the standard error over pairs of the mean of k accuracies p, each of n pairs: √(Σ p(1 − p)/(n − 1))/k.
+
+    None without an accuracy, or if one has fewer than two pairs.
+    """
+    if min(pairs, default=0) < 2:
+        return None
+    variances = (p * (1 - p) / (n - 1) for p, n in zip(accuracies, pairs, strict=True))
+    return math.sqrt(math.fsum(variances)) / len(accuracies)
 
 
 def cell(row: Mapping[str, Any], ties: str) -> Cell:
@@ -84,10 +94,8 @@ class Result:
     @property
     def standard_error(self) -> float | None:
         """Standard error of the macro average over pairs; None if a paradigm has only one pair."""
-        errors = [cell.standard_error for cell in self.cells.values()]
-        if None in errors:
-            return None
-        return math.sqrt(sum(error * error for error in errors if error)) / len(errors)
+        cells = self.cells.values()
+        return standard_error([cell.accuracy for cell in cells], [len(cell.right) for cell in cells])
 
     @property
     def paradigm_error(self) -> float | None:
@@ -129,16 +137,27 @@ def difference(first: Result, second: Result) -> Difference:
     """Return the paired difference of two encoders; each interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
-    mean, count = float(means.mean()), len(means)
-    rng = np.random.default_rng(_SEED)
-    drawn = means[rng.integers(count, size=(DRAWS, count))].mean(1)  # [draws]
+    mean, rng = float(means.mean()), np.random.default_rng(_SEED)
+    of_paradigms = over_paradigms(means, rng)
     return Difference(
         first.name,
         second.name,
         mean,
         _interval(mean + _pairs_anew(gains, rng)) if all(len(gain) > 1 for gain in gains) else None,
-        _interval(mean + _widening(count) * (drawn - mean)) if count > 1 else None,
+        of_paradigms,
     )
+
+
+def over_paradigms(means: np.ndarray, rng: np.random.Generator | None = None) -> Interval | None:
+    """Return the 95 % interval of a macro difference from resampling paradigms; None for fewer than two.
+
+    `means` has the mean difference of each paradigm, `[paradigms]`. Without `rng` the draws are those of `difference`.
+    """
+    if (count := len(means)) < 2:
+        return None
+    drawn = (rng or np.random.default_rng(_SEED)).integers(count, size=(DRAWS, count))
+    mean = float(means.mean())
+    return _interval(mean + _widening(count) * (means[drawn].mean(1) - mean))
 
 
 def _widening(count: int) -> float:

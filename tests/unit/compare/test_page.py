@@ -96,7 +96,20 @@ def test_jobs_of_another_plan_in_the_same_folder_stay_off_the_page(work, values,
     assert "6.5100 ± 0.0100" in text and "6.2550" not in text and "BERT (MTH)" not in text.replace("*BERT (MTH)", "")
 
 
+def vary(work):
+    """Move two seeds of masked LM apart and leave the mean: equal differences are no evidence."""
+    for run in work.runs:
+        change = {1234: 0.001, 1235: -0.001}.get(run.seed, 0.0) * (run.model.objective == "mlm")
+        if change:
+            number = work.plan.seeds.index(run.seed)
+            finish_run(work, run, LOSSES[run.model.name] + number / 100 + change)
+            finish_similarity(work, run, 0.8 + number / 100 + change, 0.5)
+
+
 def test_the_verdicts_come_from_the_data(work):
+    text = ladder_page(work, Results(work)).blocks["summary"]
+    assert "*No interval*: MTH is better than MLM with BERT (+0.2500)" in text
+    vary(work)
     text = ladder_page(work, Results(work)).blocks["summary"]
     assert "*Holds*: MTH is better than MLM with BERT (+0.2500)" in text
     assert "*Contradicted*: MTH at half the budget is at least as good as MLM at the whole with BERT (-0.5000)" in text
@@ -209,11 +222,28 @@ def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
     assert "+7.50" in claim and "+0.96" in claim  # 2.5 and, where BERT (MLM) collapsed, 12.5
 
 
-def write_scores(score, rte, cola):
+def test_the_average_leaves_out_wnli_and_says_so(values, open_work, tmp_path):
+    data = tmp_path / "glue"
+    tasks = ("RTE", "CoLA", "WNLI")
+    for task in tasks:
+        (data / task).mkdir(parents=True)
+    work = open_work(values | {"seeds": 2, "half_budget": [], "glue": {"data_dir": str(data), "tasks": list(tasks)}})
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    for score in work.scores:
+        write_scores(score, 0.6, 0.2, WNLI=0.9)
+        record(work, score.job)
+    text = page_of(work)["page.md"]
+    assert Results(work).averaged == ["RTE", "CoLA"]
+    assert "the average leaves out WNLI, as GLUE's averages do." in text
+    assert "| 60.00 ± 0.00 | 20.00 ± 0.00 | 90.00 ± 0.00 | 40.00 ± 0.00 |" in text
+
+
+def write_scores(score, rte, cola, **more):
     folder = score.job.output.parent
     folder.mkdir(parents=True)
     rows = []
-    for task, value in (("RTE", rte), ("CoLA", cola)):
+    for task, value in {"RTE": rte, "CoLA": cola, **more}.items():
         run = {"task": task, "batch_size": 32, "lr": 3e-5, "epochs": 4, "seed": 1, "max_seq_length": 32}
         run |= {"encoder": score.job.name, "data": "d", "micro_batch_size": 16, "layerwise_lr_decay": 1.0}
         run |= {"precision": "fp32", "max_train_examples": None, "load": "iter", "score": value, "metric": "m"}

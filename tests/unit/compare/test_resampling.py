@@ -41,6 +41,8 @@ ONE_APART = 1000 + 1e-6 * GUESS_NUMBERS + 1000 * np.eye(ROWS)[0]
         ("regression", "spearman", NUMBERS, GUESS_NUMBERS),
         ("regression", "pearson", NUMBERS, ONE_APART),
         ("regression", "spearman", NUMBERS, ONE_APART),
+        ("regression", "pearson", 1e-9 * NUMBERS, 1e-9 * GUESS_NUMBERS),
+        ("regression", "pearson", 1.7e9 + 60 * NUMBERS, 1.7e9 + 60 * GUESS_NUMBERS),
     ],
 )
 def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):

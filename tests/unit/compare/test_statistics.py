@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from megatron_ddrp.tasks.statistics import (
+    EQUAL_SEEDS,
     NOT_VISIBLE,
     ONE_SEED,
     OPPOSITE,
@@ -60,10 +61,21 @@ def test_a_relative_difference_is_a_share_of_the_second():
         ((1.0, -1.1, 0.3), 1, NOT_VISIBLE),
         ((0.0, 0.0, 0.0), 1, NOT_VISIBLE),
         ((5.0,), 1, ONE_SEED),
+        ((0.3, 0.3), 1, EQUAL_SEEDS),
+        ((0.1 + 0.2, 0.3), 1, EQUAL_SEEDS),
     ],
 )
 def test_the_word_is_that_of_the_interval(values, sign, verdict):
     assert Difference(values).verdict(sign) == verdict
+
+
+def test_rounding_is_no_difference_and_no_spread():
+    found = paired({1: 0.1 + 0.2, 2: 0.5}, {1: 0.3, 2: 0.5})
+    assert found.values[0] > 0 and (found.mean, found.deviation, found.interval) == (0.0, 0.0, (0.0, 0.0))
+    assert found.verdict(1) == NOT_VISIBLE
+    found = paired({1: 6.05, 2: 6.35}, {1: 6.02, 2: 6.32})
+    assert len(set(found.values)) == 2 and (found.deviation, found.interval) == (0.0, None)
+    assert found.verdict(1) == EQUAL_SEEDS and found.mean == pytest.approx(0.03)
 
 
 def test_no_common_seed_is_no_difference():

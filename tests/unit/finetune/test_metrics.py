@@ -122,4 +122,6 @@ def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
     for size in (1e-7, 1.0, 1e7):
         assert pearson(size * labels, size * labels) == pytest.approx(1)
     assert pearson(labels, 2000 + 0.1 * labels) == pytest.approx(1)
+    assert pearson(1.7e9 + 60 * labels, 1.7e9 + 50 * labels) == pytest.approx(1)  # times, predicted around their mean
+    assert pearson(1.7e9 + 60 * labels, 1.7e9 + 1e-5 * labels) is None
     assert spearman(labels, 2000 - 0.1 * labels) == pytest.approx(-1)

@@ -50,6 +50,14 @@ def test_an_arrowhead_stands_where_an_interval_leaves_its_panel(drawn, tmp_path)
         assert heads(panel) == cut != set()
 
 
+@pytest.mark.parametrize(("small", "panels"), [(0.19, 1), (0.001, 2)])
+def test_gains_are_enlarged_only_where_that_shows_more(drawn, tmp_path, small, panels):
+    ladder = ladder_of(gain_rows({"rope": (0.2,), "t5": (small,), "alibi": (small,)}))
+    assert gains.draw_claims(ladder, judge(ladder, model_claims(ladder)), tmp_path / "claims.png")
+    widths = [right - left for left, right in (axis.get_xlim() for axis in drawn[0].axes)]
+    assert len(widths) == panels and all(width < widths[0] / 2 for width in widths[1:])
+
+
 def test_a_legend_names_only_lines_that_can_be_seen(drawn, tmp_path):
     """The curve of `absolute` is above the panel, and the second rung has no probe."""
     flat = {"curve": [[at, 5.0] for at in range(1, 400)]}

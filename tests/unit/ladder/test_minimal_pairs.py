@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores, standard_error
-from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result
+from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores, pairs_table
+from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, difference, standard_error
 from tests.unit.ladder.conftest import RUNGS, ladder_of, make_row
 
 
@@ -32,18 +32,33 @@ def slow_error(paradigms):
 
 def test_the_standard_error_is_that_of_the_pairs():
     paradigms = [[1, 1, 0, 1], [0, 1], [1, 1, 1, 1]]
-    accuracies = {str(place): sum(right) / len(right) for place, right in enumerate(paradigms)}
-    pairs = {str(place): len(right) for place, right in enumerate(paradigms)}
+    accuracies, pairs = [sum(right) / len(right) for right in paradigms], [len(right) for right in paradigms]
     assert standard_error(accuracies, pairs) == pytest.approx(slow_error(paradigms), rel=1e-12)
     cells = {str(place): Cell(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(paradigms)}
-    assert standard_error(accuracies, pairs) == pytest.approx(Result("", cells).standard_error, rel=1e-12)
+    first = Result("", cells)
+    assert first.standard_error == standard_error(accuracies, pairs)
+    row = pairs_row("absolute", 1, accuracies, pairs={f"p{place}": count for place, count in enumerate(pairs)})
+    (score,) = pair_scores(ladder_of([row]))
+    assert score.error == first.standard_error
 
 
-@pytest.mark.parametrize(
-    ("accuracies", "pairs"), [({}, {"a": 200}), ({"a": 0.5}, {"a": 1}), ({"a": 0.5, "b": 1.0}, {"b": 9})]
-)
+@pytest.mark.parametrize(("accuracies", "pairs"), [([], []), ([0.5], [1]), ([0.5, 1.0], [0, 9])])
 def test_no_error_without_pairs(accuracies, pairs):
     assert standard_error(accuracies, pairs) is None
+
+
+def test_the_interval_over_paradigms_is_that_of_the_command_minimal_pairs():
+    rights = {
+        "absolute": ([1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]),
+        "ddrp": ([1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]),
+    }
+    rows = [pairs_row(name, 1, [sum(right) / 4 for right in found]) for name, found in rights.items()]
+    _, score = pair_scores(ladder_of(rows))
+    base, ddrp = (
+        Result(name, {f"p{place}": Cell(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(found)})
+        for name, found in rights.items()
+    )
+    assert score.over_paradigms == difference(ddrp, base).over_paradigms
 
 
 def test_the_error_of_a_mean_over_seeds_is_an_upper_bound():
@@ -61,10 +76,11 @@ def test_differences_are_paired_by_seed_and_by_paradigm():
     rows = [pairs_row("absolute", seed, [0.5 + seed / 10, 0.7, 0.6]) for seed in range(3)]
     rows += [pairs_row("ddrp", seed, [0.6 + seed / 10, 0.7, 0.7]) for seed in range(1, 4)]
     base, score = pair_scores(ladder_of(rows))
+    assert [row[-1] for row in pairs_table(ladder_of(rows)).rows] == ["3", "3, 2 common"]
     assert base.difference is None
     assert score.difference.values == pytest.approx((0.2 / 3, 0.2 / 3))  # seeds 1 and 2
-    low, high = score.over_paradigms
-    assert 0.0 <= low < 0.2 / 3 < high <= 0.1 + 1e-12  # every paradigm's difference is 0 or 0.1
+    widened = math.sqrt(3 / 2)  # every paradigm's difference is 0 or 0.1, and so is the mean of some draws
+    assert score.over_paradigms == pytest.approx((0.2 / 3 * (1 - widened), 0.2 / 3 + widened * 0.1 / 3))
 
 
 def test_rows_without_paradigms_have_an_accuracy_alone():

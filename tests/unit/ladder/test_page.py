@@ -8,6 +8,7 @@ import re
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.ladder import curves
 from megatron_ddrp.tasks.ladder import page as page_module
 from megatron_ddrp.tasks.ladder.command import main
@@ -91,6 +92,39 @@ def test_the_head_says_on_which_side_of_chance_the_best_model_is(page_of, accura
         f"absolute has the most minimal pairs right: {100 * accuracy:.2f} %, 2.0 standard errors {words}."
         in (page_of([row]).blocks["summary"])
     )
+
+
+def glue_rows(scores_of, seeds=2):
+    """Return rows of two models; `scores_of` maps rung and model to the scores. The stored averages are wrong."""
+    return [
+        make_row(model, seed, rung, {"GLUE average": 0.9 * (model == "ddrp"), **scores_of(rung, model)})
+        for rung in RUNGS[:2]
+        for model in ("absolute", "ddrp")
+        for seed in range(seeds)
+    ]
+
+
+def test_a_glue_average_is_over_the_tasks_that_all_runs_share(page_of):
+    """DDRP on the second rung comes from a plan with more tasks, which are easier."""
+
+    def scores_of(rung, model):
+        more = {"SST-2": 0.8, "WNLI": 0.5} if (rung, model) == (RUNGS[1], "ddrp") else {}
+        return {"STS-B": 0.1, "CoLA": 0.1 + 0.02 * (model == "ddrp"), "WNLI": 0.9, **more}
+
+    page = page_of(glue_rows(scores_of))
+    (item,) = [item for item in page.judged if item.claim.measure == "GLUE average"]
+    assert {rung: gain.mean for rung, gain in item.gains.items()} == pytest.approx(dict.fromkeys(RUNGS[:2], 0.01))
+    named = "the mean of STS-B and CoLA; the paper's average has eight tasks"
+    assert page.blocks["claims-glue"].startswith(f"GLUE average: {named}. Mean gain")
+    assert f"By the GLUE average ({named}; points). " in page.blocks["summary"]
+    assert page.blocks["scores"].count(f"GLUE average: {named}.") == 2
+
+
+def test_a_glue_average_of_the_papers_tasks_is_its_measure_and_one_of_no_task_is_none(page_of):
+    page = page_of(glue_rows(lambda rung, model: dict.fromkeys(PAPER_TASKS, 0.5)))
+    assert page.blocks["claims-glue"].startswith("GLUE average: the paper's measure. Mean gain")
+    page = page_of(glue_rows(lambda rung, model: {"RTE" if model == "ddrp" else "MRPC": 0.5}))
+    assert not page.blocks["claims-glue"] and "GLUE average" not in page.blocks["scores"]
 
 
 def test_facts_about_the_runs(page_of):

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ddrp.tasks.ladder.claims import check_claims, judge, model_claims, paper_claims
 from megatron_ddrp.tasks.ladder.verdicts import DEFINITIONS, over_the_ladder
-from megatron_ddrp.tasks.statistics import NOT_VISIBLE, OPPOSITE, VISIBLE
+from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, NOT_VISIBLE, OPPOSITE, VISIBLE
 from tests.unit.ladder.conftest import LOSS, RUNGS, full_rows, gain_rows, ladder_of, make_row
 
 
@@ -40,7 +40,8 @@ def test_the_words_tell_the_truth(gains, expected):
 
 
 def test_more_is_better_for_scores():
-    rows = gain_rows({"ddrp": (0.05, 0.05, 0.05)}, measure="GLUE average")
+    rows = gain_rows({"ddrp": (0.05, 0.05, 0.05)}, measure="STS-B")
+    rows = [row | {"values": row["values"] | {"GLUE average": 0.0}} for row in rows]
     assert verdict_of(rows, "DDRP is better than BERT", "GLUE average") == "holds on every rung"
 
 
@@ -68,6 +69,17 @@ def test_a_rung_with_one_seed_has_no_verdict():
         "holds where measured"
     )
     assert verdict_of(gain_rows({"ddrp": (0.05,)}, seeds=(1,)), "DDRP is better than BERT") == "no interval"
+
+
+def test_equal_gains_hold_nothing():
+    """Two seeds that agree exactly have no spread: they are no evidence, on their rung or in the trend."""
+    assert verdict_of(gain_rows({"ddrp": (0.05,)}, seeds=(2,), noise=0.0), "DDRP is better than BERT") == "no interval"
+    rows = gain_rows({"ddrp": (0.05, 0.05)}, seeds=(2, 2), noise=0.0)
+    rows[1]["values"][LOSS] -= 0.2
+    ladder = ladder_of(rows)
+    (item,) = judge(ladder, paper_claims(ladder))
+    assert item.verdicts == {RUNGS[0]: NOT_VISIBLE, RUNGS[1]: EQUAL_SEEDS}
+    assert item.trend is None and item.verdict == "not told apart" and item.last[0] == RUNGS[0]
 
 
 @pytest.mark.parametrize(
