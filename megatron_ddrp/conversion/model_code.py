@@ -2,8 +2,8 @@
 
 Exports compute position encodings with the same files as training. transformers copies the files of a folder by their
 relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.ddrp import` becomes
-`from .positions_ddrp import`. transformers 4 copies only what modeling_ddrp.py itself imports, so that imports every file
-of the folder. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
+`from .positions_ddrp import`. transformers 4 copies only what modeling_ddrp.py itself imports, so that imports every
+file of the folder. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
 
 One process may load several folders, and transformers distinguishes neither modules of the same name nor models of the
 same configuration class. So files of the same name hold the same code in every folder. There are two exceptions:
