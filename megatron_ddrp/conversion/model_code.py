@@ -2,7 +2,8 @@
 
 Exports compute position encodings with the same files as training. transformers copies the files of a folder by their
 relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.ddrp import` becomes
-`from .positions_ddrp import`. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
+`from .positions_ddrp import`. transformers 4 copies only what modeling_ddrp.py itself imports, so that imports every
+file of the folder. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
 
 One process may load several folders, and transformers distinguishes neither modules of the same name nor models of the
 same configuration class. So files of the same name hold the same code in every folder. There are two exceptions:
@@ -24,6 +25,7 @@ from megatron_ddrp.json_files import object_sum
 
 OURS = "megatron_ddrp."
 REGISTRY, CONFIGURATION = OURS + "config.registry", OURS + "conversion.configuration_ddrp"
+MODELING = OURS + "conversion.modeling_ddrp"
 HEADS, LAYERS = OURS + "conversion.heads_ddrp", OURS + "conversion.layers_ddrp"
 TRAVELS = (CONFIGURATION, HEADS, LAYERS, OURS + "model.positions", REGISTRY)
 """Modules and packages whose files may be copied: they import only torch, transformers and one another."""
@@ -39,6 +41,21 @@ def encoding_class(name: str) -> type[PositionEncoding]:
     return {value}
 '''
 
+MODELING_END = """
+
+# From a local folder, transformers 4 copies only the files that this file imports.
+{imports}
+
+# save_pretrained of older transformers writes the code of registered classes only.
+DdrpModel.register_for_auto_class("AutoModel")
+DdrpForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+DdrpForPreTraining.register_for_auto_class("AutoModelForPreTraining")
+DdrpForContextualPreTraining.register_for_auto_class("AutoModelForPreTraining")
+DdrpForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+DdrpForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+DdrpForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+"""
+
 
 def write_model_code(folder: Path, encoding: str) -> None:
     """Write the code files of a model with a position encoding into a folder.
@@ -51,11 +68,13 @@ def write_model_code(folder: Path, encoding: str) -> None:
         slug = f"{slug}_{zlib.crc32(PLUGINS[ENCODINGS[encoding]].read_bytes()):08x}"
         imported, value = "ENCODINGS", "ENCODINGS[name]"
     codes = {REGISTRY: REGISTRY_CODE.format(file=_file(module, slug), imported=imported, value=value)}
-    waiting = {OURS + "conversion.modeling_ddrp", OURS + "model.positions", module}
+    waiting = {MODELING, OURS + "model.positions", module}
     while waiting:
         travelling = waiting.pop()
         codes[travelling], found = _travelling(travelling, slug)
         waiting |= found - set(codes)
+    others = sorted(_file(travelling, slug) for travelling in set(codes) - {MODELING})
+    codes[MODELING] += MODELING_END.format(imports="\n".join(f"from .{file} import __name__ as _" for file in others))
     codes[CONFIGURATION] += f"\n# Sum of this folder's code: {object_sum(codes)}\n"
     for travelling, code in codes.items():
         (folder / f"{_file(travelling, slug)}.py").write_text(code, encoding="utf-8")

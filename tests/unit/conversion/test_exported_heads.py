@@ -1,12 +1,13 @@
 """The heads for fine-tuning in an export's code: new ones, their losses, and training under transformers' Trainer."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ddrp.conversion.families import FINE_TUNED
+from megatron_ddrp.conversion.families import FINE_TUNED, HEADS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
@@ -122,3 +123,17 @@ def test_every_kind_trains_under_the_trainer_and_is_saved_whole(tmp_path, tokeni
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
     encoder = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert all(torch.equal(tensor, model.encoder.state_dict()[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("encoding", ["ddrp", "rope"])
+def test_the_code_suits_older_versions_of_transformers(tmp_path, tokenizer, offline, encoding):
+    """They copy only direct imports of a local folder, and save only the code of registered classes."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), tmp_path / "hf")
+    code = tmp_path / "hf" / "modeling_ddrp.py"
+    assert set(get_relative_imports(code)) == {path.stem for path in code.parent.glob("*.py")} - {code.stem}
+    expected = {f"DdrpFor{name}": f"AutoModelFor{name}" for name in FINE_TUNED.values()}
+    expected |= {f"DdrpFor{head.name}": f"AutoModelFor{head.auto}" for head in HEADS.values()}
+    registered = re.findall(r"^(\w+)\.register_for_auto_class\(\"(\w+)\"\)$", code.read_text(), re.MULTILINE)
+    assert dict(registered) == expected | {"DdrpModel": "AutoModel"}
