@@ -241,7 +241,7 @@ REFUSED = {
     "mock-data": "give --data-path; megatron-ddrp preprocess makes a small one in seconds",
     "skip-train": "give --train-iters",
     "kill-switch-file=": "SIGTERM or --exit-duration-in-mins save and stop a run",
-    "deterministic-mode": "a resumed run repeats the run to the last bit on one machine: leave it out",
+    "deterministic-mode": "a resumed run repeats the run, on GPUs but for rounding: leave it out",
     "yaml-cfg=": "give --config FILE.yaml",
 }
 """Flag → the reason or what to use instead."""

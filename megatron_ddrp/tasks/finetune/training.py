@@ -87,6 +87,7 @@ class FineTuning:
         self.scale = Scale.of(train.targets) if self.output else Scale(0.0, 1.0)
         self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
+        self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also on a rank without a micro-batch
         self.total = run.epochs * math.ceil(len(train) / run.batch_size)
         self.steps = 0
 
