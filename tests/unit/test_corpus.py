@@ -177,7 +177,8 @@ def test_epochs_add_up_over_phases(parts, tiny_corpus):
     phased = corpus(seq_length_phases=("16:0.5",))
     halves = [(one + other) / 2 for one, other in zip(short, long, strict=True)]
     assert phased.epochs(8 * 32) == pytest.approx(halves, rel=0.02) and len(halves) == 2
-    assert phased.summary(phased.samples("train"), 8 * 32).endswith("rows of 16 tokens up to step 4")
+    *_, phase, validation = phased.summary(phased.samples("train"), 8 * 32).splitlines()
+    assert phase == "  rows of 16 tokens up to step 4" and validation.startswith("  validation: ")
 
 
 def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpus):
@@ -280,7 +281,8 @@ def test_indices_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts, tin
 
 def test_description_names_every_weighted_corpus(parts, tiny_corpus):
     corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": ("3", parts["a"], "1", parts["b"])}))
-    lines = corpus.summary(corpus.samples("train"), 1600).splitlines()
+    *lines, validation = corpus.summary(corpus.samples("train"), 1600).splitlines()
+    assert validation == "  validation: 32 of 33 sequences, the same ones each time"
     assert len(lines) == 3 and "blended" in lines[0]
     assert "75.00% " + parts["a"] in lines[1] and "25.00% " + parts["b"] in lines[2]
     samples = len(corpus.samples("train").parts[1])
@@ -290,7 +292,7 @@ def test_description_names_every_weighted_corpus(parts, tiny_corpus):
 def test_text_read_too_often_is_said(parts, tiny_corpus):
     corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": (parts["a"],)}, train_iters=10_000))
     samples = corpus.samples("train")
-    assert "more than" not in corpus.summary(samples, MANY_EPOCHS * len(samples))
+    assert f"more than {MANY_EPOCHS}" not in corpus.summary(samples, MANY_EPOCHS * len(samples))
     assert f"read more than {MANY_EPOCHS} times" in corpus.summary(samples, MANY_EPOCHS * len(samples) + 1)
 
 

@@ -24,7 +24,7 @@ from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.names import with_random_weights
-from megatron_ddrp.tasks.statistics import Difference, paired
+from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, Difference, paired
 
 DETAILS = [
     *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
@@ -41,12 +41,6 @@ class Pair(NamedTuple):
     tasks: list[str]
     difference: Difference
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Student's 95 % interval of the mean over the seeds."""
-        assert self.difference.interval is not None
-        return self.difference.interval
-
 
 def differences(encoders: dict[str, Cells]) -> list[Pair]:
     """Return the difference of every two encoders that share tasks with equal files and at least two seeds."""
@@ -54,7 +48,7 @@ def differences(encoders: dict[str, Cells]) -> list[Pair]:
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
         difference = paired(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
-        if difference and difference.interval:
+        if difference and len(difference.values) > 1:
             found.append(Pair(first, second, tasks, difference))
     return found
 
@@ -189,7 +183,7 @@ def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
             }
         )
     for pair in differences(encoders):
-        low, high = pair.interval
+        low, high = pair.difference.interval or (None, None)
         result["differences"].append(
             {
                 "first": pair.first,
@@ -221,7 +215,7 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
     ]
     pairs = [
         [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.difference.values))]
-        + [percent(pair.difference.mean), " to ".join(map(percent, pair.interval))]
+        + [percent(pair.difference.mean), " to ".join(map(percent, pair.difference.interval or ())) or EQUAL_SEEDS]
         for pair in differences(encoders)
     ]
     gained = [

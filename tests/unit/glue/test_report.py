@@ -168,7 +168,7 @@ def test_the_difference_is_paired_by_seed():
     (found,) = differences(best_cells(rows))
     assert (found.first, found.second, found.tasks) == ("base", "r", ["CoLA", "RTE"][::-1])
     assert found.difference.values == pytest.approx([0.1, 0.15, 0.1])
-    assert found.interval == pytest.approx(student_interval([0.1, 0.15, 0.1]))
+    assert found.difference.interval == pytest.approx(student_interval([0.1, 0.15, 0.1]))
     assert "## Differences" in table(rows)
 
 
@@ -307,5 +307,6 @@ def test_encoders_with_other_files_are_not_compared_in_silence():
     alike = [row(score=0.6, seed=seed, data="a", load="new", encoder="f") for seed in (1, 2)]
     unlike = [one | {"data": "b"} for one in alike]
     assert len(differences(best_cells(rows + alike))) == 1 and "are not comparable" not in table(rows + alike)
+    assert "| base | new | 1 | 2 | -10.00 | equal seeds: no spread |" in table(rows + alike)
     assert not differences(best_cells(rows + unlike))
     assert "RTE: new had other files, labels or another metric than base" in table(rows + unlike)
