@@ -50,7 +50,7 @@ def with_scores(values, tmp_path):
 
 @pytest.fixture
 def work(with_scores, open_work):
-    """All of it finished: MTH gets 8 and 12 points more of the pairs right, 4 and 6 more of the rows of both tasks."""
+    """Return a finished plan in which MTH has 8 and 12 points more of the pairs right, and 4 and 6 more of the rows."""
     work = open_work(with_scores)
     random = np.random.default_rng(3)
     for run in work.runs:
