@@ -48,6 +48,8 @@ class Ranks(NamedTuple):
     """Ranks that together hold one whole model: the tensor and pipeline axes."""
     pipeline_group: Any = None
     """Ranks of this pipeline, for messages through host memory (gloo); None without a pipeline."""
+    first_on_host: bool = True
+    """True if this rank does the work that is needed once per host, such as reading local files."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -68,7 +70,7 @@ def start(config: ParallelConfig) -> Ranks:
     complete_environment()
     config.data_parallel_size(int(os.environ["WORLD_SIZE"]))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
@@ -76,7 +78,30 @@ def start(config: ParallelConfig) -> Ranks:
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         join("nccl" if device.type == "cuda" else "gloo", timeout)
-    return place_in_grid(device, config)
+    return place_in_grid(device, config)._replace(first_on_host=local_rank == 0)
+
+
+def own_device(local_rank: int) -> torch.device:
+    """Return this rank's GPU, or the CPU where torch sees no GPU; `local_rank` counts the ranks of this host.
+
+    Slurm's `--gpus-per-task` shows every rank one GPU, its own, as number 0. LOCAL_RANK becomes 0 then, because
+    DeepSpeed takes it for the number of the GPU.
+
+    Raises:
+        UserError: the host has more ranks than GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and os.environ.get("SLURM_LOCALID") == str(local_rank):  # srun started this rank, nothing between
+        os.environ["LOCAL_RANK"] = "0"
+        return torch.device("cuda", 0)
+    if local_rank >= gpus:
+        raise UserError(
+            f"rank {local_rank} of this host sees {gpus} GPU{'s' * (gpus > 1)}, and each rank needs its own: start at "
+            f"most {gpus} per host, or let CUDA_VISIBLE_DEVICES show more"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
@@ -135,11 +160,6 @@ def lost_rank_in_one_line() -> Iterator[None]:
             f"rank {rank} lost another rank: {cause}; that rank's own output says why; start the same command again to "
             "resume from the last checkpoint"
         ) from error
-
-
-def is_first_on_host() -> bool:
-    """Return whether this rank does the work that is needed once per host, such as reading local files."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 @contextlib.contextmanager
