@@ -17,8 +17,8 @@ from megatron_ddrp.data.batches.index_cache import cached_totals
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED, BatchLoader, SampleReader, Share, validation_text
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
-from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, sample_totals, split_documents
-from megatron_ddrp.data.batches.split_shift import split_remark
+from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
+from megatron_ddrp.data.batches.split_shift import shared_remarks, split_remark
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -142,12 +142,14 @@ class Corpus:
         ]
 
     def split_remarks(self) -> list[str]:
-        """Return a line for each dataset whose `--split` has validation text of another kind than its training text.
+        """Return a line for each dataset whose validation text is also trained on, or by `--split` of another kind.
 
-        This reads some samples of each. Separate validation data are meant to differ, and give no line.
+        This reads some samples of each; separate validation data are meant to be of another kind.
         """
-        if self.config.data.data_path is None or not self.config.logging.validates:
+        if not self.config.logging.validates:
             return []
+        if self.config.data.data_path is None:
+            return shared_remarks(*(blend_words(self.config, split).prefixes for split in ("train", "valid")))
         parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
         return [line for training, validation in parts if (line := split_remark(training, validation))]
 
@@ -213,14 +215,16 @@ class Corpus:
                 f"  {count / sum(samples.counts or ()):7.2%} {part.prefix}: {part.num_documents:,} documents, "
                 f"{len(part):,} sequences, {of_part:,.2f} epochs"
             )
-        *shorter, _ = self.config.phases
-        ends = [(phase.seq_length, phase.last_step(self.config.training.train_iters)) for phase in shorter]
+        ends = [(p.seq_length, p.last_step(self.config.training.train_iters)) for p in self.config.phases[:-1]]
         lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
         if max(epochs) > MANY_EPOCHS:
             lines.append(f"  text is read more than {MANY_EPOCHS} times: lower --train-iters, or give more text")
-        if self.config.logging.validates:
+        read = [samples, self.samples("valid")] if self.config.logging.validates else [samples]
+        if dropped := dropped_text([part for blend in read for part in blend.parts]):
+            lines.append(f"  {dropped} and are not read")
+        for validation in read[1:]:
             most, size = self.config.logging.eval_iters, self.config.training.global_batch_size
-            lines.append(f"  validation: {validation_text(most, len(self.samples('valid')), size)}")
+            lines.append(f"  validation: {validation_text(most, len(validation), size)}")
         return "\n".join(lines)
 
 

@@ -135,7 +135,7 @@ def allocate_model(config: Config) -> Encoder:
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
     check_writers(config)
-    read_settings(config.parallel)
+    read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
     training = corpus.loader("train", ranks.data_rank, ranks.data_size)
     validates = config.logging.validates

@@ -151,8 +151,9 @@ def _position_rows(value: str, settings: Mapping[str, Any]) -> str:
 
 
 def _head_channels(value: str, settings: Mapping[str, Any]) -> str:
-    channels = settings["hidden_size"] / settings["num_attention_heads"]
-    if _whole(value) != channels:
+    heads = settings["num_attention_heads"]
+    channels = settings["hidden_size"] / heads if heads else 0
+    if _whole(value) != channels and heads:  # no heads are refused by their own flag
         raise ValueError(f"a head has --hidden-size / --num-attention-heads = {channels:g} channels: leave it out")
     return ""
 
@@ -176,7 +177,7 @@ def _steps_of(ours: str, whole: Callable[[float], int]) -> Rule:
     """Return the rule of a number of samples, which is one of steps here."""
 
     def rule(value: str, settings: Mapping[str, Any]) -> str:
-        return f"{ours} {whole(_whole(value) / settings['global_batch_size'])}"
+        return f"{ours} {whole(_whole(value) / max(1, settings['global_batch_size']))}"
 
     return rule
 

@@ -154,7 +154,7 @@ def deepspeed_settings(
         "steps_per_print": 2**62,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    from_file = checked_against(config, read_settings(parallel))
+    from_file = checked_against(config, read_settings(parallel, device_type))
     if training.bf16 and adds_up_in_fp32(parallel, from_file):
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))

@@ -61,20 +61,25 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_optimizer_states": ((False,), _CPU_ADAM),
     "fp16.fp16_master_weights_and_grads": ((False,), _CPU_ADAM),
     "zero_optimization.offload_optimizer.ratio": ((1,), _CPU_ADAM),
+    "zero_optimization.offload_optimizer.super_offload": ((False,), _CPU_ADAM),
     "zero_optimization.compute_grad_norm": ((True,), "the norm tells steps to skip and is logged; leave it out"),
     "zero_force_ds_cpu_optimizer": ((False,), "torch's fused AdamW steps offloaded optimizer state; leave it out"),
 }
 """DeepSpeed setting → values with which a run works and does what the flags say, and the reason against all others."""
 
 
-def read_settings(config: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of the file; none without one. Raise `UserError` for what DeepSpeed or we cannot use."""
+def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
+    """Return the settings of the file; none without one. Raise `UserError` for what DeepSpeed or we cannot use.
+
+    `device_type` is that of the run, `cuda` or `cpu`.
+    """
     path = config.deepspeed_config
     if not path:
         return {}
     loaded = load_file(path)
     _check_names(path, loaded, TOP_LEVEL)
     _refuse_unsupported(path, loaded)
+    _refuse_for_run(path, loaded, config.zero_stage, device_type)
     import_quietly()
     try:
         _check_models(path, loaded, config.zero_stage)
@@ -147,6 +152,19 @@ def _refuse_unsupported(path: str, settings: Mapping[str, Any]) -> None:
         allowed, reason = _SUPPORTED.get(name, ((value,), ""))
         if value not in allowed:
             refuse_file(path, f"{name} is {value!r}: {reason}")
+
+
+def _refuse_for_run(path: str, settings: Mapping[str, Any], zero_stage: int, device_type: str) -> None:
+    """Refuse what would end the run in a traceback of DeepSpeed's, always or at this ZeRO stage or on this device."""
+    zero = settings.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    if zero.get("zenflow"):
+        refuse_file(path, f"zero_optimization.zenflow: {_CPU_ADAM}")
+    if zero_stage == 3 and settings.get("gradient_predivide_factor", 1) not in (1, "auto"):
+        refuse_file(path, "gradient_predivide_factor works with --zero-stage 0, 1 or 2, which is 3: leave it out")
+    quantized = [name for name, value in zero.items() if name.startswith("zero_quantized_") and value is True]
+    if quantized and device_type == "cpu":
+        refuse_file(path, f"zero_optimization.{quantized[0]} is True: its kernels need a GPU; leave it out")
 
 
 def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:

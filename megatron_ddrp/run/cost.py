@@ -12,8 +12,9 @@ takes its volume ÷ a link's rate:
     data        gradients are reduced and scattered once per step (at ZeRO 2 and 3 once per micro-batch), weights
                 gathered once per step (at ZeRO 3 twice per micro-batch)
 
-Gradients are reduced during the last micro-batch's backward pass; only the time beyond it counts. Ranks are ordered as
-in `parallel/process_group.py`: tensor first, then data, then pipeline. Everything here is an estimate.
+Gradients are reduced during the last micro-batch's backward pass, and only the time beyond it counts; in pipelines and
+at ZeRO 0 DeepSpeed reduces them after it. Ranks are ordered as in `parallel/process_group.py`: tensor first, then data,
+then pipeline. Everything here is an estimate.
 """
 
 from __future__ import annotations
@@ -179,12 +180,13 @@ def estimate_step(config: Config, parameters: int, world_size: int, device: Devi
     by_stage = 2 * hidden / tensor / (link * 1e9) if stages > 1 else 0.0
     share = parameters / (tensor * stages)
     reduced, gathered = _data_seconds(config, share, world_size, device)
+    hidden_seconds = compute * 2 / 3 if stages == 1 and parallel.zero_stage else 0.0
     owned = share / (parallel.data_parallel_size(world_size) if parallel.zero_stage else 1)
     return Estimate(
         compute=micro_batches * compute,
         tensor=micro_batches * by_tensor,
         pipeline=(stages - 1) * (compute + by_tensor) + (micro_batches + stages - 1) * by_stage,
-        data=max(0.0, reduced - compute * 2 / 3) + gathered,
+        data=max(0.0, reduced - hidden_seconds) + gathered,
         update=UPDATE_BYTES * owned / (device.bandwidth * 1e12),
     )
 

@@ -233,9 +233,31 @@ def test_an_empty_split_is_named_with_what_to_do(parts, tiny_corpus):
     assert told.startswith(f"the validation split is empty: {parts['a']}: no sample in documents [350, 350) of 350")
     assert "larger share by --split (now 1,0,0), or train without validation by --eval-interval 0" in told
     told = refused("train", data_path=parts["short"], split="1,0,0")
-    assert told.startswith("the training split is empty: ") and "1 of these 1 have fewer than 8 tokens" in told
+    assert told.startswith("the training split is empty: ") and "1 of these 1 documents have fewer" in told
     told = refused("valid", train_data_path=parts["a"], valid_data_path=parts["short"])
     assert told.startswith("the validation split is empty: ") and "--split" not in told
+
+
+def test_documents_too_short_to_be_read_are_said(parts, tiny_corpus, tmp_path):
+    def summary(**data):
+        corpus = Corpus.open(make_config(tiny_corpus, data=data))
+        return corpus.summary(corpus.samples("train"), 32)
+
+    lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    mixed = dataset(tmp_path, "mixed", [*lines[:9], '{"text": "a b c"}\n'], tiny_corpus.vocab_file)
+    said = "  1 of these 80 documents have fewer than 8 tokens and are not read\n"  # 10 and 70
+    assert said in summary(train_data_path=mixed, valid_data_path=parts["b"])
+    assert said in summary(train_data_path=parts["b"], valid_data_path=mixed)
+    assert "not read" not in summary(train_data_path=parts["a"], valid_data_path=parts["b"])
+
+
+def test_training_data_that_are_also_validation_data_are_said(parts, tiny_corpus):
+    def remarks(**data):
+        return Corpus.open(make_config(tiny_corpus, data=data)).split_remarks()
+
+    [line] = remarks(train_data_path=("2", parts["a"], "1", parts["b"]), valid_data_path=(parts["c"], parts["b"]))
+    assert line.startswith(f"{parts['b']}: both training and validation data")
+    assert not remarks(train_data_path=parts["a"], valid_data_path=parts["b"])
 
 
 def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(parts, tiny_corpus):

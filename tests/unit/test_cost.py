@@ -87,6 +87,18 @@ def test_gradients_between_hosts_take_the_hosts_link() -> None:
     assert across == pytest.approx(2 * 15 / 16 * 2 * PARAMETERS / 1e9 - hidden)
 
 
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [({"pipeline_model_parallel_size": 2}, 3 / 4 / 2), ({"zero_stage": 0}, 7 / 8)],  # 2 stages x 4 ranks, 1 x 8
+)
+def test_pipelines_and_zero_0_reduce_gradients_after_the_backward_pass(layout: dict[str, int], share: float) -> None:
+    """Four bytes per gradient and per weight travel in far less time than a backward pass takes, and yet both count."""
+    config = BASE.replace(training={"fp16": False})
+    one_way = 4 * PARAMETERS / (H100.inside * 1e9)
+    assert step(8, config).data == pytest.approx(7 / 8 * one_way)  # the weights
+    assert step(8, config, parallel=layout).data == pytest.approx(2 * share * one_way)
+
+
 def test_a_device_without_bf16_is_left_out() -> None:
     bf16 = BASE.replace(training={"fp16": False, "bf16": True})
     assert why_not(bf16, V100) and not why_not(bf16, H100) and not why_not(BASE, V100)

@@ -16,10 +16,10 @@ from megatron_ddrp.engine.deepspeed_file import TOP_LEVEL, import_quietly, offlo
 from megatron_ddrp.errors import UserError
 
 
-def read(folder: Path, text: str, zero_stage: int = 1) -> dict[str, Any]:
+def read(folder: Path, text: str, zero_stage: int = 1, device_type: str = "cpu") -> dict[str, Any]:
     path = folder / "deepspeed.json"
     path.write_text(text, encoding="utf-8")
-    return read_settings(ParallelConfig(deepspeed_config=str(path), zero_stage=zero_stage))
+    return read_settings(ParallelConfig(deepspeed_config=str(path), zero_stage=zero_stage), device_type)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,11 @@ def read(folder: Path, text: str, zero_stage: int = 1) -> dict[str, Any]:
             "compute_grad_norm is False: the norm tells",
         ),
         ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload_param needs --zero-stage 3"),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": true}}}',
+            "super_offload is True: it needs",
+        ),
+        ('{"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}', "zero_optimization.zenflow: it needs DeepSpeed's"),
         ("[" * 100_000, "cannot be read"),
         ("[1]", "expected a JSON object"),
     ],
@@ -90,6 +95,20 @@ def test_what_deepspeed_does_not_know_is_refused(text: str, words: str, tmp_path
         read(tmp_path, text)
     assert words in str(error.value) and error.value.exit_code == 2
     assert str(error.value).startswith(f"--deepspeed-config {tmp_path / 'deepspeed.json'}: ")
+
+
+def test_predivided_gradients_are_refused_at_zero_3_alone(tmp_path: Path) -> None:
+    text = '{"gradient_predivide_factor": 2.0}'
+    assert read(tmp_path, text, zero_stage=2) == {"gradient_predivide_factor": 2.0}
+    with pytest.raises(UserError, match="gradient_predivide_factor works with --zero-stage 0, 1 or 2, which is 3"):
+        read(tmp_path, text, zero_stage=3)
+
+
+def test_quantized_communication_needs_a_gpu(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": false}}'
+    assert read(tmp_path, text, 3, "cuda")["zero_optimization"]["zero_quantized_weights"] is True
+    with pytest.raises(UserError, match="zero_quantized_weights is True: its kernels need a GPU"):
+        read(tmp_path, text, 3, "cpu")
 
 
 def test_a_fault_of_a_whole_section_is_one_short_line(tmp_path: Path) -> None:
@@ -141,7 +160,7 @@ def test_what_deepspeed_knows_is_taken(tmp_path: Path) -> None:
         "bf16": "auto",
     }
     assert read(tmp_path, json.dumps(settings)) == settings
-    assert read_settings(ParallelConfig()) == {}
+    assert read_settings(ParallelConfig(), "cpu") == {}
 
 
 class Asked(dict):

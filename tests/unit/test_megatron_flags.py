@@ -54,6 +54,14 @@ def read(words: str) -> Arguments:
     return parse_arguments(shlex.split(words))
 
 
+@pytest.mark.parametrize(
+    "words", ["--num-attention-heads 0 --kv-channels 64", "--global-batch-size 0 --train-samples 9"]
+)
+def test_a_zero_that_a_foreign_flag_divides_by_is_refused_by_its_own_name(words: str) -> None:
+    with pytest.raises(UserError, match=f"{words.split()[0]} is 0: "):
+        read(words)
+
+
 def test_a_script_of_79_flags_is_refused_for_one_of_them_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     flags = re.findall(r"--[\w-]+", SCRIPT)
     assert len(flags) == len(set(flags)) == 79

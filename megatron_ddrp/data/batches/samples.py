@@ -14,7 +14,7 @@ and validation share them for every `--split`; `index_cache` keeps them on disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,8 +81,7 @@ class SampleIndex:
         self.num_dropped_documents = self.num_documents - int(after[_DOCUMENTS] - before[_DOCUMENTS])
         self.num_tokens = int(after[_TOKENS] - before[_TOKENS])
         if not len(self):
-            short = f"{self.num_dropped_documents} of these {self.num_documents} have"
-            why = f"{short} fewer than {MIN_DOCUMENT_TOKENS} tokens" if high > low else "the range is empty"
+            why = dropped_text([self]) if high > low else "the range is empty"
             raise NoSample(
                 f"{dataset.prefix}: no sample in documents [{low}, {high}) of {dataset.num_documents}: {why}"
             )
@@ -155,6 +154,12 @@ class SampleIndex:
             position += taken
             sequence += 1
         return np.concatenate(parts)
+
+
+def dropped_text(parts: Sequence[SampleIndex]) -> str:
+    """Return how many documents of some parts are too short to give a sample; "" if none is."""
+    dropped, documents = sum(p.num_dropped_documents for p in parts), sum(p.num_documents for p in parts)
+    return f"{dropped:,} of these {documents:,} documents have fewer than {MIN_DOCUMENT_TOKENS} tokens" * bool(dropped)
 
 
 def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:

@@ -8,6 +8,8 @@ Novels after an encyclopedia have 0.5.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +37,16 @@ def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
         f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual within the training text), as --split "
         "divides documents in order: shuffle them by megatron-ddrp dataset shuffle, or blend one dataset per kind"
     )
+
+
+def shared_remarks(training: Iterable[str], validation: Iterable[str]) -> list[str]:
+    """Return a line for the user for each prefix that is training and validation data."""
+    return [
+        f"{prefix}: both training and validation data, so the validation loss is that of text trained on: "
+        "give other validation data, or --data-path with --split"
+        for prefix in dict.fromkeys(training)
+        if prefix in set(validation)
+    ]
 
 
 def usual_shift(training: SampleIndex, length: int) -> float:

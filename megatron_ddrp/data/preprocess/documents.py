@@ -26,6 +26,7 @@ MAX_RECORD_BYTES = 1 << 28
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK_LINE = re.compile(rb"\n[ \t\r\x0b\x0c]*\n")
+_JSON_OBJECT = re.compile(rb'\{\s*"[^"]*"\s*:')
 _FIRST = 256  # bytes that tell the format
 _OVERLAP = 64  # bytes of the block before in which a separator may begin
 
@@ -161,6 +162,8 @@ def _format(file: InputFile, first: bytes) -> str:
         return "json"
     if start.startswith(b"<doc ") and b"id=" in start:
         return "wiki"
+    if file.ending and _JSON_OBJECT.match(start):
+        raise UserError(f"{file.path}: a JSON object in a file that is read as plain text; rename it to end in .jsonl")
     return "json" if start.startswith(b"{") and not file.ending else "text"
 
 

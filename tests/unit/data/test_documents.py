@@ -56,6 +56,15 @@ def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, pa
             texts(path)
 
 
+def test_json_lines_under_a_name_of_plain_text_are_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text('\n {"text": "One."}\n{"text": "Two."}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.txt: a JSON object in .* rename it to end in \.jsonl"):
+        texts(path)
+    path.write_text('{"One," he said.}\n', encoding="utf-8")
+    assert texts(path) == ['{"One," he said.}']
+
+
 def test_plain_text_documents_lie_between_blank_lines(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf\n one\r\ntwo\r\n\r\n \t\nthree\n\nfour")
