@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from megatron_ddrp.data.preprocess.partition import Partition
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
-from megatron_ddrp.data.preprocess.sentences import Splitter, sentence_splitter
+from megatron_ddrp.data.preprocess.sentences import Splitter, cut_sentences, sentence_splitter
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -130,7 +131,7 @@ class ChunkTokenizer:
         is_wordpiece = config.tokenizer_type.startswith("BertWordPiece")
         self.path = str(config.vocab_file if is_wordpiece else config.tokenizer_model)
         self.splitter_name: str | None = None
-        self._split: Splitter = lambda text: [text]
+        self._split: Splitter | None = None
         if config.split_sentences:
             self.splitter_name, self._split = sentence_splitter()
 
@@ -141,15 +142,12 @@ class ChunkTokenizer:
         return TokenizedChunk(by_key, faults, lines, chunk.file, chunk.read, chunk.text_bytes)
 
     def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
-        documents = [self._split(text) for text in texts]
-        encoded = iter(self.tokenizer.encode_packed([sequence for document in documents for sequence in document]))
         dtype = self.tokenizer.dtype
         end = np.array([self.tokenizer.sep_id], dtype).tobytes() if self._config.append_eod else b""
         all_ids: list[bytes] = []
         sequences: list[int] = []
-        for document in documents:
-            kept = [ids for _ in document if (ids := next(encoded))]
-            if kept:
+        for document in self._packed(texts):
+            if kept := [ids for ids in document if ids]:
                 kept[-1] += end
                 all_ids += kept
                 sequences.append(len(kept))
@@ -158,3 +156,12 @@ class ChunkTokenizer:
         unknown = int(np.count_nonzero(np.frombuffer(tokens, dtype) == self.tokenizer.unk_id))
         counts = KeyCounts(len(sequences), len(sizes), int(sizes.sum()), unknown, len(texts) - len(sequences))
         return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), counts)
+
+    def _packed(self, texts: list[str]) -> Iterator[list[bytes]]:
+        """Yield the sequences of each text, packed as by `Tokenizer.encode_packed`; their ids are the whole text's."""
+        if self._split is None:
+            yield from ([ids] for ids in self.tokenizer.encode_packed(texts))
+            return
+        for text in texts:
+            sentences = cut_sentences(*self.tokenizer.encode_with_spans(text), self._split(text))
+            yield [np.array(ids, self.tokenizer.dtype).tobytes() for ids in sentences]

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
@@ -149,6 +150,45 @@ def test_sentences_are_punkts_own_across_line_breaks_and_cases(folder):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt")
     expected = [tokenizer.encode(sentence) for sentence in splitter.tokenize(text)]
     assert [ids.tolist() for ids in IndexedDataset(prefix)] == expected and len(expected) > 3
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "characters with blanks", "SentencePiece without a first blank"])
+def test_sentences_have_the_ids_of_the_whole_text(folder, kind):
+    """Without the blank of its first word, a sentence's first word is joined to the last one of the sentence before."""
+    pytest.importorskip("nltk")
+    text = "The cat sat. A mat é 🚀.  The cat!\nOn a mat. 🚀🚀 it sat."
+    (folder / "in.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": " "}) + "\n")
+    if kind.startswith("SentencePiece"):
+        options = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "byte_fallback": True}
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            **{"sentence_iterator": iter(["the cat sat. on a mat"] * 9), "model_writer": model, "vocab_size": 300},
+            **{"model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2, **options},
+        )
+        (folder / "m.model").write_bytes(model.getvalue())
+        flags = {"tokenizer_type": "SentencePiece", "tokenizer_model": str(folder / "m.model")}
+    else:
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+        alphabet = sorted(set(text))
+        if kind == "byte-level":
+            alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+            backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=len(alphabet) + 15, special_tokens=SPECIALS, initial_alphabet=alphabet
+        )
+        backend.train_from_iterator([text] * 9, trainer)
+        backend.save(str(folder / "tokenizer.json"))
+        flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(folder)}
+    of_kind = {**flags, "vocab_file": None, "append_eod": True}
+    [whole] = preprocess(config(folder, **of_kind)).prefixes
+    [split] = preprocess(config(folder, **of_kind, split_sentences=True)).prefixes
+    sentences = [ids.tolist() for ids in IndexedDataset(split)]
+    tokenizer = build_tokenizer(flags["tokenizer_type"], tokenizer_model=flags["tokenizer_model"])
+    documents = IndexedDataset(split).document_indices.tolist()
+    joined = [sum(sentences[low:high], []) for low, high in zip(documents, documents[1:], strict=False)]
+    assert joined == [ids.tolist() for ids in IndexedDataset(whole)] and len(sentences) > 4
+    first = "".join(tokenizer.pieces[i] for i in sentences[0])
+    assert first.replace("\u2581", " ").replace("\u0120", " ").strip().endswith("he cat sat.")
 
 
 def test_a_document_of_one_token_is_kept_from_every_kind_of_file(folder):
