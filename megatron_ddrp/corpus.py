@@ -24,10 +24,10 @@ from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed
-from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer
+from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_word_ends
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test"}
@@ -66,7 +66,7 @@ class Corpus:
         With `keep_indices` the sample indices (see `index_cache`) and, under `--notes`, the rare words are kept on
         disk; without it nothing is written.
         """
-        data, lengths = config.data, [phase.seq_length for phase in config.phases]
+        data, objective, lengths = config.data, config.objective, [phase.seq_length for phase in config.phases]
         if data.data_path is data.train_data_path is data.valid_data_path is None:
             raise UserError(
                 "--data-path is missing: give the prefix that megatron-ddrp preprocess wrote", WRONG_ARGUMENTS
@@ -74,7 +74,8 @@ class Corpus:
         prefixes = dataset_prefixes(config)
         config = with_tokenizer(config, prefixes)
         tokenizer = tokenizer_flags(config).build()
-        sources, remarks = {}, [warn_of_impossible(tokenizer)]
+        words = objective.notes or objective.masking != "token"
+        sources, remarks = {}, [warn_of_impossible(tokenizer), warn_of_word_ends(tokenizer) if words else None]
         for prefix in prefixes:
             source = sources[prefix] = Source(open_dataset(prefix, tokenizer), {})
             for length in lengths:
@@ -276,25 +277,3 @@ def blend_words(config: Config, split: str) -> BlendWords:
         instead = "; give it, or --eval-interval 0 to do without validation" if split == "valid" else ""
         raise UserError(f"--{split}-data-path is missing beside the other{instead}", WRONG_ARGUMENTS)
     return read_blend(words, f"--{split}-data-path")
-
-
-def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """Open a dataset. Raises `UserError` if its manifest, or without one an id, belongs to another tokenizer."""
-    check_tokenizer(prefix, tokenizer)
-    dataset = IndexedDataset(prefix)
-    if dataset.manifest is None:
-        check_ids(dataset, tokenizer.vocab_size)
-    return dataset
-
-
-def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Refuse a dataset with ids outside the vocabulary, before a run instead of during it.
-
-    Only needed without a manifest that names the tokenizer, as with Megatron's own files.
-    """
-    lowest, highest = dataset.id_range()
-    if lowest < 0 or highest >= vocab_size:
-        raise UserError(
-            f"{dataset.prefix}: token ids from {lowest} to {highest}, but the vocabulary has {vocab_size} pieces; give "
-            "the vocabulary that the dataset was preprocessed with, or preprocess again"
-        )

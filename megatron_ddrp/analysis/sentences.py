@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ddrp.corpus import check_ids, open_dataset
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.dataset.verification import check_ids, open_dataset
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
 from megatron_ddrp.data.dataset.index_faults import first_faults, index_faults
-from megatron_ddrp.data.dataset.indexed_dataset import token_chunks
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, token_chunks
 from megatron_ddrp.data.dataset.manifest import entry, file_sha256, read_manifest, tokenizer_entry, tokenizer_name
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -106,6 +106,28 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
                 f"{path}: SHA-256 {found[:12]}…, but {manifest_path} says {str(expected)[:12]}…: damaged, or "
                 f"changed since preprocessing; {MEND}; megatron-ddrp dataset verify tells more"
             )
+
+
+def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+    """Open a dataset. Raises `UserError` if its manifest, or without one an id, belongs to another tokenizer."""
+    check_tokenizer(prefix, tokenizer)
+    dataset = IndexedDataset(prefix)
+    if dataset.manifest is None:
+        check_ids(dataset, tokenizer.vocab_size)
+    return dataset
+
+
+def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    """Refuse a dataset with ids outside the vocabulary, before a run instead of during it.
+
+    Only needed without a manifest that names the tokenizer, as with Megatron's own files.
+    """
+    lowest, highest = dataset.id_range()
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(
+            f"{dataset.prefix}: token ids from {lowest} to {highest}, but the vocabulary has {vocab_size} pieces; give "
+            "the vocabulary that the dataset was preprocessed with, or preprocess again"
+        )
 
 
 def check_tokenizer(prefix: AnyPath, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,8 @@ MOST_UNKNOWN = 0.01
 """Share of unknown pieces in a text above which a warning is given."""
 MOST_IMPOSSIBLE = 0.01
 """Share of impossible pieces in a vocabulary above which a warning is given; bert-base-uncased has none."""
+WORD_END = "</w>"
+"""The usual end of a piece that ends a word, as in the vocabularies of XLM, FlauBERT and HerBERT."""
 
 MOST_STRIPPED = 0.01
 """Share of a text's letters that may lose a mark of their script before a warning is given."""
@@ -40,6 +42,16 @@ def warn_of_impossible(tokenizer: Tokenizer) -> str | None:
     return (
         f"warning: {impossible:,} of {tokenizer.vocab_size:,} pieces can never occur: they have capitals or accents, "
         f"which {tokenizer.tokenizer_type} removes from text; did you mean BertWordPieceCase?"
+    )
+
+
+def warn_of_word_ends(tokenizer: Tokenizer) -> str | None:
+    """Return a warning if a vocabulary marks where words end and not where they begin, otherwise None."""
+    if not tokenizer.word_starts.all() or not any(piece.endswith(WORD_END) for piece in tokenizer.pieces):
+        return None
+    return (
+        f"warning: this vocabulary marks the ends of words ({WORD_END}), not their beginnings, so every piece counts "
+        "as a word: --masking whole-word masks single pieces, ngram neighbouring pieces, and --notes are of pieces"
     )
 
 
