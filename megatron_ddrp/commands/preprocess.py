@@ -42,7 +42,9 @@ def build_parser() -> ArgumentParser:
         action="store_true",
         help="one sequence per sentence, by NLTK's Punkt; writes PREFIX_text_sentence",
     )
-    output.add_argument("--append-eod", action="store_true", help="end each document with [SEP]")
+    output.add_argument(
+        "--append-eod", action="store_true", help="end each document with [SEP]; training leaves it out"
+    )
     output.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
     speed = parser.add_argument_group("speed")
     speed.add_argument(

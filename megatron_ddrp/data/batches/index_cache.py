@@ -60,7 +60,8 @@ def totals_cache(dataset: IndexedDataset, seq_length: int, folder: AnyPath | Non
     index, tokens = dataset_path(dataset.prefix, ".idx"), dataset_path(dataset.prefix, ".bin")
     digest = hashlib.blake2b(digest_size=12)
     size, changed = index.stat().st_size, index.stat().st_mtime_ns
-    facts = (_VERSION, BLOCK, MIN_DOCUMENT_TOKENS, seq_length, size, tokens.stat().st_size, changed)
+    closing = ("closed",) if dataset.closing_tokens else ()
+    facts = (_VERSION, BLOCK, MIN_DOCUMENT_TOKENS, seq_length, size, tokens.stat().st_size, changed, *closing)
     digest.update(repr(facts).encode())
     with open(index, "rb") as stream:
         for begin in np.linspace(0, max(0, size - _PROBE_BYTES), _PROBES).astype(np.int64).tolist():

@@ -195,7 +195,8 @@ def num_blocks(num_documents: int) -> int:
 def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return the tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last one.
 
-    Raises `UserError` where documents end before they begin.
+    A [SEP] that ends a document does not count, because each sample gets its own. Raises `UserError` where documents
+    end before they begin.
     """
     documents = np.minimum(firsts[:, None] + np.arange(count + 2), dataset.num_documents)  # [n, count + 2]
     bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 2]: sequences
@@ -210,7 +211,8 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
     else:
         sizes = dataset.sizes[np.arange(widths.sum()) + np.repeat(bounds[:, 0] - ends + widths, widths)]
     running = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    return np.diff(running[bounds - (bounds[:, 0] - ends + widths)[:, None]], axis=1)
+    tokens = np.diff(running[bounds - (bounds[:, 0] - ends + widths)[:, None]], axis=1)  # [n, count]
+    return np.maximum(tokens - dataset.closing_tokens, 0) if dataset.closing_tokens else tokens
 
 
 def _damaged(dataset: IndexedDataset, document: int) -> UserError:

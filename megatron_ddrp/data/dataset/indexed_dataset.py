@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class IndexedDataset(DatasetIndex):
     def manifest(self) -> dict[str, Any] | None:
         """Content of `PREFIX.json`, or None if there is no such file."""
         return read_manifest(self.prefix)
+
+    @cached_property
+    def closing_tokens(self) -> int:
+        """Number of [SEP] that end each document: 1 with `--append-eod`, by the manifest, otherwise 0."""
+        return int((self.manifest or {}).get("append_eod") is True)
 
     def check(self) -> None:
         """Check the whole index. Raises `UserError` for its first fault."""

@@ -21,6 +21,7 @@ class FakeDataset:
     """Documents in memory, each a list of sequences, each a list of ids."""
 
     prefix = "corpus"
+    closing_tokens = 0
 
     def __init__(self, documents):
         self.sequences = [np.array(sequence, np.uint16) for document in documents for sequence in document]
@@ -100,6 +101,16 @@ def test_documents_give_consecutive_pieces_and_short_ones_are_dropped():
             samples.tokens([index])
 
 
+def test_a_sep_that_ends_a_document_is_in_no_sample():
+    """It gave a sample of itself alone, with nothing to predict, behind each document that filled its rows."""
+    dataset = FakeDataset(documents_of(11, 21, 8, 9, 0))
+    dataset.closing_tokens = 1
+    samples = SampleIndex(dataset, (0, 5), seq_length=12)
+    found = [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))]
+    assert found == [list(range(10)), list(range(11, 21)), list(range(21, 31)), list(range(40, 48))]
+    assert (samples.num_dropped_documents, samples.num_tokens) == (2, 38)
+
+
 def test_a_range_of_documents():
     samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 20)), (2, 4), seq_length=100)
     assert [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))] == [
@@ -137,6 +148,7 @@ def test_every_token_of_the_kept_documents_comes_once_and_in_order(shape, seq_le
 def test_memory_is_small_for_many_documents():
     dataset = SimpleNamespace(
         prefix="corpus",
+        closing_tokens=0,
         sizes=np.full(200_000, 700, np.int32),
         document_indices=np.arange(200_001),
         num_documents=200_000,
