@@ -220,10 +220,10 @@ class Corpus:
         lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
         if max(epochs) > MANY_EPOCHS:
             lines.append(f"  text is read more than {MANY_EPOCHS} times: lower --train-iters, or give more text")
-        read = [samples, self.samples("valid")] if self.config.logging.validates else [samples]
-        if dropped := dropped_text([part for blend in read for part in blend.parts]):
+        validation = self.samples("valid") if self.config.logging.validates else None
+        if dropped := dropped_text([*samples.parts, *(validation.parts if validation else ())]):
             lines.append(f"  {dropped} and are not read")
-        for validation in read[1:]:
+        if validation:
             most, size = self.config.logging.eval_iters, self.config.training.global_batch_size
             lines.append(f"  validation: {validation_text(most, len(validation), size)}")
         return "\n".join(lines)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, sample_totals, split_documents
-from megatron_ddrp.data.dataset.verification import check_ids, open_dataset
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.verification import check_ids, check_tokenizer
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -83,7 +84,8 @@ class Sentences(SentenceBatches):
     ) -> None:
         parts = []
         for prefix in prefixes:
-            dataset = open_dataset(prefix, tokenizer)
+            check_tokenizer(prefix, tokenizer)
+            dataset = IndexedDataset(prefix)
             check_ids(dataset, tokenizer.vocab_size)
             documents = split_documents(dataset.num_documents, split)["valid"]
             try:

@@ -151,10 +151,9 @@ def _position_rows(value: str, settings: Mapping[str, Any]) -> str:
 
 
 def _head_channels(value: str, settings: Mapping[str, Any]) -> str:
-    heads = settings["num_attention_heads"]
-    channels = settings["hidden_size"] / heads if heads else 0
-    if _whole(value) != channels and heads:  # no heads are refused by their own flag
-        raise ValueError(f"a head has --hidden-size / --num-attention-heads = {channels:g} channels: leave it out")
+    channels, width, heads = _whole(value), settings["hidden_size"], settings["num_attention_heads"]
+    if heads and channels != width / heads:  # no heads are refused by their own flag
+        raise ValueError(f"a head has --hidden-size / --num-attention-heads = {width / heads:g} channels: leave it out")
     return ""
 
 

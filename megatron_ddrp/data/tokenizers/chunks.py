@@ -143,7 +143,7 @@ class ChunkTokenizer:
 
     def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
         dtype = self.tokenizer.dtype
-        end = np.array([self.tokenizer.sep_id], dtype).tobytes() if self._config.append_eod else b""
+        end = self.tokenizer.pack([self.tokenizer.sep_id] * self._config.append_eod)
         all_ids: list[bytes] = []
         sequences: list[int] = []
         for document in self._packed(texts):
@@ -164,4 +164,4 @@ class ChunkTokenizer:
             return
         for text in texts:
             sentences = cut_sentences(*self.tokenizer.encode_with_spans(text), self._split(text))
-            yield [np.array(ids, self.tokenizer.dtype).tobytes() for ids in sentences]
+            yield [self.tokenizer.pack(ids) for ids in sentences]

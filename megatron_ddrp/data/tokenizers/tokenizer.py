@@ -121,8 +121,12 @@ class Tokenizer(ABC):
         return np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """Encode each text into the bytes that a dataset stores, `dtype.itemsize` for each id."""
-        return [np.array(ids, self.dtype).tobytes() for ids in self.encode_batch(texts)]
+        """Encode each text and `pack` its ids."""
+        return [self.pack(ids) for ids in self.encode_batch(texts)]
+
+    def pack(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes that a dataset stores, `dtype.itemsize` for each id."""
+        return np.array(ids, self.dtype).tobytes()
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
