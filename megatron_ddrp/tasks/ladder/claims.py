@@ -18,6 +18,7 @@ from megatron_ddrp.tasks.ladder.measures import (
     TOKEN_SIMILARITY,
     TRIANGLE,
 )
+from megatron_ddrp.tasks.ladder.numbers import shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.ladder.trend import Trend, fit, steps_of_four
 from megatron_ddrp.tasks.ladder.verdicts import over_the_ladder, with_trend
@@ -84,7 +85,16 @@ class Judged:
     @property
     def verdict(self) -> str:
         """Verdict over the ladder."""
-        return with_trend(self.kind, self.trend)
+        return with_trend(self.kind, self.trend, [shown_tokens(rung) for rung in self.turned])
+
+    @property
+    def turned(self) -> list[int]:
+        """Rungs above the trend whose one gain lies against its direction, from the mean of the trend's last rung."""
+        if self.trend is None:
+            return []
+        last = max(rung for rung, gain in self.gains.items() if gain.interval)
+        single = {rung: gain.mean for rung, gain in self.gains.items() if rung > last and len(gain.values) == 1}
+        return [rung for rung, mean in single.items() if (mean - self.gains[last].mean) * self.trend.direction < 0]
 
     @property
     def last(self) -> tuple[int, Difference]:

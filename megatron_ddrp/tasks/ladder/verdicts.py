@@ -51,7 +51,9 @@ def definitions(num_rungs: int) -> str:
         f"{TREND_DEFINITION}. The trend is the straight line a + b·log4(tokens / tokens of the first rung) by least "
         "squares through the paired differences of all seeds, on the rungs that have an interval. Tables show b, the "
         "change per factor of four, with half the width of its 95 % interval. Each rung has its own variance (Welch's "
-        "t); differences count as independent, although seeds recur on every rung.",
+        "t); differences count as independent, although seeds recur on every rung. Where a rung above the trend has "
+        "one common seed, and its gain lies against the trend's direction from the mean of the highest rung with an "
+        "interval, the verdict names it: *growing, but lower in the one seed at* so many tokens.",
     ]
     after = 'A claim that a model is "at least as good" is contradicted only if the model is worse.'
     paragraphs = [*(before if num_rungs > 1 else []), after]
@@ -78,10 +80,15 @@ def over_the_ladder(verdicts: Sequence[str], num_rungs: int, band: int) -> str:
     return AGAINST_BY_TREND if band < 0 else NOT_TOLD
 
 
-def with_trend(verdict: str, trend: Trend | None) -> str:
-    """Return a verdict with a word for the trend, if its slope differs from 0."""
+def with_trend(verdict: str, trend: Trend | None, turned: Sequence[str] = ()) -> str:
+    """Return a verdict with a word for the trend, if its slope differs from 0.
+
+    `turned` are the budgets above the trend, in words, where the gain of the only common seed lies the other way.
+    """
     if trend is None or trend.direction == 0 or verdict == NO_INTERVAL:
         return verdict
     holds = verdict in (EVERY, MEASURED, BY_TREND, SOME)  # HOLDS is about one rung, which has no trend
     words = ("growing", "shrinking") if holds else ("gain rising", "gain falling")
-    return f"{verdict}, {words[trend.direction < 0]}"
+    falls = trend.direction < 0
+    but = f", but {'higher' if falls else 'lower'} in the one seed at {' and at '.join(turned)}" if turned else ""
+    return f"{verdict}, {words[falls]}{but}"

@@ -64,6 +64,20 @@ def test_one_seed_after_equal_gains_makes_no_trend():
     assert item.trend is None and item.band == 0 and item.verdict == "not told apart"
 
 
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ((0.02, 0.08, 0.14), "holds where measured, growing"),
+        ((0.02, 0.08, 0.03), "holds where measured, growing, but lower in the one seed at 67.1 M"),
+        ((-0.02, -0.08, -0.14), "contradicted, gain falling"),
+        ((-0.02, -0.08, -0.01), "contradicted, gain falling, but higher in the one seed at 67.1 M"),
+        ((0.05, 0.05, 0.01), "holds where measured"),
+    ],
+)
+def test_one_seed_above_the_trend_that_turns_back_is_named(gains, expected):
+    assert verdict_of(gain_rows({"absolute+mth": gains}, seeds=(4, 4, 1)), MTH) == expected
+
+
 def test_a_rung_with_one_seed_has_no_verdict():
     assert verdict_of(gain_rows({"ddrp": (0.05, 0.05)}, seeds=(3, 1)), "DDRP is better than BERT").startswith(
         "holds where measured"
