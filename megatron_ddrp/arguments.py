@@ -16,6 +16,7 @@ from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_
 from megatron_ddrp.config import Config, concerns, flag
 from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
+from megatron_ddrp.config.idle import idle_settings
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.translation import HINTS, Found, Translated, differing_defaults, settle, translate
@@ -48,7 +49,7 @@ class Arguments:
     device_memory: float | None = None
     """Memory in GiB of a device, which a dry run must not exceed."""
     remarks: tuple[str, ...] = ()
-    """Lines for the user about translated flags and about settings that a file decided."""
+    """Lines for the user about translated flags, settings that a file decided, and settings without effect."""
 
 
 class Settings(dict[str, Any]):
@@ -90,7 +91,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
     settings = Settings(under_flags(settings, given))
     config = config_of(settings)
-    remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
+    remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided, idle_remark(settings, config))
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
 
 
@@ -148,6 +149,17 @@ def remarks_on(
         return []
     resolved = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
     return [*lines, differing_defaults(settings, resolved)]
+
+
+def idle_remark(settings: Settings, config: Config) -> str:
+    """Return a line about given settings that differ from their defaults and have no effect; empty without one."""
+    options = options_of(*concerns().values())
+    idle = [
+        f"{flag(name)} {settings[name]} ({reason})"
+        for name, reason in idle_settings(config).items()
+        if name in settings and settings[name] not in (None, options[name].default)
+    ]
+    return f"without effect: {', '.join(idle)}" if idle else ""
 
 
 def build_parser() -> ArgumentParser:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ddrp.config.idle import idle_settings
 from megatron_ddrp.config.option import flag
-from megatron_ddrp.config.registry import ENCODINGS, PLUGINS, encoding_class
+from megatron_ddrp.config.registry import ENCODINGS, encoding_class
 from megatron_ddrp.config.run import Config
 
 NOT_OF_THE_RESULT = {
@@ -53,17 +54,10 @@ def changed_model(theirs: Config, ours: Config) -> list[str]:
 
 def _effects(config: Config) -> dict[str, Any]:
     """Return the model's settings with defaults in place of None, and None in place of what has no effect."""
-    model, name = config.model, config.model.position_encoding
-    local, rotates = model.local_attention is not None, name == "rope" or ENCODINGS.get(name) in (None, *PLUGINS)
+    model, idle = config.model, idle_settings(config)
     effects: dict[str, Any] = config.to_dict()["model"] | {"ffn_hidden_size": model.ffn_size}
-    if model.deberta_emd is None and name in ENCODINGS:
-        effects["deberta_emd"] = encoding_class(name).decodes_absolute
-    if not local:
-        effects["global_every"] = None
-    if not rotates:
-        effects["rope_theta"] = None
-    if not (local and rotates):
-        effects["local_rope_theta"] = None
-    elif not any(phase.rope_theta for phase in config.phases):  # which a default would follow
+    if model.deberta_emd is None and model.position_encoding in ENCODINGS:
+        effects["deberta_emd"] = encoding_class(model.position_encoding).decodes_absolute
+    if not any(phase.rope_theta for phase in config.phases):  # which a default would follow
         effects["local_rope_theta"] = model.local_rope_theta or model.rope_theta
-    return effects
+    return effects | dict.fromkeys(effects.keys() & idle.keys())

@@ -14,17 +14,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, agreed_by_all
+
+_STEP_SIZES = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+"""Launcher → its variable with the number of processes that it started."""
 
 
 def complete_environment() -> None:
-    """Set the variables that `deepspeed` and `torchrun` set for torch, also under plain `python` and `srun`."""
+    """Set the variables that `deepspeed` and `torchrun` set for torch, also under plain `python` and `srun`.
+
+    Raises:
+        UserError: some of the variables are set by hand and others are missing or no numbers, or a launcher started
+            several processes that cannot meet: each would train alone.
+    """
     if "RANK" in os.environ:
+        _check_variables()
         return
     slurm = "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
+    if not slurm:
+        _refuse_lone_processes()
     os.environ["RANK"] = os.environ["SLURM_PROCID"] if slurm else "0"
     os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"] if slurm else "1"
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"] if slurm else "0"
+
+
+def _check_variables() -> None:
+    """Refuse a RANK without the variables that belong to it. With one rank, LOCAL_RANK may be missing."""
+    names = ["RANK", "WORLD_SIZE"]
+    if os.environ.get("WORLD_SIZE") != "1":
+        names += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    for name in names:
+        value = os.environ.get(name)
+        if value is None:
+            raise UserError(f"{name} is not set, but RANK is: let deepspeed or torchrun set both, or set none")
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise UserError(f"{name} is {value!r}, not a number: let deepspeed or torchrun set it")
+
+
+def _refuse_lone_processes() -> None:
+    """Refuse several processes of a launcher that have no place to meet."""
+    for launcher, name in _STEP_SIZES.items():
+        if (count := os.environ.get(name, "1")) != "1":
+            remedy = (
+                "export MASTER_ADDR and MASTER_PORT before it" if launcher == "srun" else "use deepspeed or torchrun"
+            )
+            raise agreed_by_all(
+                f"{launcher} started {count} processes, and each would run alone, as they have no address to meet: "
+                f"{remedy} (docs/launching.md)"
+            )
 
 
 def join(backend: str, timeout: datetime.timedelta) -> None:
@@ -77,9 +114,6 @@ def _copies_to_itself() -> bool:
 
 def _open_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UserError(f"{missing[0]} is not set, but RANK is: let deepspeed or torchrun set both, or set none")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = None
     if rank == 0:
