@@ -91,7 +91,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
     settings = Settings(under_flags(settings, given))
     config = config_of(settings)
-    remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided, idle_remark(settings, config))
+    remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
+    remarks += (idle_remark(settings, config), warmup_remark(config))
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
 
 
@@ -160,6 +161,21 @@ def idle_remark(settings: Settings, config: Config) -> str:
         if name in settings and settings[name] not in (None, options[name].default)
     ]
     return f"without effect: {', '.join(idle)}" if idle else ""
+
+
+def warmup_remark(config: Config) -> str:
+    """Return a line about a warm-up that outlasts the run; empty without one.
+
+    `Config` refuses it if it is given in steps; as a share of `--lr-decay-iters` it may be the start of a longer run.
+    """
+    steps, optimizer = config.training.train_iters, config.optimizer
+    warmup = optimizer.warmup_steps(steps)
+    if warmup <= steps:
+        return ""
+    return (
+        f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} of --lr-decay-iters {optimizer.lr_decay_iters} is "
+        f"{warmup} steps, more than --train-iters {steps}: the peak of the learning rate is never reached"
+    )
 
 
 def build_parser() -> ArgumentParser:

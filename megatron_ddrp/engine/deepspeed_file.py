@@ -63,6 +63,10 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.offload_optimizer.ratio": ((1,), _CPU_ADAM),
     "zero_optimization.offload_optimizer.super_offload": ((False,), _CPU_ADAM),
     "zero_optimization.compute_grad_norm": ((True,), "the norm tells steps to skip and is logged; leave it out"),
+    "autotuning.enabled": ((False,), "the run would end after a few steps; leave it out"),
+    "hybrid_engine.enabled": ((False,), "it generates text, which an encoder does not; leave it out"),
+    "expert_parallel.enabled": ((False,), "our models have no experts; leave it out"),
+    "compile.deepcompile": ((False,), "our model is not compiled, so it would do nothing; leave it out"),
     "zero_force_ds_cpu_optimizer": ((False,), "torch's fused AdamW steps offloaded optimizer state; leave it out"),
 }
 """DeepSpeed setting → values with which a run works and does what the flags say, and the reason against all others."""

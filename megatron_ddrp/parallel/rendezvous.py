@@ -24,15 +24,17 @@ def complete_environment() -> None:
     """Set the variables that `deepspeed` and `torchrun` set for torch, also under plain `python` and `srun`.
 
     Raises:
-        UserError: some of the variables are set by hand and others are missing or no numbers, or a launcher started
-            several processes that cannot meet: each would train alone.
+        UserError: some of the variables are set by hand and others are missing or no numbers, a launcher started
+            several processes that cannot meet (each would train alone), or a batch script of several tasks started one
+            process without `srun`, which would wait for the others forever.
     """
     if "RANK" in os.environ:
         _check_variables()
         return
-    slurm = "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
+    slurm = "SLURM_STEP_NUM_TASKS" in os.environ and "MASTER_ADDR" in os.environ
     if not slurm:
         _refuse_lone_processes()
+        _refuse_missing_srun()
     os.environ["RANK"] = os.environ["SLURM_PROCID"] if slurm else "0"
     os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"] if slurm else "1"
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"] if slurm else "0"
@@ -62,6 +64,16 @@ def _refuse_lone_processes() -> None:
                 f"{launcher} started {count} processes, and each would run alone, as they have no address to meet: "
                 f"{remedy} (docs/launching.md)"
             )
+
+
+def _refuse_missing_srun() -> None:
+    """Refuse a batch script of several tasks that is meant to meet but did not use `srun`."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" and "MASTER_ADDR" in os.environ:
+        raise UserError(
+            f"the job has {tasks} tasks, but srun did not start this process, so it would wait for the others: put "
+            "srun before the command, or unset MASTER_ADDR for one process alone (docs/launching.md)"
+        )
 
 
 def join(backend: str, timeout: datetime.timedelta) -> None:

@@ -16,12 +16,22 @@ from megatron_ddrp.errors import FAILURE, UserError, run_command
 
 def launched_world_size() -> int:
     """Return the number of ranks that the launcher announced; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+    return _number("WORLD_SIZE", "SLURM_NTASKS", default=1)
 
 
 def launched_rank() -> int:
     """Return this process's rank as the launcher announced it; 0 without a launcher."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    return _number("RANK", "SLURM_PROCID", default=0)
+
+
+def _number(*names: str, default: int) -> int:
+    """Return the value of the first variable that is set and not empty."""
+    for name in names:
+        if value := os.environ.get(name):
+            if not value.isdecimal():
+                raise UserError(f"{name} is {value!r}, not a number: let deepspeed or torchrun set it")
+            return int(value)
+    return default
 
 
 def is_launched() -> bool:

@@ -47,7 +47,6 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
         ({"bf16": True, "zero_stage": 0}, ("--bf16", "--zero-stage 0", "1 or higher")),
         ({"fp16": True, "zero_stage": 0}, ("--fp16", "--zero-stage 0")),
         ({"bf16": True, "fp16": True}, ("--bf16", "--fp16")),
-        ({"fp16": True}, ("--fp16: there is no GPU here", instead_of_fp16())),
         ({"global_batch_size": 10}, ("--global-batch-size is 10", "8 or 12")),
         ({"hcd_heads": 5}, ("--hcd-heads 5", "--num-attention-heads 4")),
         ({"position_encoding": "sinusoidal"}, ("sinusoidal", "absolute", "ddrp")),
@@ -63,6 +62,19 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
 )
 def test_wrong_arguments(changes: dict[str, Any], words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:
     refuse(flags, tmp_path, changes, WRONG_ARGUMENTS, *words)
+
+
+def forbid_fp16_on_the_cpu() -> None:
+    """Make DeepSpeed refuse it as on most CPUs; those with AVX512-FP16 or AMX-FP16 have it."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: False
+
+
+def test_fp16_on_a_cpu_without_it(flags: Flags, tmp_path: Path) -> None:
+    result = start_ranks(flags(save=tmp_path / "run", fp16=True), before=forbid_fp16_on_the_cpu)
+    assert_refused(result, WRONG_ARGUMENTS, "--fp16: there is no GPU here", instead_of_fp16())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["data_path", "vocab_file"])

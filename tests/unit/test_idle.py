@@ -51,6 +51,15 @@ def test_a_setting_that_acts_or_is_the_default_is_not(words):
     assert remarks(words) == ()
 
 
+def test_a_warm_up_that_outlasts_the_run_is_named():
+    (line,) = remarks("--lr-decay-iters 2000 --lr-warmup-fraction 0.01")
+    assert line == (
+        "--lr-warmup-fraction 0.01 of --lr-decay-iters 2000 is 20 steps, more than --train-iters 10: the peak of the "
+        "learning rate is never reached"
+    )
+    assert remarks("--lr-decay-iters 1000 --lr-warmup-fraction 0.01") == ()
+
+
 @pytest.mark.parametrize(("encoding", "changed"), [("t5", []), ("ddrp", ["direction_init"])])
 def test_a_setting_without_effect_is_no_change_of_the_model(encoding, changed):
     words = [*BASE.split(), "--position-encoding", encoding]

@@ -68,5 +68,5 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str]) -> None:
             raise UserError(f"{path}: no column {column!r}, it has {known} (see --json-keys)")
         kind = schema.field(column).type
         plain = kind.value_type if types.is_dictionary(kind) else kind
-        if not (types.is_string(plain) or types.is_large_string(plain)):
+        if str(plain) not in ("string", "large_string", "string_view"):
             raise UserError(f"{path}: column {column!r} holds {kind}, expected strings")

@@ -133,8 +133,10 @@ def _find_paragraphs(lines: list[str]) -> Iterator[Span]:
 
 
 def _read_text(lines: list[str], keys: Sequence[str]) -> Text:
-    """Return the lines of a document as running text."""
+    """Return the lines of a document as running text. Raises `ValueError` for lines that end in `\\r` alone."""
     text = "\n".join([line.rstrip("\r") for line in lines])
+    if text.count("\r") > len(lines):
+        raise ValueError(r"its lines end in \r alone and would be one document; convert them: tr '\r' '\n'")
     if not text.isascii():
         text = _BREAK_WITHOUT_SPACE.sub("", text)
     return (text.replace("\n", " "),) * len(keys)

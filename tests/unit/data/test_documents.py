@@ -71,6 +71,15 @@ def test_plain_text_documents_lie_between_blank_lines(tmp_path):
     assert texts(path) == [" one two", "three", "four"]
 
 
+def test_plain_text_whose_lines_end_in_a_lone_carriage_return_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\rtwo\r\rthree\r")
+    with pytest.raises(UserError, match=r"a\.txt:1: its lines end in \\r alone .* tr '\\r' '\\n'"):
+        texts(path)
+    path.write_bytes(b"a stray\rsign\nis text")
+    assert texts(path) == ["a stray\rsign is text"]
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [
@@ -181,6 +190,9 @@ def test_parquet_rows(tmp_path, monkeypatch):
     assert skipped == [f"{path}:8: column 'title' holds null, expected a string"]
     chunks = chunks_of(path, 1000)
     assert len(chunks) > 2 and sum(chunk.read for chunk in chunks) == path.stat().st_size
+    views = pyarrow.table({"text": pyarrow.array(["one", "é"], pyarrow.string_view())})
+    parquet.write_table(views, tmp_path / "b.parquet")
+    assert texts(tmp_path / "b.parquet") == ["one", "é"]
     with pytest.raises(UserError, match="no column 'body', it has n, text, title"):
         list(iter_documents([str(path)], ["body"]))
     with pytest.raises(UserError, match="column 'n' holds int64, expected strings"):

@@ -34,6 +34,7 @@ def given(monkeypatch):
         ({"RANK": "0", "WORLD_SIZE": "1"}, ("0", "1", None)),
         (SRUN | {"MASTER_ADDR": "node1"}, ("3", "4", "1")),
         (BATCH, ("0", "1", "0")),  # the batch script itself, without srun
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}, ("0", "1", "0")),  # and without --ntasks
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("0", "1", "0")),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, ("0", "1", "0")),
     ],
@@ -46,6 +47,7 @@ def test_a_complete_environment(given, variables, expected):
     ("variables", "message"),
     [
         (SRUN, "srun started 4 processes, and each would run alone.* export MASTER_ADDR and MASTER_PORT"),
+        (BATCH | {"MASTER_ADDR": "node1"}, "the job has 4 tasks, but srun did not start this process"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 processes.* use deepspeed or torchrun"),
         ({"PMI_SIZE": "2"}, "mpiexec started 2 processes"),
         ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK is"),
