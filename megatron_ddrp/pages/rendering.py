@@ -6,12 +6,14 @@ The templates are the files in `templates/`. They only show values; Python compu
 from __future__ import annotations
 
 import base64
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import code, escape, marked
 
@@ -32,6 +34,17 @@ def render(template: str, **values: Any) -> str:
     )
     environment.filters |= _FILTERS
     return environment.get_template(template).render(values).strip() + "\n"
+
+
+def write_page(folder: Path, text: str, title: str, numbers: dict[str, Any]) -> None:
+    """Write page.md, the same page as page.html, and its numbers as results.json; the figures are there already."""
+    texts = {
+        "page.md": text,
+        "page.html": to_html(text, title, folder),
+        "results.json": json.dumps(numbers, indent=1) + "\n",
+    }
+    for name, content in texts.items():
+        write_text(folder / name, content)
 
 
 def to_html(text: str, title: str, folder: Path) -> str:

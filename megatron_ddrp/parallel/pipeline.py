@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage
@@ -127,7 +128,11 @@ class Courier:
         for x, is_learned in leaves:
             header += [is_learned, DTYPES.index(x.dtype), x.dim(), *x.shape]
         header += self._nesting(given)
-        assert len(header) <= HEADER, f"the header takes {len(header)} numbers, {HEADER} are there"
+        if len(header) > HEADER:
+            raise UserError(
+                f"what travels between pipeline stages takes a header of {len(header)} numbers, at most {HEADER} are "
+                "allowed: let the plug-in send fewer tensors, or use --pipeline-model-parallel-size 1"
+            )
         self.mail.post(torch.tensor(header + [0] * (HEADER - len(header))), isinstance(given, Inputs))
         learned = [x for x, is_learned in leaves if is_learned]
         rest = [x for x, is_learned in leaves if not is_learned]

@@ -2,8 +2,9 @@
 
 A new family is one file here and one line in `__init__.py`. Most of it is four tables:
 
-- `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports; -
-`fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model can be exported;
+- `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports;
+- `fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model can be
+  exported;
 - `modules` and `head_modules`: names of weights.
 
 Methods do the rest: `settings` and `folder_settings` for config.json, `from_folder` and `to_folder` for tensors that

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import flag_words
-from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.pages import rendering
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.pages.rendering import render, to_html
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare import comparison
 from megatron_ddrp.tasks.compare.figures import draw_all
@@ -45,13 +43,8 @@ def write_page(work: Work) -> str:
     figures = draw_all(results, compared, work.folder / "figures")
     figures |= {name: work.folder / "figures" / f"{name}.png" for name in rung.draw()}
     text = page(work, results, comparison_table(results, compared), rung, figures)
-    texts = {
-        "page.md": text,
-        "page.html": to_html(text, "Position encodings and objectives at one budget", work.folder),
-        "results.json": json.dumps(as_json(results, compared, rung), indent=1) + "\n",
-    }
-    for name, content in texts.items():
-        write_text(work.folder / name, content)
+    numbers = as_json(results, compared, rung)
+    rendering.write_page(work.folder, text, "Position encodings and objectives at one budget", numbers)
     return f"{work.folder / 'page.html'}, page.md and results.json written"
 
 
@@ -71,7 +64,7 @@ def page(work: Work, results: Results, measured: Table, rung: LadderPage, figure
     names = {job.name for job in work.jobs()}
     rows = [row for row in work.store if row["job"] in names]
     steps = sorted({run.steps for run in results.runs if not run.half})
-    return render(
+    return rendering.render(
         "compare.md.jinja",
         plan=plan,
         folder=work.folder,

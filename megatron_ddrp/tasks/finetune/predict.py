@@ -24,7 +24,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_batch
+from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_batch, told_cut
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
@@ -146,8 +146,7 @@ def predict_file(
             count += len(some)
             bar.update(len(some))
         writer.finish()
-    if cut:
-        told = f"{cut:,} of {count:,} rows are longer than {model.max_length} pieces and are cut"
+    if told := told_cut(cut, count, model.max_length):
         print(f"{source}: {told}", file=sys.stderr)
     if writer.changed:
         print(f"{output}: cells whose tabs and line breaks became blanks: {writer.changed:,}", file=sys.stderr)

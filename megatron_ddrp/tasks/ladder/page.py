@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.pages.rendering import render, to_html
+from megatron_ddrp.pages.rendering import render, write_page
 from megatron_ddrp.tasks.blocks import block_names, replace_blocks
 from megatron_ddrp.tasks.ladder.as_json import results
 from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge, model_claims, paper_claims
@@ -88,13 +87,7 @@ class LadderPage:
         text = self.text(figures)
         checks = {name: results(check, judge(check, check_claims(check))) for name, check in self.checks.items()}
         numbers = results(self.ladder, self.judged + self.models) | {"checks": checks}
-        texts = {
-            "page.md": text,
-            "page.html": to_html(text, "The paper's claims as the budget grows", self.folder),
-            "results.json": json.dumps(numbers, indent=1) + "\n",
-        }
-        for name, content in texts.items():
-            write_text(self.folder / name, content)
+        write_page(self.folder, text, "The paper's claims as the budget grows", numbers)
         return f"{self.folder / 'page.html'}, page.md, results.json and {len(figures)} figures written"
 
     def text(self, figures: Sequence[str]) -> str:

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.notes import NoteInputs
 from megatron_ddrp.model.stages import Inputs, State
-from megatron_ddrp.parallel.pipeline import Courier, PipelinePart, split_stages
+from megatron_ddrp.parallel.pipeline import HEADER, Courier, PipelinePart, split_stages
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
 
@@ -61,6 +62,15 @@ def test_what_enters_the_first_part_travels_the_same_way() -> None:
     floats, rest = courier.send(inputs)
     assert floats.shape == (0,), "a note receives no gradient"
     assert_same(courier.receive(floats, rest), inputs)
+
+
+def test_more_tensors_than_a_header_describes_are_refused() -> None:
+    batch = tiny_batch()
+    many = tuple(torch.zeros(1) for _ in range(HEADER))
+    inputs = Inputs.of(batch, some_draws(batch))
+    state = State(inputs, torch.randn(3, 7, 5), many, inputs.draws.heads, torch.ones(2, 2), torch.zeros(()), None)
+    with pytest.raises(UserError, match=f"header of [0-9]+ numbers, at most {HEADER} are allowed: .* fewer tensors"):
+        Courier().send(state)
 
 
 @pytest.mark.parametrize("encoding", ["absolute", "tupe-r", "deberta", "ddrp"])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row, whole_length
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
@@ -55,8 +55,7 @@ class SequenceKind(Kind):
                 cut += whole_length(row, pair_separators) > max_length
             labels += [example.label for example in some]
         rows = writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
-        warning = f"{cut:,} of {len(rows):,} rows are longer than {max_length} pieces and are cut" if cut else ""
-        return replace(rows, warning=warning, cut=cut)
+        return replace(rows, warning=told_cut(cut, len(rows), max_length), cut=cut)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
