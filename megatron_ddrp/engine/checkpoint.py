@@ -197,7 +197,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     def read() -> tuple[dict[str, Any], Config, dict[Moments, files.StoredTensors]]:
         state = files.read_state(path)
         theirs = Config.from_dict(state["config"])
-        check_architecture(path, theirs, config)
+        check_architecture(path, theirs, config, state["iteration"])
         stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
             check_optimizer(path, theirs, config)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import Config, changed_model, flag
+from megatron_ddrp.config import Config, changed_model, encoding_class, flag
+from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.embeddings import adds_absolute_embedding
 from megatron_ddrp.parallel.process_group import Ranks
 
 CHANGEABLE = {
@@ -50,16 +52,34 @@ def check_optimizer(path: Path, stored: Config, config: Config) -> None:
         )
 
 
-def check_architecture(path: Path, stored: Config, config: Config) -> None:
-    """Raise `UserError` if a checkpoint's weights belong to another architecture."""
+def check_architecture(path: Path, stored: Config, config: Config, step: int = 0) -> None:
+    """Raise `UserError` if the weights of a checkpoint, written after `step` steps, belong to another architecture."""
     ours, theirs = config.to_dict()["model"], stored.to_dict()["model"]
-    differing = [name for name in changed_model(stored, config) if name not in CHANGEABLE]
+    changeable = set(CHANGEABLE)
+    if _serves_any_length(config):
+        changeable.add("seq_length")
+    if _rotary_bases(stored, step) == _rotary_bases(config, step):
+        changeable |= {"rope_theta", "local_rope_theta"}
+    differing = [name for name in changed_model(stored, config) if name not in changeable]
     if differing:
         words = [f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours[name])} here" for name in differing]
         raise UserError(
             f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
             f"{path.parent / 'config.json'} has them all), or another --load and --save"
         )
+
+
+def _serves_any_length(config: Config) -> bool:
+    """Return whether neither weights nor attention depend on `--seq-length`."""
+    encoding, decoder = encoding_class(config.model.position_encoding), config.model.deberta_emd
+    has_decoder = encoding.decodes_absolute if decoder is None else decoder
+    return encoding.any_length and not has_decoder and not adds_absolute_embedding(config.model)
+
+
+def _rotary_bases(config: Config, step: int) -> tuple[float, float]:
+    """Return θ of global and of local layers in a step: a length phase may have its own."""
+    theta = phase_at(config.phases, max(0, step - 1), config.training.train_iters).rope_theta or config.model.rope_theta
+    return theta, config.model.local_rope_theta or theta
 
 
 def _shown(setting: Any) -> Any:

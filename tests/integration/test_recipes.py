@@ -49,6 +49,12 @@ def runs(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         "whole": flags(**RECIPE),
         "first": flags(**RECIPE, exit_interval=SAVED, save=folder / "first"),
         "rest": flags(**RECIPE, load=folder / "first"),
+        "short rows": flags(
+            **RECIPE | {"seq_length_phases": None, "seq_length": 16, "rope_theta": 100.0},
+            exit_interval=STEPS // 2,
+            save=folder / "short",
+        ),
+        "longer rows": flags(**RECIPE, load=folder / "short" / f"iter_{STEPS // 2:07d}"),
         "in one go": flags(**RECIPE, micro_batch_size=8),
         "stable": flags(
             **{**STABLE, "lr_decay_style": "constant", "train_iters": 90}, exit_interval=SAVED, save=stable
@@ -63,6 +69,12 @@ def test_resumed_across_a_phase_is_the_run_never_stopped(runs: tuple[Path, dict[
     rows = runs[1]
     assert rows["first"][: SAVED - 1] == rows["whole"][: SAVED - 1]
     assert rows["rest"] == rows["whole"][SAVED:]
+
+
+def test_longer_rows_after_a_checkpoint_are_the_phases_planned_so(runs: tuple[Path, dict[str, Rows]]) -> None:
+    rows = runs[1]
+    assert rows["longer rows"] == rows["whole"][STEPS // 2 :]
+    assert rows["short rows"][0] == rows["whole"][0]
 
 
 def test_deepspeed_steps_both_optimizers(runs: tuple[Path, dict[str, Rows]]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ddrp.config import Config, changed_settings
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, changed_settings, encoding_class
 from megatron_ddrp.engine.compatibility import check_architecture
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import on_meta_device
 
 ROPE = {"position_encoding": "rope", "relative_distance": None}
 LOCAL = {"local_attention": 128}
@@ -59,6 +60,51 @@ def test_another_architecture_is_refused(
     with pytest.raises(UserError, match="a checkpoint of another architecture: ") as refused:
         check_architecture(Path("run/iter_1"), *pair(common, change, **others))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("common", "served"),
+    [
+        (ROPE, True),
+        ({"position_encoding": "ddrp"}, True),
+        ({"position_encoding": "deberta", "deberta_emd": False}, True),
+        ({"position_encoding": "deberta"}, False),
+        ({"position_encoding": "deberta-v2"}, False),
+        ({"position_encoding": "absolute"}, False),
+        ({"position_encoding": "tupe-r"}, False),
+        (ROPE | {"absolute_embedding": True}, False),
+        ({"position_encoding": "ddrp", "deberta_emd": True}, False),
+    ],
+)
+def test_rows_of_another_length_need_a_model_without_a_table_of_places(common: dict[str, Any], served: bool) -> None:
+    for length in (64, 2048):
+        stored, config = pair(common, {"seq_length": length})
+        assert changed_settings(stored.to_dict(), config) == [f"--seq-length: 512 → {length}"]
+        if served:
+            check_architecture(Path("run/iter_1"), stored, config)
+        else:
+            with pytest.raises(UserError, match=f"--seq-length is 512 there and {length} here"):
+                check_architecture(Path("run/iter_1"), stored, config)
+
+
+def test_an_encoding_that_serves_any_length_has_no_weight_of_a_length() -> None:
+    for name in sorted(ENCODINGS):
+        configs = [
+            ModelConfig(position_encoding=name, deberta_emd=False, seq_length=length, num_layers=1) for length in (8, 9)
+        ]
+        shapes = [[p.shape for p in on_meta_device(config).parameters()] for config in configs]
+        assert not encoding_class(name).any_length or shapes[0] == shapes[1], name
+
+
+def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() -> None:
+    stored = Config().replace(model=ROPE | {"seq_length": 128}, training={"train_iters": 100})
+    longer = {"seq_length": 512, "rope_theta": 5e5}
+    config = stored.replace(model=longer, training={"seq_length_phases": ("128:0.4:10000",)})
+    check_architecture(Path("run/iter_40"), stored, config, 40)
+    with pytest.raises(UserError, match="--rope-theta is 10000.0 there and 500000.0 here"):
+        check_architecture(Path("run/iter_41"), stored, config, 41)
+    with pytest.raises(UserError, match="--rope-theta is 10000.0 there and 500000.0 here"):
+        check_architecture(Path("run/iter_40"), stored, stored.replace(model=longer), 40)
 
 
 def test_length_phases_with_their_own_theta_may_begin_at_a_resume() -> None:

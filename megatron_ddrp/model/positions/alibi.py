@@ -18,6 +18,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 class Alibi(PositionEncoding):
     """ALiBi's encoding; `heads` holds the numbers of this module's heads."""
 
+    any_length = True
     is_relative = True
     relative_distance = None
     by_head = {"heads": 0}

@@ -22,6 +22,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 class AlibiAsym(PositionEncoding):
     """ALiBi's encoding with learned slopes; `left` is a^L, `right` is a^R."""
 
+    any_length = True
     is_relative = True
     relative_distance = None
     by_head = {"left": 0, "right": 0}

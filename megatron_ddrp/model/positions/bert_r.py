@@ -18,6 +18,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 class BertR(PositionEncoding):
     """BERT-R's encoding; `relative` is K^r."""
 
+    any_length = True
     is_relative = True
 
     def __init__(self, config: Sizes) -> None:

@@ -202,6 +202,9 @@ class PositionEncoding(nn.Module):
     limits_length = False
     """True if tokens beyond `seq_length` have no position."""
 
+    any_length = False
+    """True if neither weights nor terms depend on `seq_length`, so that a run may go on with rows of another length."""
+
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → dimension of the heads.
 

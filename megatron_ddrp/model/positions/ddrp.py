@@ -39,6 +39,7 @@ DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
 class Ddrp(PositionEncoding):
     """DDRP's encoding; `direction` is D, `distance` is K^rd."""
 
+    any_length = True
     is_relative = True
     gains = frozenset({"direction"})
 

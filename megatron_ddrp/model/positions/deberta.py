@@ -49,6 +49,7 @@ class RelativeProjections(LayerPositions):
 class Deberta(PositionEncoding):
     """DeBERTa's encoding; `relative` is P."""
 
+    any_length = True
     is_relative = True
     layer_part = RelativeProjections
     decodes_absolute = True

@@ -12,5 +12,6 @@ from megatron_ddrp.model.positions.contract import PositionEncoding
 class Nope(PositionEncoding):
     """Encoding without any position information."""
 
+    any_length = True
     in_logits = False
     relative_distance = None

@@ -54,6 +54,7 @@ def set_theta(model: nn.Module, theta: float) -> None:
 class Rope(PositionEncoding):
     """Encoding by a rotation of queries and keys in every layer."""
 
+    any_length = True
     is_relative = True
     in_logits = False
     relative_distance = None

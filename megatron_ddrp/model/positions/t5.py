@@ -20,6 +20,7 @@ from megatron_ddrp.model.positions.tupe import NUM_BUCKETS, relative_bucket
 class T5(PositionEncoding):
     """T5's encoding; `relative` is β."""
 
+    any_length = True
     is_relative = True
     relative_distance = 128
     by_head = {"relative": 1}
