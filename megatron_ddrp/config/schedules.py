@@ -65,7 +65,7 @@ class LengthPhase(NamedTuple):
 
     seq_length: int
     share: float
-    """The share of all steps after which the phase ends."""
+    """The share of all steps after which the phase ends; after 1 no other phase has a step."""
     rope_theta: float | None = None
     """Base of the rotary wavelengths; None for `--rope-theta`."""
 
@@ -81,7 +81,7 @@ class LengthPhase(NamedTuple):
                 "first 90 % of the steps, or LENGTH:END:THETA (quote it in YAML, which reads 128:0.9 as a time)"
             )
         check_range("seq_length_phases", phase.seq_length, LENGTHS)
-        check_range("seq_length_phases", phase.share, "(0, 1)")
+        check_range("seq_length_phases", phase.share, "(0, 1]")
         if phase.rope_theta is not None:
             check_range("seq_length_phases", phase.rope_theta, "[1, inf)")
         return phase
@@ -92,14 +92,18 @@ class LengthPhase(NamedTuple):
 
 
 def parse_phases(words: Sequence[str], seq_length: int) -> tuple[LengthPhase, ...]:
-    """Return the phases of a run, the last of which has rows of `seq_length` tokens. Raises `UserError`."""
+    """Return the phases of a run, the last of which has rows of `seq_length` tokens. Raises `UserError`.
+
+    The last has no step if the one before it ends with the run.
+    """
     phases = (*map(LengthPhase.parse, words), LengthPhase(seq_length, 1.0))
     for word, before, after in zip(words, phases, phases[1:], strict=False):
-        if before.seq_length >= after.seq_length or before.share >= after.share:
+        ends_in_order = before.share < after.share or after is phases[-1]
+        if before.seq_length >= after.seq_length or not ends_in_order:
             refuse(
                 f"--seq-length-phases {word}: the next phase has {after.seq_length} tokens and ends at "
                 f"{after.share:g}: give phases in order, of growing lengths below --seq-length {seq_length} and "
-                "growing ends below 1"
+                "growing ends, at most 1"
             )
     return phases
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config, changed_model, encoding_class, flag
-from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
 from megatron_ddrp.parallel.process_group import Ranks
@@ -63,6 +62,9 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
     differing = [name for name in changed_model(stored, config) if name not in changeable]
     if differing:
         words = [f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours[name])} here" for name in differing]
+        if differing == ["seq_length"] and ours["seq_length"] < theirs["seq_length"]:
+            shorter = f"--seq-length {theirs['seq_length']} --seq-length-phases {ours['seq_length']}:1"
+            raise UserError(f"--load {path}: {words[0]}, and this model depends on it: for shorter rows give {shorter}")
         raise UserError(
             f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
             f"{path.parent / 'config.json'} has them all), or another --load and --save"
@@ -78,7 +80,7 @@ def _serves_any_length(config: Config) -> bool:
 
 def _rotary_bases(config: Config, step: int) -> tuple[float, float]:
     """Return θ of global and of local layers in a step: a length phase may have its own."""
-    theta = phase_at(config.phases, max(0, step - 1), config.training.train_iters).rope_theta or config.model.rope_theta
+    theta = config.rope_theta_at(max(0, step - 1))
     return theta, config.model.local_rope_theta or theta
 
 

@@ -83,8 +83,10 @@ def test_rows_of_another_length_need_a_model_without_a_table_of_places(common: d
         if served:
             check_architecture(Path("run/iter_1"), stored, config)
         else:
-            with pytest.raises(UserError, match=f"--seq-length is 512 there and {length} here"):
+            hint = "this model depends on it: for shorter rows give --seq-length 512 --seq-length-phases 64:1"
+            with pytest.raises(UserError, match=f"--seq-length is 512 there and {length} here") as refused:
                 check_architecture(Path("run/iter_1"), stored, config)
+            assert (hint in str(refused.value)) == (length < 512)
 
 
 def test_an_encoding_that_serves_any_length_has_no_weight_of_a_length() -> None:

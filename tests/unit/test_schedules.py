@@ -59,6 +59,12 @@ def test_each_step_has_its_phase() -> None:
     assert phase_at(parse_phases((), 512), 0, 10).seq_length == 512
 
 
+def test_a_phase_may_be_the_whole_run() -> None:
+    config = Config().replace(training={"seq_length_phases": ("128:1",), "train_iters": 7})
+    assert [phase_at(config.phases, done, 7).seq_length for done in range(7)] == [128] * 7
+    assert config.mean_seq_length == 128 and config.model.seq_length == 512
+
+
 def test_theta_switches_with_the_phase() -> None:
     training = {"seq_length_phases": ("16:0.5:10000", "32:0.75"), "train_iters": 8}
     config = Config().replace(model=ROPE, training=training)
@@ -81,7 +87,8 @@ def test_a_checkpoint_is_read_with_the_theta_of_its_phase(tmp_path: Path) -> Non
         (("128:x",), "expected LENGTH:END"),
         (("128:0.9:1:1",), "expected LENGTH:END"),
         (("2:0.9",), "it must lie in"),
-        (("128:1.0",), "it must lie in"),
+        (("128:1.1",), "it must lie in"),
+        (("128:1", "256:1"), "growing ends, at most 1"),
         (("128:0.9:0.5",), "it must be at least 1"),
         (("512:0.9",), "of growing lengths below --seq-length 512"),
         (("128:0.9", "256:0.7"), "growing ends"),
