@@ -154,7 +154,7 @@ def corpus() -> str:
         [".idx, 20 bytes per document", f"{index / 1e9:.0f} GB, {index / partitions / 1e6:.0f} MB each"],
         ["sample index, 0.4 byte per document", f"{0.4 * documents / 1e9:.1f} GB"],
         ["making the sample index, 1.65 s per 10⁸ documents", f"{1.65 * documents / 1e8:.0f} s"],
-        ["tokens per second that a rank needs (base, H100)", f"{fastest / 1e6:.2f} million"],
+        ["tokens per second that a rank needs (base, H200)", f"{fastest / 1e6:.2f} million"],
         ["tokens per second that its loader makes", f"{LOADED_TOKENS / 1e6:.2f} million, {margin:.0f} times"],
     ]
     return str(Table(["quantity", "estimate"], rows, wordy=(1,)))

@@ -7,7 +7,7 @@ The time of matrix products and attention is their FLOP (`megatron_ddrp/run/flop
 sustains. The memory traffic of all other operations was counted on a fake GPU (`benchmarks/gpu_cost.py`). Communication
 takes its volume ÷ a link's rate:
 
-    tensor      4 all-reduces of the hidden states per layer and micro-batch, inside a host
+    tensor      4 all-reduces of the hidden states per layer and micro-batch
     pipeline    hidden states and their gradients, once per stage and micro-batch
     data        gradients are reduced and scattered once per step (at ZeRO 2 and 3 once per micro-batch), weights
                 gathered once per step (at ZeRO 3 twice per micro-batch)
@@ -104,9 +104,10 @@ DEVICES = {
     "v100": sustained(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, 80, is_recent=False)),
     "a100": sustained(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
     "h100": sustained(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
+    "h200": sustained(Device("H200", 989, 67, 4.8, 140, 450, 400, 132)),
 }
 """Name → device, peaks by their makers' data sheets (NVLink per direction). Hosts of V100 are linked by 16 GB/s, those
-of A100 by 8 cards of 200 Gbit/s, those of H100 by 8 of 400."""
+of A100 by 8 cards of 200 Gbit/s, those of H100 and H200 by 8 of 400."""
 
 
 TRAFFIC = 60
@@ -175,7 +176,8 @@ def estimate_step(config: Config, parameters: int, world_size: int, device: Devi
     compute = micro_batch_seconds(config, device)
     hidden = training.micro_batch_size * model.seq_length * model.hidden_size * _width(config)  # bytes
     passes = (6 if parallel.checkpoint_activations else 4) * _layers_per_stage(config)
-    by_tensor = passes * 2 * _ring_seconds(hidden, tensor, device.inside)
+    inside = device.inside if tensor <= HOST else min(device.inside, device.between)
+    by_tensor = passes * 2 * _ring_seconds(hidden, tensor, inside)
     link = device.inside if world_size <= HOST else device.between / HOST
     by_stage = 2 * hidden / tensor / (link * 1e9) if stages > 1 else 0.0
     share = parameters / (tensor * stages)

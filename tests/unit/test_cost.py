@@ -99,6 +99,16 @@ def test_pipelines_and_zero_0_reduce_gradients_after_the_backward_pass(layout: d
     assert step(8, config, parallel=layout).data == pytest.approx(2 * share * one_way)
 
 
+def test_tensor_parallel_ranks_on_several_hosts_share_the_slower_link() -> None:
+    def seconds(tensor: int) -> float:
+        parallel = {"tensor_model_parallel_size": tensor}
+        config = BASE.replace(model={"num_attention_heads": 16, "hidden_size": 1024}, parallel=parallel)
+        return estimate_step(config, PARAMETERS, 16, V100).tensor
+
+    per_rank = (7 / 8) / (15 / 16)  # of a ring; half as many data-parallel ranks take twice the micro-batches
+    assert seconds(8) / seconds(16) == pytest.approx(per_rank * V100.between / V100.inside / 2)
+
+
 def test_a_device_without_bf16_is_left_out() -> None:
     bf16 = BASE.replace(training={"fp16": False, "bf16": True})
     assert why_not(bf16, V100) and not why_not(bf16, H100) and not why_not(BASE, V100)

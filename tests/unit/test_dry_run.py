@@ -232,4 +232,4 @@ def test_it_estimates_the_step_on_known_gpus(capsys):
     estimate = facts["estimates"]["h100"]
     assert estimate["hours"] == pytest.approx(2 * estimate["step_seconds"])
     _, facts = run_dry(capsys, f"{shape} --bf16 --world-size 8 --global-batch-size 64")
-    assert list(facts["estimates"]) == ["a100", "h100"]
+    assert list(facts["estimates"]) == ["a100", "h100", "h200"]
