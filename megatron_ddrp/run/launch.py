@@ -34,6 +34,12 @@ def _number(*names: str, default: int) -> int:
     return default
 
 
+def _speaks() -> bool:
+    """Return whether this process is rank 0, or has a rank that is no number, which a command refuses later."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return not rank.isdecimal() or int(rank) == 0
+
+
 def is_launched() -> bool:
     """Return whether a launcher started this process; call it before `process_group.start` sets the variables."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
@@ -42,7 +48,7 @@ def is_launched() -> bool:
 @contextlib.contextmanager
 def first_rank_speaks() -> Iterator[None]:
     """Let only rank 0 print inside the block, for lines that all ranks would print, such as a wrong argument."""
-    if launched_rank() == 0:
+    if _speaks():
         yield
         return
     with (
@@ -63,7 +69,7 @@ def run_rank(main: Callable[[], object]) -> NoReturn:
         try:
             return main()
         except UserError as error:
-            if launched_rank() == 0 or not error.agreed:
+            if _speaks() or not error.agreed:
                 raise
             sys.exit(error.exit_code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_a_bug_keeps_its_traceback() -> None:
     code, said, error = end("1 / 0")
     assert (code, said) == (1, "said before")
     assert error.startswith("Traceback") and error.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_that_is_no_number_is_one_line(name: str) -> None:
+    words = [sys.executable, "-m", "megatron_ddrp", "pretrain", "--dry-run"]
+    variables = {**os.environ, name: "abc"}
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=120)
+    line = f"megatron-ddrp pretrain: error: {name} is 'abc', not a number: let deepspeed or torchrun set it\n"
+    assert (ended.returncode, ended.stderr) == (1, line)
 
 
 def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank() -> None:
