@@ -46,7 +46,8 @@ def _claim(item: Judged) -> dict[str, Any]:
         "paper": claim.paper,
         "gains": {str(rung): _gain(gain) | {"verdict": item.verdicts[rung]} for rung, gain in item.gains.items()},
         "trend": trend
-        and {"at_first_rung": trend.at(0), "per_factor_four": trend.slope, "half_width": trend.slope_half_width},
+        and {"at_first_rung": trend.at(0), "per_factor_four": trend.slope, "half_width": trend.slope_half_width}
+        | {"steps": trend.steps, "turns": trend.turns},
         "verdict": item.verdict,
     }
 

@@ -76,8 +76,11 @@ class Judged:
 
     @property
     def band(self) -> int:
-        """Sign of the gain if the trend's 95 % band lies on one side of 0 on every rung of the trend, otherwise 0."""
-        if self.trend is None:
+        """Sign of the gain if the trend's 95 % band lies on one side of 0 on every rung of the trend, otherwise 0.
+
+        A gain that turns has no line, and so no band.
+        """
+        if self.trend is None or self.trend.turns:
             return 0
         sides = {self.trend.side(rung.x) for rung in self.trend.rungs}
         return sides.pop() if len(sides) == 1 else 0
@@ -90,7 +93,7 @@ class Judged:
     @property
     def turned(self) -> list[int]:
         """Rungs above the trend whose one gain lies against its direction, from the mean of the trend's last rung."""
-        if self.trend is None:
+        if self.trend is None or self.trend.turns:
             return []
         last = max(rung for rung, gain in self.gains.items() if gain.interval)
         single = {rung: gain.mean for rung, gain in self.gains.items() if rung > last and len(gain.values) == 1}

@@ -118,8 +118,10 @@ def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
             axis.plot([rung, rung], gain.interval, color=COLORS[0], linewidth=3, solid_capstyle="butt")
             mark_cut(axis, "y", gain.interval, rung, COLORS[0])
         axis.plot([rung], [gain.mean], "o", color=COLORS[0], markersize=7)
-    slope = "no trend: a rung has one seed"
-    if trend := item.trend:
+    slope, trend = "no trend: a rung has one seed", item.trend
+    if trend and trend.turns:
+        slope = "no line: the gain turns"
+    elif trend:
         tokens = np.geomspace(min(item.gains) / 1.3, max(item.gains) * 1.3, 50)
         x = [steps_of_four(value, ladder.rungs[0]) for value in tokens]
         height, half = np.array([trend.at(at) for at in x]), np.array([trend.half_width(at) for at in x])

@@ -61,6 +61,8 @@ def _headers(ladder: Ladder, alone: str) -> list[str]:
 
 def _slope(item: Judged) -> str:
     trend, measure = item.trend, item.claim.measure
+    if trend and trend.turns:
+        return "no line"
     if trend is None:
         return ""
     return f"{shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)}"

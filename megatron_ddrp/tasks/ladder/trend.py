@@ -11,10 +11,13 @@ so their variance is V = Σvᵢ with vᵢ = wᵢ²sᵢ²/nᵢ. Half the 95 % int
 Student's distribution with V² / Σ(vᵢ²/(nᵢ − 1)) degrees of freedom (Welch, The generalization of Student's problem
 when several different population variances are involved, 1947; Satterthwaite, 1946). Between two rungs the band at a
 rung is the rung's own Student interval.
+
+No straight line describes gains that visibly rise from one rung to the next and visibly fall elsewhere: those turn.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -72,6 +75,16 @@ class Trend:
         return _sign(self.slope, self.slope_half_width)
 
     @cached_property
+    def steps(self) -> list[int]:
+        """Sign of the change from each rung to the next if its 95 % interval (Welch's) excludes 0, otherwise 0."""
+        return [Trend(pair).direction for pair in itertools.pairwise(self.rungs)] if len(self.rungs) > 2 else []
+
+    @property
+    def turns(self) -> bool:
+        """True if the gain visibly rises between two neighbouring rungs and visibly falls between two others."""
+        return {1, -1} <= set(self.steps)
+
+    @cached_property
     def _center(self) -> float:
         """Mean of x over all gains."""
         return sum(rung.count * rung.x for rung in self.rungs) / sum(rung.count for rung in self.rungs)
@@ -120,7 +133,7 @@ def fit(gains: Mapping[float, Sequence[float]]) -> Trend | None:
         return None
     smallest = SMALLEST_SHARE * max(abs(value) for values in measured.values() for value in values)
     rungs = []
-    for x, values in measured.items():
+    for x, values in sorted(measured.items()):
         deviation = statistics.stdev(values)
         variance = deviation**2 if deviation > smallest else 0.0
         rungs.append(Rung(x, len(values), statistics.fmean(values), variance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from megatron_ddrp.pages.markdown import marked
@@ -37,7 +38,8 @@ DEFINITIONS_OF_ONE = {
 TREND_DEFINITION = (
     "The gain is *growing* or *shrinking* (where the claim holds), *rising* or *falling* (elsewhere) if the 95 % "
     "interval of the trend's slope excludes 0; without such a word it contains 0, or fewer than two rungs have an "
-    "interval"
+    "interval. If the gain visibly rises from one rung to the next and visibly falls from another one, it has both "
+    "words in their order, *growing, then shrinking*; no line describes it then, and no band decides"
 )
 
 
@@ -85,10 +87,13 @@ def with_trend(verdict: str, trend: Trend | None, turned: Sequence[str] = ()) ->
 
     `turned` are the budgets above the trend, in words, where the gain of the only common seed lies the other way.
     """
-    if trend is None or trend.direction == 0 or verdict == NO_INTERVAL:
+    if trend is None or verdict == NO_INTERVAL or not (trend.direction or trend.turns):
         return verdict
     holds = verdict in (EVERY, MEASURED, BY_TREND, SOME)  # HOLDS is about one rung, which has no trend
     words = ("growing", "shrinking") if holds else ("gain rising", "gain falling")
+    if trend.turns:
+        first, *others = [words[sign < 0] for sign, _ in itertools.groupby(filter(None, trend.steps))]
+        return ", then ".join([f"{verdict}, {first}", *(word.removeprefix("gain ") for word in others)])
     falls = trend.direction < 0
     but = f", but {'higher' if falls else 'lower'} in the one seed at {' and at '.join(turned)}" if turned else ""
     return f"{verdict}, {words[falls]}{but}"

@@ -62,6 +62,23 @@ def test_between_two_rungs_the_slope_has_the_interval_of_welch_and_the_band_that
         assert band == pytest.approx(student_interval(values), rel=1e-9)
 
 
+def test_the_steps_between_rungs_have_the_intervals_of_welch():
+    gains = {
+        0.0: (0.02, 0.03, 0.025),
+        1.0: (0.09, 0.07, 0.08, 0.085),
+        2.0: (0.072, 0.074, 0.079),
+        3.0: (0.01, 0.02, 0.012),
+    }
+    expected = []
+    for x in (0.0, 1.0, 2.0):
+        interval = ttest_ind(gains[x + 1], gains[x], equal_var=False).confidence_interval()
+        expected.append(int(interval.low > 0) - int(interval.high < 0))
+    assert expected == [1, 0, -1]
+    for some in (gains, dict(reversed(gains.items()))):
+        assert fit(some).steps == expected and fit(some).turns
+    assert fit(LATER).steps == [] and not fit(GAINS).turns
+
+
 @pytest.mark.parametrize("spreads", [(1.0, 1.0, 1.0), (1.0, 0.1, 0.1), (0.1, 1.0, 0.1)])
 def test_the_intervals_have_their_level_also_with_unequal_spreads(spreads):
     """About 95 % of the intervals, from many samples of a known line, contain its slope and its height.

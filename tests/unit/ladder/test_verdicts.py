@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ddrp.tasks.ladder.claims import check_claims, judge, model_claims, paper_claims
+from megatron_ddrp.tasks.ladder.tables import claims_table
 from megatron_ddrp.tasks.ladder.verdicts import DEFINITIONS, over_the_ladder
 from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, NOT_VISIBLE, OPPOSITE, VISIBLE
 from tests.unit.ladder.conftest import LOSS, RUNGS, full_rows, gain_rows, ladder_of, make_row
@@ -25,6 +26,10 @@ MTH = "MTH is better than MLM with BERT"
         ((0.050, 0.050, 0.050), "holds on every rung"),
         ((0.080, 0.050, 0.020), "holds on every rung, shrinking"),
         ((0.020, 0.050, 0.080), "holds on every rung, growing"),
+        ((0.020, 0.080, 0.040), "holds on every rung, growing, then shrinking"),
+        ((0.080, 0.020, 0.060), "holds on every rung, shrinking, then growing"),
+        ((-0.020, -0.080, -0.040), "contradicted, gain falling, then rising"),
+        ((0.080, -0.050, 0.040), "changes sign, gain falling, then rising"),
         ((0.000, 0.000, 0.000), "not told apart"),
         ((0.060, 0.030, 0.000), "holds on some rungs, shrinking"),
         ((0.050, 0.000, -0.050), "changes sign, gain falling"),
@@ -53,6 +58,16 @@ def test_two_seeds_on_the_last_rung_are_decided_by_the_trend():
     assert item.verdicts == {RUNGS[0]: VISIBLE, RUNGS[1]: VISIBLE, RUNGS[2]: NOT_VISIBLE}
     assert item.verdict == "holds by the trend"
     assert item.band == 1
+
+
+def test_a_gain_that_turns_has_no_line_and_no_band():
+    """A line through 0.02, 0.08 and 0.02 is level, and its band far above the gains of the third rung's two seeds."""
+    rows = gain_rows({"ddrp": (0.02, 0.08, 0.02)}, seeds=(6, 6, 2), noise=0.004)
+    ladder = ladder_of(rows)
+    (item,) = [item for item in judge(ladder, paper_claims(ladder)) if item.claim.measure == LOSS]
+    assert item.verdicts[RUNGS[2]] == NOT_VISIBLE and item.trend.side(item.trend.rungs[2].x) == 1
+    assert item.band == 0 and item.verdict == "holds on some rungs, growing, then shrinking"
+    assert claims_table("claims", [item], ladder).rows[0][-2:] == ["no line", item.verdict]
 
 
 def test_one_seed_after_equal_gains_makes_no_trend():
