@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ddrp.config import Config, changed_model, encoding_class, flag
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
 from megatron_ddrp.parallel.process_group import Ranks
 
@@ -73,9 +74,9 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
 
 def _serves_any_length(config: Config) -> bool:
     """Return whether neither weights nor attention depend on `--seq-length`."""
-    encoding, decoder = encoding_class(config.model.position_encoding), config.model.deberta_emd
-    has_decoder = encoding.decodes_absolute if decoder is None else decoder
-    return encoding.any_length and not has_decoder and not adds_absolute_embedding(config.model)
+    model = config.model
+    has_table = adds_absolute_embedding(model) or decodes_masks(model)
+    return encoding_class(model.position_encoding).any_length and not has_table
 
 
 def _rotary_bases(config: Config, step: int) -> tuple[float, float]:
