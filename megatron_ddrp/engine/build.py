@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from megatron_ddrp.engine.deepspeed_file import (
     checked_against,
     import_quietly,
     lay_over,
+    offload_device,
     read_settings,
 )
-from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
+from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, ZeroClipping, build_pipeline
 from megatron_ddrp.engine.muon import MuonBesideAdamW
 from megatron_ddrp.engine.optimizer_state import check_deepspeed
 from megatron_ddrp.model import Encoder
@@ -73,6 +74,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
         optimizer.register_step_pre_hook(engine.own_clipping)
+    elif not settings["bf16"].get("check_grad_overflow", True):
+        optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
     return engine
 
 
@@ -127,13 +130,15 @@ def deepspeed_settings(
     `num_parameters` counts this rank's parameters, `data_size` the data-parallel ranks. DeepSpeed allocates a whole
     bucket even for a small model, so buckets are at most as large as the model. GPUs reduce smaller buckets, two in
     turn, during the backward pass. CPUs would do both on the same cores, and DeepSpeed's pipelines cannot overlap them.
+    One rank has nothing to overlap. DeepSpeed would wait for the device to measure its throughput, to overlap
+    reductions, to check gradients and to clip them; where the device can do it, nothing waits.
     """
     parallel, training = config.parallel, config.training
     bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, num_parameters + num_parameters % 2))  # DeepSpeed needs it even
     overlaps = device_type != "cpu" and parallel.pipeline_model_parallel_size == 1
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
-        "overlap_comm": overlaps or parallel.zero_stage == 3,
+        "overlap_comm": (overlaps and data_size > 1) or parallel.zero_stage == 3,
         "contiguous_gradients": True,
         "reduce_bucket_size": min(bucket, OVERLAPPED_BUCKET) if overlaps else bucket,
         "allgather_bucket_size": bucket,
@@ -152,15 +157,26 @@ def deepspeed_settings(
         # torch's fused AdamW steps offloaded state; DeepSpeed's own would need compiling and rounds differently.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
     from_file = checked_against(config, read_settings(parallel, device_type))
     if training.bf16 and adds_up_in_fp32(parallel, from_file):
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    if clips_on_device(config, from_file):
+        settings["bf16"]["check_grad_overflow"] = False
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
-    if parallel.zero_stage == 0:
-        settings["gradient_clipping"] = 0.0  # `GradientClipping` clips instead
+    if parallel.zero_stage == 0 or not settings["bf16"].get("check_grad_overflow", True):
+        settings["gradient_clipping"] = 0.0  # `GradientClipping` or `ZeroClipping` clips instead
     return settings
+
+
+def clips_on_device(config: Config, from_file: Mapping[str, Any]) -> bool:
+    """Return whether `ZeroClipping` can replace DeepSpeed's check of gradients: bf16 at ZeRO 1 and 2 on the device."""
+    parallel = config.parallel
+    offloads = parallel.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
+    has_zero = parallel.zero_stage in (1, 2) and parallel.pipeline_model_parallel_size == 1
+    return config.training.bf16 and has_zero and not offloads
 
 
 @contextlib.contextmanager

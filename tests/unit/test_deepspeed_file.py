@@ -221,6 +221,43 @@ def test_gpus_overlap_and_cpus_and_pipelines_do_not() -> None:
     assert (of_pipeline["overlap_comm"], of_pipeline["reduce_bucket_size"]) == (False, 110_000_002)
     small = deepspeed_settings(base, 8, 4, 20_000_000, "cuda")["zero_optimization"]
     assert small["reduce_bucket_size"] == 20_000_000
+    alone = deepspeed_settings(base, 8, 1, 110_000_001, "cuda")["zero_optimization"]
+    assert (alone["overlap_comm"], alone["reduce_bucket_size"]) == (False, 32_000_000)
+    at_stage_3 = deepspeed_settings(base.replace(parallel={"zero_stage": 3}), 8, 1, 1000, "cuda")
+    assert at_stage_3["zero_optimization"]["overlap_comm"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "from_file", "on_device"),
+    [
+        ({"zero_stage": 1}, {}, True),
+        ({"zero_stage": 2}, {}, True),
+        ({"zero_stage": 3}, {}, False),
+        ({"zero_stage": 1, "offload_optimizer": "cpu"}, {}, False),
+        ({"zero_stage": 1}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, False),
+        ({"zero_stage": 1, "pipeline_model_parallel_size": 2}, {}, False),
+        ({"zero_stage": 1}, {"bf16": {"check_grad_overflow": True}}, False),
+        ({"zero_stage": 1}, {"gradient_clipping": 1.0}, True),
+    ],
+)
+def test_bf16_is_checked_and_clipped_on_the_device_where_it_can_be(
+    settings: dict[str, Any], from_file: dict[str, Any], on_device: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(from_file), encoding="utf-8")
+    config = Config().replace(training={"bf16": True}, parallel={**settings, "deepspeed_config": str(path)})
+    made = deepspeed_settings(config, 8, 4, 1000, "cuda")
+    assert made["bf16"].get("check_grad_overflow", True) != on_device
+    assert made["gradient_clipping"] == (0.0 if on_device else config.optimizer.clip_grad)
+
+
+def test_a_file_may_switch_the_throughput_timer_and_overlapping_on(tmp_path: Path) -> None:
+    assert deepspeed_settings(Config(), 1, 1, 1000, "cuda")["timers"] == {"throughput": {"enabled": False}}
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"timers": {"throughput": {"enabled": true}}, "zero_optimization": {"overlap_comm": true}}')
+    config = Config().replace(parallel={"deepspeed_config": str(path), "zero_stage": 1})
+    made = deepspeed_settings(config, 1, 1, 1000, "cuda")
+    assert made["timers"]["throughput"]["enabled"] and made["zero_optimization"]["overlap_comm"]
 
 
 def test_an_offloaded_pipeline_adds_up_in_bf16(tmp_path: Path) -> None:
