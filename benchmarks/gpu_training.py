@@ -101,7 +101,7 @@ class Arm(NamedTuple):
 def open_loader(config: Config) -> tuple[Config, BatchLoader]:
     """Return the configuration with the vocabulary's size, and the training loader."""
     corpus = Corpus.open(config, keep_indices=False)
-    return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), corpus.loader("train", 0, 1)
+    return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), corpus.loader("train", 0, 1, "cuda")
 
 
 class Training:

@@ -118,12 +118,16 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     names = launch.kernel.arg_names
     given = dict(zip(names, launch.arguments, strict=False))
     constants = {name: value for name, value in launch.constants.items() if name in names}
-    constants |= {name: value for name, value in given.items() if value is None or (type(value) is int and value == 1)}
+    parameters = {parameter.name: parameter for parameter in launch.kernel.params}
+    free = {name for name, parameter in parameters.items() if parameter.do_not_specialize}
+    unaligned = free | {name for name, parameter in parameters.items() if parameter.do_not_specialize_on_alignment}
+    ones = {name: value for name, value in given.items() if type(value) is int and value == 1 and name not in free}
+    constants |= {name: value for name, value in given.items() if value is None} | ones
     signature = {name: "constexpr" if name in constants else _type_of(given[name]) for name in names}
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name in names
-        if name not in constants and _is_aligned(given[name])
+        if name not in constants and name not in unaligned and _is_aligned(given[name])
     }
     source = ASTSource(launch.kernel, signature, constants, aligned)
     compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)

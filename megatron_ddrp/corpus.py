@@ -14,7 +14,14 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
-from megatron_ddrp.data.batches.loader import VALIDATION_SEED, BatchLoader, SampleReader, Share, validation_text
+from megatron_ddrp.data.batches.loader import (
+    ROW_MULTIPLE,
+    VALIDATION_SEED,
+    BatchLoader,
+    SampleReader,
+    Share,
+    validation_text,
+)
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
@@ -154,8 +161,8 @@ class Corpus:
         parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
         return [line for training, validation in parts if (line := split_remark(training, validation))]
 
-    def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
-        """Return the masked micro-batches of a split for one data-parallel rank.
+    def loader(self, split: str, rank: int, world_size: int, device_type: str = "cpu") -> BatchLoader:
+        """Return the masked micro-batches of a split for one data-parallel rank, in rows for its kind of device.
 
         `--mask-prob`, `--seq-length-phases` and `--seed` apply only to the training split; the others are masked at
         `--eval-mask-prob`, in rows of `--seq-length`, by `VALIDATION_SEED`.
@@ -168,7 +175,9 @@ class Corpus:
             mark = partial(WordFinder(tokenizer.word_starts, tokenizer.special_ids).number, self.rare_words[0])
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {
-            length: SampleReader(self.samples(split, length), tokenizer, masker, length, mark)
+            length: SampleReader(
+                self.samples(split, length), tokenizer, masker, length, mark, ROW_MULTIPLE[device_type]
+            )
             for length in (phase.seq_length for phase in phases)
         }
 

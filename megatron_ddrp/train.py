@@ -137,9 +137,9 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
     check_writers(config)
     read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
-    training = corpus.loader("train", ranks.data_rank, ranks.data_size)
-    validates = config.logging.validates
-    return corpus, training, corpus.loader("valid", ranks.data_rank, ranks.data_size) if validates else None
+    place = (ranks.data_rank, ranks.data_size, ranks.device.type)
+    validation = corpus.loader("valid", *place) if config.logging.validates else None
+    return corpus, corpus.loader("train", *place), validation
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:

@@ -39,8 +39,8 @@ from megatron_ddrp.data.batches.packing import Row, join_samples, pack_rows
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-ROW_MULTIPLE = 8
-"""Multiple to which the length of cut rows is rounded up, for tensor cores."""
+ROW_MULTIPLE = {"cpu": 8, "cuda": 16}
+"""Device → multiple to which the length of cut rows is rounded up. Triton compiles a kernel anew for other lengths."""
 _STEPS_AHEAD = 2
 VALIDATION_SEED = 1234
 """Seed of the order, the masks and the draws of validation and test, whatever `--seed` is; the default of `--seed`."""
@@ -103,8 +103,10 @@ class SampleReader:
         masker: Masker,
         seq_length: int,
         mark_rare_words: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]] | None = None,
+        row_multiple: int = ROW_MULTIPLE["cpu"],
     ) -> None:
         self.samples, self.tokenizer, self.masker, self.seq_length = samples, tokenizer, masker, seq_length
+        self.row_multiple = row_multiple
         self._mark_rare_words = mark_rare_words
 
     def masking(self, mask_prob: float) -> SampleReader:
@@ -147,7 +149,7 @@ class SampleReader:
 
     def row_length(self, longest: int) -> int:
         """Return the common length of rows of up to `longest` tokens."""
-        return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
+        return min(-(-longest // self.row_multiple) * self.row_multiple, self.seq_length)
 
     def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Refuse ids `[rows, seq]` outside the vocabulary; the error names the dataset of the first one."""

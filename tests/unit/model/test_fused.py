@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,10 +172,12 @@ def test_position_terms_trace_without_a_break():
     assert torch.equal(traced_spread(per_offset, -1, 2), spread(per_offset, -1, 2))
 
 
-def test_compile_acts_by_setting_device_and_triton(monkeypatch):
+def test_compile_acts_by_setting_device_and_triton(monkeypatch, tmp_path):
+    (tmp_path / "Python.h").touch()
     compiles = fused.compiles.__wrapped__
     monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(triton_needs, "_headers", lambda: tmp_path)
     for setting, device, capability, expected in (
         ("on", CPU, None, True),
         ("auto", CPU, None, False),
@@ -185,6 +188,9 @@ def test_compile_acts_by_setting_device_and_triton(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
         assert compiles(setting, device) is expected, (setting, device, capability)
+    monkeypatch.setattr(triton_needs, "_headers", lambda: Path("no headers"))
+    assert compiles("auto", GPU) is False
+    assert "needs Python.h, which is not in no headers" in fused.why_not_compile(GPU)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     assert compiles("auto", GPU) is False

@@ -85,7 +85,7 @@ class _Problem:
         self.by_query, self.by_key = offsets.products(query, self.query_table), offsets.products(key, self.key_table)
         self.bias = None if terms.bias is None else terms.bias.contiguous()
         by_offset = (self.by_query, self.by_key, offsets.offset_bias())
-        beyond_band = seq if window is None else window - min(-terms.lowest, terms.highest)
+        leaves_band = window is None or window - min(-terms.lowest, terms.highest) >= self.tiles.smallest
         has_bins = any(x is not None for x in by_offset) and not offsets.cover_all
         drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
         self.inputs = (query, key, value, *by_offset, self.bias, document_ids.contiguous(), seed)
@@ -99,7 +99,7 @@ class _Problem:
             "LOWEST": offsets.lowest,
             "HIGHEST": offsets.highest,
             "WINDOW": window,
-            "RUNS": 3 if has_bins and beyond_band >= self.tiles.smallest else 1,
+            "RUNS": 3 if has_bins and leaves_band else 1,
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
             "COUNT": len(heads),
             "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
@@ -121,8 +121,8 @@ class _Problem:
         query, key, _, *of_terms, ids, _ = self.inputs
         inputs, tile = (query, key, *of_terms, ids, self.terms.scale, self.heads), self.tiles.heads
         programs = self.sizes[0] * -(-self.sizes[2] // tile.queries)
-        constants = self.constants | tile.constants | {"DOCUMENTS": counted.shape[1]}
-        launch(kernel, programs, (*inputs, *tensors, *self.sizes), constants)
+        constants = self.constants | tile.constants
+        launch(kernel, programs, (*inputs, *tensors, *self.sizes, counted.shape[1]), constants)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the context `[b, s, h, d]`, the base-2 log-sum-exp `[h, b, s]`, and the sums of squares of each

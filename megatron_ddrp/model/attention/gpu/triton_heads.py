@@ -17,6 +17,7 @@ import triton.language as tl
 
 from megatron_ddrp.model.attention.gpu.triton_tiles import (
     LOG2_E,
+    jit_kernel,
     load_ids,
     load_rows,
     logits_tile,
@@ -86,13 +87,13 @@ def sum_tile(
     return total
 
 
-@triton.jit
+@jit_kernel
 def compare_kernel(
     query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, squares, counted,
     inverse, inner, shares,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
+    B, H, S, documents, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, DOCUMENTS: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write each query's share of HCD's sum, `[B, S]`, and its 1/‖A_a‖ and part of ⟨Â_a, T⟩, `[COUNT, B, S]` each."""
@@ -135,7 +136,7 @@ def compare_kernel(
     between = norm - tl.sum(own, 1)  # Σ_{a≠b} ⟨Â_a, Â_b⟩
     if COUNT == 2:
         products = own + 0.5 * between[:, None]
-    weight = tl.load(counted + b * DOCUMENTS + row_ids - 1, mask=row_ids > 0, other=0.0)
+    weight = tl.load(counted + b * documents + row_ids - 1, mask=row_ids > 0, other=0.0)
     tl.store(shares + b * S + rows, weight * between / (COUNT * (COUNT - 1)), mask=rows < S)
     inside = (rows < S)[:, None] & (slots < COUNT)
     cells = (slots * B + b) * S + rows[:, None]
@@ -143,13 +144,13 @@ def compare_kernel(
     tl.store(inner + cells, products, mask=inside)
 
 
-@triton.jit
+@jit_kernel
 def pull_kernel(
     query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, counted, inverse, inner, d_sum,
     total, pulls,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
+    B, H, S, documents, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, DOCUMENTS: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write T `[B, S, S]`, and the factors of T and of A in each query's gradient of A, `[2, COUNT, B, S]`."""
@@ -159,7 +160,7 @@ def pull_kernel(
     ids += b * S
     row_ids = load_ids(ids, rows, S)
     slots = tl.arange(0, COUNT_PAD)[None, :]
-    weight = tl.load(counted + b * DOCUMENTS + row_ids - 1, mask=row_ids > 0, other=0.0)
+    weight = tl.load(counted + b * documents + row_ids - 1, mask=row_ids > 0, other=0.0)
     weight *= tl.load(d_sum) * (2 * LOG2_E / (COUNT * (COUNT - 1)))
     for a in range(COUNT):
         of_head = (a * B + b) * S

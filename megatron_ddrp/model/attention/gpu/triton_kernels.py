@@ -10,7 +10,6 @@ has one writer and sums have a fixed order, so a run repeats to the last bit.
 # mypy: ignore-errors
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from megatron_ddrp.model.attention.gpu.triton_tiles import (
@@ -19,6 +18,7 @@ from megatron_ddrp.model.attention.gpu.triton_tiles import (
     compare_tile,
     enlargement,
     gradient_tile,
+    jit_kernel,
     keep_tile,
     load_ids,
     load_rows,
@@ -32,7 +32,7 @@ from megatron_ddrp.model.attention.gpu.triton_tiles import (
 )
 
 
-@triton.jit
+@jit_kernel
 def forward_kernel(
     query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     context, lse, squares, heads,
@@ -94,7 +94,7 @@ def forward_kernel(
         tl.store(squares + line + rows, row_squares, mask=rows < S)
 
 
-@triton.jit
+@jit_kernel
 def query_gradient_kernel(
     query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     context, d_context, lse, delta, d_query, d_by_query, heads, total, pulls,
@@ -158,7 +158,7 @@ def query_gradient_kernel(
         store_bins(d_by_query + (line + rows) * TABLE_ROWS, above, below, rows < S, LOWEST, HIGHEST)
 
 
-@triton.jit
+@jit_kernel
 def key_gradient_kernel(
     query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     d_context, lse, delta, d_key, d_value, d_by_key, heads, total, pulls,
@@ -224,7 +224,7 @@ def key_gradient_kernel(
         store_bins(d_by_key + (line + columns) * TABLE_ROWS, above, below, columns < S, LOWEST, HIGHEST)
 
 
-@triton.jit
+@jit_kernel
 def bias_gradient_kernel(
     query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     d_context, lse, delta, d_bias, heads, total, pulls,

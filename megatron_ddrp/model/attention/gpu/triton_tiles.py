@@ -29,6 +29,16 @@ BELOW: tl.constexpr = tl.constexpr(2)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
+jit_kernel = triton.jit(
+    do_not_specialize=("B", "H", "drop_below", "documents"), do_not_specialize_on_alignment=("heads",)
+)
+"""Decorator of the kernels that are launched.
+
+Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16. The named ones change during a run, and
+`heads` is one row of a table, which lies at any address.
+"""
+
+
 @triton.jit
 def load_rows(matrix, places, S, stride, D: tl.constexpr, D_PAD: tl.constexpr):
     """Return rows `places` of a matrix `[S, D]`, zero outside: `[BLOCK, D_PAD]`."""
