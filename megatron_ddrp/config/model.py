@@ -43,8 +43,9 @@ class ModelConfig(Section):
         "besides those of the position encoding",
     )
     key_bias: bool = option(
-        True,
-        "a bias in the linear map of the keys; it acts only through position terms and HCD, and DeBERTa v1 has none",
+        None,
+        "a bias in the linear map of the keys; it acts only through position terms and HCD (default: on, except for "
+        "deberta, as in DeBERTa v1)",
     )
     embedding_size: int | None = option(
         None, "width of the embeddings, projected to the hidden size as in ELECTRA (default: hidden size)", within=COUNT
@@ -136,7 +137,7 @@ class ModelConfig(Section):
             refuse("--no-first-norm with --layernorm-position post, which has no norm before a block: leave it out")
         if self.embedding_size == self.hidden_size:
             object.__setattr__(self, "embedding_size", None)  # the default: equal settings are stored alike
-        if self.position_encoding in ENCODINGS or self.relative_distance is None:
+        if self.position_encoding in ENCODINGS or None in (self.relative_distance, self.key_bias):
             self._ask_encoding()  # a run with a plug-in has stored complete settings, so they load without the plug-in
 
     def _ask_encoding(self) -> None:
@@ -149,6 +150,8 @@ class ModelConfig(Section):
                 f"--relative-distance {self.relative_distance} with {name}, which has no relative embeddings: "
                 "leave the distance out"
             )
+        if self.key_bias is None:
+            object.__setattr__(self, "key_bias", encoding.key_bias)
         if encoding.adds_absolute_embedding and not encoding.in_logits and self.absolute_embedding is False:
             refuse(f"--no-absolute-embedding with {name} leaves no positions: leave --no-absolute-embedding out")
         if self.absolute_embedding is encoding.adds_absolute_embedding:

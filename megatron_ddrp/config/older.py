@@ -11,12 +11,12 @@ def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
     """Return a stored model's settings with their present meaning.
 
     Before the setting `absolute_embedding` existed, tupe-r's distance was always 128. Before `direction_init` existed,
-    DDRP's D started closely around 1. The attention backend `flex` no longer exists; it becomes `auto`, since no weight
-    depends on the backend.
+    DDRP's D started closely around 1. Before `key_bias` existed, all keys had a bias. The attention backend `flex` no
+    longer exists; it becomes `auto`, since no weight depends on the backend.
     """
     if not values:
         return values
-    meant = {"direction_init": "ones", **values}
+    meant = {"direction_init": "ones", "key_bias": True, **values}
     if "absolute_embedding" not in values and values.get("position_encoding") == "tupe-r":
         meant["relative_distance"] = 128
     if values.get("attention_backend") == "flex":

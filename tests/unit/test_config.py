@@ -8,6 +8,7 @@ import typing
 import pytest
 
 from megatron_ddrp.config import (
+    ENCODINGS,
     Config,
     ModelConfig,
     ObjectiveConfig,
@@ -104,6 +105,14 @@ def test_the_distance_of_an_older_version_means_what_it_did(encoding, distance):
     assert Config.from_dict(values).model.relative_distance == 7
     del values["model"]["absolute_embedding"]
     assert Config.from_dict(values).model.relative_distance == distance
+
+
+def test_older_versions_had_a_key_bias_in_every_encoding():
+    values = Config(model=ModelConfig(position_encoding="deberta")).to_dict()
+    assert Config.from_dict(values).model.key_bias is False
+    del values["model"]["key_bias"]
+    assert Config.from_dict(values).model.key_bias is True
+    assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
 
 
 def test_a_removed_attention_backend_leaves_its_checkpoints_readable():

@@ -193,6 +193,9 @@ class PositionEncoding(nn.Module):
     in_logits = True
     """True if the encoding adds anything to the attention logits."""
 
+    key_bias = True
+    """Default of `--key-bias`: whether the linear map of the keys has a bias."""
+
     adds_absolute_embedding = False
     """True if, by default, a learned absolute position embedding is added to the input (`--absolute-embedding`)."""
 

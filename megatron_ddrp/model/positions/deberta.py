@@ -4,7 +4,8 @@
     δ(i,j) = clip(i − j + k, 0, 2k − 1)
 
 i = query, j = key. `P` is `[2k, D]`; all layers share it unless `--relative-table per-layer` is given. Each layer has
-its own projections, `W^{K,r}` without a bias and `W^{Q,r}` with one. k is `--relative-distance`, 64 in the DDRP paper's
+its own projections, `W^{K,r}` without a bias and `W^{Q,r}` with one. The keys K have no bias (`--key-bias`), because it
+would meet the last term. k is `--relative-distance`, 64 in the DDRP paper's
 comparison.
 
 Departures: the paper indexes the last term (position to content) by δ(j,i). The released code and Hugging Face's port
@@ -51,6 +52,7 @@ class Deberta(PositionEncoding):
 
     any_length = True
     is_relative = True
+    key_bias = False
     layer_part = RelativeProjections
     decodes_absolute = True
 

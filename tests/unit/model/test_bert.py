@@ -208,6 +208,13 @@ def test_under_mlm_only_key_biases_do_not_learn(variant):
     assert still == expected
 
 
+def test_a_key_bias_acts_in_deberta_whose_published_model_has_none():
+    model, batch = tiny_model(position_encoding="deberta", key_bias=True), tiny_batch()
+    model(batch, Draws.none(3, 2)).sums[0].backward()
+    assert all(layer.attention.key.bias.grad.abs().max() > 1e-8 for layer in model.layers)
+    assert all(layer.attention.key.bias is None for layer in tiny_model(position_encoding="deberta").layers)
+
+
 @pytest.mark.parametrize("encoding", RELATIVE)
 def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own(encoding):
     batch = tiny_batch()

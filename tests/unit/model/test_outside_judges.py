@@ -76,10 +76,10 @@ def copy_deberta(state):
     for layer in range(2):
         theirs, mine = f"encoder.layer.{layer}.attention.self", f"layers.{layer}"
         by_head = state[f"{theirs}.in_proj.weight"].view(3, 3, 4, 12)  # [head, query|key|value, d, D]
-        biases = state[f"{theirs}.q_bias"], torch.zeros(12), state[f"{theirs}.v_bias"]
         for number, name in enumerate(("query", "key", "value")):
             ours[f"{mine}.attention.{name}.weight"] = by_head[:, number].reshape(12, 12)
-            ours[f"{mine}.attention.{name}.bias"] = biases[number]
+        ours[f"{mine}.attention.query.bias"] = state[f"{theirs}.q_bias"]
+        ours[f"{mine}.attention.value.bias"] = state[f"{theirs}.v_bias"]
         ours[f"{mine}.layer_position.key.weight"] = state[f"{theirs}.pos_proj.weight"]
         ours[f"{mine}.layer_position.query.weight"] = state[f"{theirs}.pos_q_proj.weight"]
         ours[f"{mine}.layer_position.query.bias"] = state[f"{theirs}.pos_q_proj.bias"]
