@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_ddrp.data.atomic import write_text
+
 EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
 """Code of the time limit, larger than every signal's number."""
@@ -70,7 +72,7 @@ def name_of(code: int) -> str:
 
 def note_exit_code(folder: Path, code: int) -> None:
     """Write DIR/exit_code, for launchers that turn every exit code but 0 into 1."""
-    (folder / EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
+    write_text(folder / EXIT_CODE, f"{code}\n")
 
 
 def forget_exit_code(folder: Path) -> None:
