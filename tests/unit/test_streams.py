@@ -98,7 +98,9 @@ def test_a_command_succeeds_and_writes_its_files_alone(redirection: str, tmp_pat
     """A library's words for a closed stream must not go into the file that has got its number."""
     prefix = write_dataset(tmp_path / "text_document", [[[5, 6, 7]]] * 3).prefix
     code = (
-        "import os, sys; from megatron_ddrp.errors import run_command; from megatron_ddrp.data.atomic import AtomicFile\n"
+        "import os, sys\n"
+        "from megatron_ddrp.errors import run_command\n"
+        "from megatron_ddrp.data.atomic import AtomicFile\n"
         "def main():\n"
         "    with AtomicFile(sys.argv[1]) as file:\n"
         "        os.system('echo spoken; echo spoken >&2')\n"
