@@ -217,16 +217,15 @@ def test_the_slurm_recipe_follows_the_code_of_the_run(
 @pytest.mark.parametrize(
     ("variables", "words", "queued"),
     [
-        ({}, (), "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8"),
         ({"NODES": "4", "GPUS": "4"}, ("--seed", "7"), "--nodes=4 --ntasks-per-node=4 --gpus-per-node=4"),
         ({"NODES": "3"}, (), ""),
         ({"NODES": "3", "DRY_RUN": "1"}, (), ""),
         ({}, ("--micro-batch-size", "32"), ""),
         ({}, ("--no-such-flag",), ""),
-        ({}, ("--micro-batch-size", "64", "--global-batch-size", "1024"), ""),
+        ({}, ("--micro-batch-size", "256", "--global-batch-size", "4096"), ""),
         (
-            {"DEVICE_MEMORY": "80"},
-            ("--micro-batch-size", "64", "--global-batch-size", "1024"),
+            {"DEVICE_MEMORY": "800"},
+            ("--micro-batch-size", "256", "--global-batch-size", "4096"),
             "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8",
         ),
     ],
