@@ -22,6 +22,6 @@ OUTPUT_ARGS=(--log-interval 100 --eval-interval 5000 --eval-iters 20 --save-inte
 ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
 
 if [[ -n ${DRY_RUN:-} ]]; then
-    exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 8 --device-memory 32
+    exec python pretrain_bert.py --dry-run --world-size 8 --device-memory 32 "${ARGS[@]}"
 fi
 exec deepspeed --quiet --num_gpus 8 pretrain_bert.py "${ARGS[@]}"

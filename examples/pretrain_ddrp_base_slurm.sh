@@ -15,26 +15,49 @@
 #   time       an estimate, not measured: two days on V100s at 23 % of their peak, so two or three jobs
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
-#   DATA=prefix VOCAB=vocab.txt SAVE=dir sbatch examples/pretrain_ddrp_base_slurm.sh [more flags]
-#   DRY_RUN=1 bash examples/pretrain_ddrp_base_slurm.sh
+#   [NODES=2] [GPUS=8] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
+#       bash examples/pretrain_ddrp_base_slurm.sh [more flags]
 #
-# Submit it from the project's folder with the environment active: srun passes both on. DeepSpeed's launcher is not used.
+# NODES and GPUS (per node) make the ranks. A dry run checks flags, batches and memory (DEVICE_MEMORY=32, in GB) for them,
+# and nothing is queued if it refuses them; DRY_RUN=1 ends there. Run it on the login node, from the project's folder,
+# with the environment active: sbatch and srun pass both on. DeepSpeed's launcher is not used.
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" # Slurm runs a copy of this file
+RECIPE=examples/pretrain_ddrp_base_16gpu.sh
 
-if [[ -n ${DRY_RUN:-} ]]; then
-    exec bash examples/pretrain_ddrp_base_16gpu.sh "$@"
+NODES=${SLURM_NNODES:-${NODES:-2}}
+GPUS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${GPUS:-8}}}
+GPUS=${GPUS##*:} # Slurm may name their kind: v100:8
+RANKS=$((NODES * GPUS))
+
+if [[ -n ${DRY_RUN:-} || -z ${SLURM_JOB_ID:-} ]]; then
+    DRY_RUN=1 bash "$RECIPE" --world-size "$RANKS" --device-memory "${DEVICE_MEMORY:-32}" "$@"
+    [[ -z ${DRY_RUN:-} ]] || exit 0
+    exec sbatch --nodes="$NODES" --ntasks-per-node="$GPUS" --gpus-per-node="$GPUS" \
+        examples/pretrain_ddrp_base_slurm.sh "$@"
 fi
+
+save=${SAVE:-runs/ddrp_base}
+for ((i = 1; i <= $#; i++)); do
+    next=$((i + 1))
+    case ${!i} in
+        --save) save=${!next:-} ;;
+        --save=*) save=${!i#*=} ;;
+    esac
+done
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export LAUNCHER=python # srun has started the ranks
+export SLURM_NTASKS=$RANKS SLURM_NTASKS_PER_NODE=$GPUS # as srun's --ntasks and --ntasks-per-node
 
+rm -f "$save/exit_code"
 code=0
 # Since Slurm 22.05 srun does not take the job's --cpus-per-task.
-srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-4}" \
-    bash examples/pretrain_ddrp_base_16gpu.sh "$@" || code=$?
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-4}" bash "$RECIPE" "$@" || code=$?
+# A rank that srun kills because another one ended first has a code of its own; the run's code is in its folder.
+[[ $code == 0 ]] || code=$(cat "$save/exit_code" 2>/dev/null || echo "$code")
 if [[ $code == 75 ]]; then # stopped by the signal, with a checkpoint
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -21,6 +21,6 @@ OUTPUT_ARGS=(--log-interval 25 --eval-interval 200 --eval-iters 40 --save-interv
 ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
 
 if [[ -n ${DRY_RUN:-} ]]; then
-    exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 1 --device-memory 2
+    exec python pretrain_bert.py --dry-run --world-size 1 --device-memory 2 "${ARGS[@]}"
 fi
 exec deepspeed --quiet --num_gpus 1 pretrain_bert.py "${ARGS[@]}"

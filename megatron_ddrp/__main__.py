@@ -64,6 +64,10 @@ def _main_of(command: Command) -> Callable[[], object]:
 
 def main() -> NoReturn:
     """Run the command that the first argument names."""
+    run_command(_run_named, PROGRAM)
+
+
+def _run_named() -> NoReturn:
     words = sys.argv[1:]
     launchers = [word for word in words[:1] if word.startswith(LOCAL_RANK)]
     words = words[len(launchers) :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import os
 import re
 import sys
@@ -115,30 +116,66 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
 
     `program` is the name at the begin of the line, by default that of the running script.
     """
+    repair_streams()
+    code = _code_of(main, program)
+    sys.exit(_flushed(program, silently=bool(code)) or code)
+
+
+def _code_of(main: Callable[[], object], program: str | None) -> int | str:
+    """Return the exit code of a command after printing its error, if any; or the words that it exits with."""
     try:
         with allocations_as_user_errors():
             result = main()
-        sys.stdout.flush()
+    except SystemExit as end:
+        return 0 if end.code is None else end.code
     except UserError as error:
         print_error(str(error), program)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
         print_error("interrupted", program)
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output is gone (`… | head`): print nothing, and silence Python's own last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILURE)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone (`… | head`)
+        return FAILURE
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
         print_error(_refusal(error), program)
-        sys.exit(FAILURE)
-    sys.exit(result if isinstance(result, int) else 0)
+        return FAILURE
+    return result if isinstance(result, int) else 0
+
+
+def repair_streams() -> None:
+    """Make standard streams that a command can use: the null device for closed ones, escapes for foreign characters.
+
+    A closed stream also leaves its number to the next file that is opened, into which libraries would then print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's own
+            os.set_inheritable(null, null == number)
+            kept = os.fdopen(null, "r" if number == 0 else "w", encoding="utf-8", errors="backslashreplace")
+            setattr(sys, name, kept)
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flushed(program: str | None, silently: bool) -> int:
+    """Flush stdout and return 0; if it takes no more, send the rest to the null device, say so, and return FAILURE."""
+    try:
+        sys.stdout.flush()
+        return 0
+    except OSError as error:
+        if not silently and not isinstance(error, BrokenPipeError):
+            print_error(f"standard output: {error.strerror}", program)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # silences Python's own last flush
+    return FAILURE
 
 
 def print_error(line: str, program: str | None) -> None:
     """Write `program: error: line` to stderr, after flushing stdout; None stands for the running script."""
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     name = program or os.path.basename(sys.argv[0]) or "python"
-    print(f"{name}: error: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"{name}: error: {line}", file=sys.stderr, flush=True)

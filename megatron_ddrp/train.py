@@ -80,7 +80,7 @@ def train(config: Config) -> int:
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(open_log(config, resumed, active=first)))
-        requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
+        requests = StopRequests(config.checkpoint.exit_duration_in_mins, began, alone).heed()
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
         own = (*verified, *corpus.remarks, *changes, *shifted, *at_home, *precision_remarks(config, ranks.device))

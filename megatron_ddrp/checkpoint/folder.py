@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.checkpoint.state import STATE, write_state
+from megatron_ddrp.config import load_config
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
 _NAME = re.compile(r"iter_[0-9]+")
+_LEFTOVER = re.compile(r"iter_[0-9]+(\.old)?\.tmp")
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 """File of a Megatron-LM checkpoint folder that names the newest step; its checkpoints are called iter_N as well."""
 _LONGEST_LATEST = 200
@@ -148,11 +150,24 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
         )
     if save and holds_run(save) and not (load and load.resolve() == save.resolve()):
         raise UserError(f"--save {save} holds a run already: resume it with --load {save}, or give another --save")
+    if save and not holds_run(save) and (theirs := _file_of_others(save)):
+        raise UserError(f"--save {save} holds {theirs}, which no run wrote and a run would replace: give another")
     if load and not load.exists() and not (save and load.resolve() == save.resolve()):
         raise UserError(
             f"--load {load}: no such folder: give that of a run, leave --load out to start afresh, or give that of "
             "--save, which need not exist yet"
         )
+
+
+def _file_of_others(save: Path) -> str | None:
+    """Return the name of a file that a run would replace in a folder without checkpoints, unless a run wrote it."""
+    found = [name for name in ("config.json", "metrics.jsonl", "exit_code") if os.path.lexists(save / name)]
+    try:
+        if found:
+            load_config(save)
+    except UserError:
+        return found[0]
+    return None
 
 
 def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: int | None = None) -> None:
@@ -162,7 +177,8 @@ def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: in
     stay: they exist after a user has gone back to an older one, and this run did not write them.
     """
     for leftover in folder.glob("iter_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if _LEFTOVER.fullmatch(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
     if keep_last:
         limit = iteration_of(newest_name)
         own = [path for path in all_checkpoints(folder) if iteration_of(path.name) <= limit]

@@ -45,14 +45,13 @@ def read_config(path: str) -> FromFile:
     place = Place(f"--config {path}")
     content = _load(Path(path), place)
     if isinstance(content, Mapping) and PLUGINS in content:
-        load_plugins(content[PLUGINS], place.at(PLUGINS))
+        load_plugins(content[PLUGINS], place.at(PLUGINS), Path(path), _is_of_a_run(content))
         content = {key: value for key, value in content.items() if key != PLUGINS}
     if not _is_nested(content):
         values = read_settings(options_of(*concerns().values()), content, place, HINTS)
         _refuse_two_warmups(values, place)
         return FromFile(values)
-    model = content.get("model")
-    is_of_a_run = isinstance(model, Mapping) and "vocab_size" in model  # no flag sets it, and a run stores it
+    is_of_a_run = _is_of_a_run(content)
     values = {}
     for concern, given in content.items():
         if concern not in concerns():
@@ -83,6 +82,12 @@ def _load(path: Path, place: Place) -> Any:
 def _is_nested(content: Any) -> bool:
     """Return whether a file has its settings by concern."""
     return isinstance(content, Mapping) and any(isinstance(value, Mapping) for value in content.values())
+
+
+def _is_of_a_run(content: Mapping[str, Any]) -> bool:
+    """Return whether a run wrote the settings: it stores the size of the vocabulary, which no flag sets."""
+    model = content.get("model")
+    return isinstance(model, Mapping) and "vocab_size" in model
 
 
 def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> dict[str, Any]:

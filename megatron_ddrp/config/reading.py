@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from megatron_ddrp.config.option import refused_range
-from megatron_ddrp.config.registry import load_plugin
+from megatron_ddrp.config.registry import PLUGINS, load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
 
 Section = TypeVar("Section")
@@ -82,12 +83,22 @@ def options_of(*sections: Any) -> dict[str, Option]:
     return found
 
 
-def load_plugins(files: Any, place: Place) -> None:
-    """Load the plug-ins that a YAML file names, before its other keys are checked: these may have names from them."""
+def load_plugins(files: Any, place: Place, source: Path, is_of_a_run: bool = False) -> None:
+    """Load the plug-ins that a YAML file names, before its other keys are checked: these may have names from them.
+
+    A line on standard error names each file before its code runs. Raises `UserError` for any other `source` than a YAML
+    file that a person wrote: the configuration of a run, which may be somebody else's, never names code.
+    """
+    if is_of_a_run or source.suffix.lower() not in (".yaml", ".yml"):
+        raise place.error(
+            "only a YAML file of your own may name code that is run: leave the key out, and give the file by --plugin"
+        )
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise place.error(f"got {SHOWN.repr(files)}, expected a list of files, such as [my_encoding.py]")
     for file in files:
+        if Path(file).resolve() not in PLUGINS.values():
+            print(f"{place.file}: runs the code of {Path(file).resolve()}", file=sys.stderr, flush=True)
         try:
             load_plugin(Path(file))
         except UserError as error:

@@ -19,6 +19,7 @@ from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
 from megatron_ddrp.config.schedules import LengthPhase, idle_phases, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 
 
@@ -201,9 +202,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def save_config(config: Config, folder: Path) -> None:
     """Write the resolved configuration to DIR/config.json."""
-    temporary = folder / "config.json.tmp"
-    temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / "config.json")
+    write_text(folder / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def load_config(folder: Path) -> Config:

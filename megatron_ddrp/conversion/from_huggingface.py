@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_ddrp import checkpoint
@@ -91,9 +92,10 @@ def import_folder(
     `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
     is missing or does not fit, or if `output` exists and may not be replaced.
     """
-    refuse_output(output, overwrite, _is_import, "an untrained import")
+    refuse = partial(refuse_output, output, overwrite, _is_import, "an untrained import")
+    refuse()
     read = read_folder(local_folder(source), None if generator is None else local_folder(generator), tokenizer)
-    with whole_folder(output) as folder:
+    with whole_folder(output, refuse) as folder:
         whole = Config(model=read.config, objective=read.objective)
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
         path = checkpoint.save_weights_only({name: t.detach() for name, t in tensors.items()}, whole, folder)

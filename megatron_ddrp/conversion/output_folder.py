@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from megatron_ddrp.data.atomic import atomic_folder
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
@@ -30,19 +29,10 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
 
 
 @contextmanager
-def whole_folder(output: Path) -> Iterator[Path]:
-    """Provide a new folder to write into. It is renamed to `output` on success and removed on failure."""
-    temporary, replaced = (output.with_name(output.name + suffix) for suffix in (".tmp", ".replaced"))
-    shutil.rmtree(temporary, ignore_errors=True)
+def whole_folder(output: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """Provide a new folder of weights to write into, as `atomic_folder` does; its `check` runs before the renaming."""
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        shutil.rmtree(replaced, ignore_errors=True)
-        if output.exists():
-            os.replace(output, replaced)
-        os.replace(temporary, output)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with atomic_folder(output, check) as folder:
+            yield folder
     except SafetensorError as error:
         raise UserError(f"--output {output}: the weights cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -12,6 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def export_checkpoint(
     model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
     cannot be exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
-    refuse_output(output, overwrite, _is_hugging_face, "a Hugging Face folder")
+    refuse = partial(refuse_output, output, overwrite, _is_hugging_face, "a Hugging Face folder")
+    refuse()
     source = checkpoint.choose_checkpoint(load)
     run = Config.from_dict(checkpoint.read_state(source)["config"])  # as given: the card repeats its command
     encoding = run.model.position_encoding
@@ -108,7 +110,7 @@ def export_checkpoint(
     left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
     weights = family.to_folder(renamed(kept, family, head, config.vocab_size), config, tokenizer)
-    with whole_folder(output) as folder:
+    with whole_folder(output, refuse) as folder:
         checkpoint.save_weights(weights, folder)
         settings = family.folder_settings(config, head, tokenizer)
         if family.has_code:

@@ -1,7 +1,9 @@
-"""Output files that exist whole or not at all: written under a temporary name, synced, then renamed.
+"""Outputs that exist whole or not at all: files and folders, written under a name of their own, synced, then renamed.
 
-The temporary name is fixed (`FILE.tmp`), so a killed run leaves at most one stale file, which the next run overwrites.
-A lock prevents two processes from writing the same file.
+The name is `.NAME.TOKEN.tmp`, in the output's folder. Half of the token is random, the other half is the sum of NAME
+and the random half, so a name with the right sum is ours. Its writer holds a lock on it, which the system frees when
+the process ends: a second writer of the same output gets one line, and the next writer removes what a killed one left.
+Nothing else is ever deleted. An output behind symbolic links is replaced where it lies; the links stay.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import random
+import shutil
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,74 +24,212 @@ from megatron_ddrp.errors import UserError
 
 AnyPath = str | os.PathLike[str]
 
+WAITS = (0.1, 0.3, 0.6)
+"""Seconds between attempts while another process writes the same output: small files are written at once."""
+
+_STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
+"""Beginnings of names of open files, which no file can replace."""
+
+
+class BeingWritten(UserError):
+    """Error for an output that another process is writing."""
+
 
 class AtomicFile:
     """A file of bytes that gets its name when its `with` block ends, and is removed if the block raises.
 
-    Raises `UserError` if the folder cannot be made or another process is writing the same file.
+    A file that it replaces keeps its permission bits; a new one has those of the umask, or `mode`. Other names of a
+    hard-linked file keep the old content. Raises `UserError` if the folder cannot be made, if the output is there and
+    is no file, or if another process is writing it.
 
     Attributes:
         stream: the open file, for libraries that write into one.
     """
 
-    def __init__(self, path: AnyPath):
+    def __init__(self, path: AnyPath, mode: int | None = None):
         self.path = Path(path)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+        with _refused(self.path):
+            self._target, status = _place(self.path)
+            if status is not None and not stat.S_ISREG(status.st_mode):
+                kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+                raise UserError(f"{self.path}: cannot be written: it is {kind}; give the name of a file")
+            if status is not None and not os.access(self._target, os.W_OK):
+                raise UserError(f"{self.path}: cannot be written: it is write-protected; choose another name")
+            self._temporary, descriptor = _claim(self.path, self._target, _new_file)
+            if mode is None and status is not None:
+                mode = status.st_mode & 0o777
+            if mode is not None:
+                os.fchmod(descriptor, mode)
         self.stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
-        if not lock(self.stream, temporary):
-            self.stream.close()
-            raise UserError(f"{self.path}: another process is writing this file; wait for it or choose another name")
-        self.stream.truncate(0)
-        self._renamed = renamed(self.stream, temporary, self.path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         self.stream.write(data)
 
     def __enter__(self) -> AtomicFile:
-        self._renamed.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._renamed.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        try:
+            if error is None:
+                sync(self.stream)
+                os.replace(self._temporary, self._target)
+                sync_folder(self._target.parent)
+        except OSError as refusal:
+            error = refusal
+            raise
+        finally:
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self.path)  # a full disk says no name
+            if error is not None:
+                with contextlib.suppress(OSError):
+                    self._temporary.unlink()
+            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+                self.stream.close()
 
 
 def write_text(path: AnyPath, text: str) -> None:
     """Write a file of text in UTF-8, whole or not at all. Raises `UserError` as `AtomicFile` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: AnyPath, content: bytes) -> None:
+    """Write a file, whole or not at all. Raises `UserError` as `AtomicFile` does."""
     with AtomicFile(path) as file:
-        file.write(text.encode())
+        file.write(content)
 
 
 @contextlib.contextmanager
-def renamed(stream: IO[bytes], temporary: Path, path: Path) -> Iterator[None]:
-    """Rename an open file from `temporary` to `path` when the block ends; remove it if the block raises."""
+def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """Provide a new folder to write into; it is renamed to `path` when the block ends, and removed if that raises.
+
+    A folder that is there at the end is replaced if `check` does not raise. Raises `UserError` as `AtomicFile` does.
+    """
+    with _refused(path):
+        target, _ = _place(path)
+        temporary, descriptor = _claim(path, target, _new_folder)
+    replaced = None
+    try:
+        yield temporary
+        check()
+        with _refused(path):
+            if target.is_dir() and any(target.iterdir()):
+                replaced = _own_name(target, "old")
+                os.rename(target, replaced)
+            os.rename(temporary, target)
+            sync_folder(target.parent)
+    except BaseException:
+        if replaced is not None and not target.exists():
+            os.rename(replaced, target)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+    for old in _own_names(target, "old"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
     try:
         yield
-        sync(stream)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        with contextlib.suppress(OSError):  # a full disk refuses the last flush too
-            stream.close()
-        raise
-    stream.close()
-    sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def lock(stream: IO[bytes], path: Path) -> bool:
+def _place(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Return where an output lies, behind symbolic links, and its status; None if it is not there yet."""
+    if os.path.abspath(path).startswith(_STREAMS):
+        raise UserError(f"{path}: cannot be written: it is a device or a pipe; give the name of a file")
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        status = None
+    return Path(os.path.realpath(path)), status
+
+
+def _claim(path: Path, target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """Make a file or folder of our own beside `target`; return its path and its locked descriptor.
+
+    Raises `BeingWritten` about `path` while another process holds one for the same output.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for wait in (*WAITS, None):
+        while True:
+            temporary = _own_name(target, "tmp")
+            descriptor = make(temporary)
+            if lock(descriptor, temporary):
+                break
+            os.close(descriptor)  # another process took it for a leftover before it was locked
+        if not _others_write(target, temporary):
+            return temporary, descriptor
+        _remove(temporary)
+        os.close(descriptor)
+        if wait is not None:
+            time.sleep(wait * random.uniform(0.5, 1))  # two that began together must not meet again
+    raise BeingWritten(f"{path}: another process is writing it; wait for it or choose another name")
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+
+def _new_folder(path: Path) -> int:
+    path.mkdir()
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _own_name(target: Path, suffix: str, half: str = "") -> Path:
+    """Return a name of our own beside an output, with a new random half of its token or the given one."""
+    half = half or os.urandom(4).hex()
+    return target.with_name(f".{target.name}.{half}{zlib.crc32(os.fsencode(target.name + half)):08x}.{suffix}")
+
+
+def _own_names(target: Path, suffix: str) -> list[Path]:
+    """Return the files and folders beside an output whose names are our own."""
+    begin, end = f".{target.name}.", f".{suffix}"
+    found = [entry.name for entry in os.scandir(target.parent) if entry.name.startswith(begin)]
+    halves = [name[len(begin) :][:8] for name in found if name.endswith(end)]
+    return [name for name in (_own_name(target, suffix, half) for half in halves if half) if name.name in found]
+
+
+def _others_write(target: Path, own: Path) -> bool:
+    """Return whether another process is writing an output; remove what killed writers left of it."""
+    for path in _own_names(target, "tmp"):
+        if path == own:
+            continue
+        try:
+            kind = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_RDWR
+            descriptor = os.open(path, kind | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or of another user
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(path)
+        except BlockingIOError:
+            return True
+        except OSError:  # without locks nobody knows
+            pass
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lock(descriptor: int, path: Path) -> bool:
     """Lock the open file `path` for this process. Return False while another process holds it or has just renamed it.
 
     A file system without locks counts as locked.
     """
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return path.exists() and os.path.samestat(os.fstat(stream.fileno()), os.stat(path))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))
     except BlockingIOError:
         return False
     except OSError:

@@ -52,7 +52,7 @@ def first_rank_speaks() -> Iterator[None]:
         yield
         return
     with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        open(os.devnull, "w", encoding="utf-8", errors="backslashreplace") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import refusals_as_user_errors
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
@@ -122,9 +123,7 @@ class MetricsFile:
         self.last_row = max((row["iteration"] for _, row in rows), default=0)
         kept = b"".join(line + b"\n" for line, _ in rows)
         if kept != before:
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_bytes(kept)
-            temporary.replace(self.path)
+            write_bytes(self.path, kept)
 
     def write(self, row: Row) -> None:
         """Append a row and flush it, so that it survives a kill."""
@@ -163,7 +162,7 @@ class MetricsFile:
                 content = deleted.read()
         except OSError:  # on a network file system that has dropped it
             content = b""
-        self.path.write_bytes(content)
+        write_bytes(self.path, content)
         os.close(self._descriptor)
         self._descriptor = self._open()
         return [METRICS if content else f"{METRICS} without its earlier rows"]

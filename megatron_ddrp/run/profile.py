@@ -11,6 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.parallel.process_group import Ranks, gather_objects
 
 FOLDER = "profile"
@@ -99,7 +100,7 @@ class StepProfile:
         self._folder.mkdir(exist_ok=True)
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         table = operations.table(sort_by=order, row_limit=-1, max_name_column_width=80)
-        path.with_suffix(".txt").write_text(table, encoding="utf-8")
+        write_text(path.with_suffix(".txt"), table)
         profiler.export_chrome_trace(f"{path}.json.gz")
         shares = ", ".join(f"{name:.60} {share:.0%}" for name, share in shares_of(operations, on_gpu)[:LINE_OPERATIONS])
         steps = f"steps {self.start + 1} to {self.end} on rank {self._ranks.rank}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.run import stopping
@@ -30,7 +31,7 @@ def sole_writer(folder: Path) -> Iterator[int]:
     Raises `UserError` with the holder's name if another run has it. File systems without locks are not protected.
     """
     path = folder / LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,6 +42,8 @@ def sole_writer(folder: Path) -> Iterator[int]:
             ) from None
         except OSError:
             pass
+        if os.pread(descriptor, 5, 0) not in (b"", b"host "):
+            raise UserError(f"{path} is not the lock of a run: move it away, or give another --save")
         os.truncate(descriptor, 0)
         os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
         yield descriptor
@@ -90,7 +93,7 @@ class RunFolder:
             if code not in [path.read_bytes() for path in folder.iterdir() if path.is_file()]:
                 names = itertools.chain((name,), (f"{Path(name).stem}-{number}.py" for number in itertools.count(2)))
                 written.append(next(free for free in names if not (folder / free).exists()))
-                (folder / written[-1]).write_bytes(code)
+                write_bytes(folder / written[-1], code)
                 if written[-1] != name:
                     kept = f"{PLUGIN_FOLDER}/{written[-1]}"
                     self.remarks.append(f"--plugin {name}: changed since the run began; its new code is kept as {kept}")

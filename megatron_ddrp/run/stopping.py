@@ -2,7 +2,8 @@
 
 After SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) or SIGINT (Ctrl-C) the current step finishes; on
 GPUs the next one too, which is already launched. Then all ranks save and exit with `ASKED_TO_STOP`, whichever of them
-got the signal.
+got the signal. The signals are handled until the process ends: a late one, such as a launcher's SIGTERM after the first
+rank has ended, must not kill a rank that still writes its last files or change its exit code.
 
 A second SIGINT ends a process at once, unless a launcher started it: launchers forward the terminal's SIGINT, so one
 Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT ignored, as
@@ -16,7 +17,8 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+
+from megatron_ddrp.data.atomic import write_text
 
 EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
@@ -25,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequests:
-    """Requests to stop this rank early, by a signal or the clock. A context manager that handles the signals."""
+    """Requests to stop this rank early, by a signal or the clock."""
 
     def __init__(self, minutes: float | None, began: float | None = None, alone: bool = False) -> None:
         """Set the time limit to `minutes` after `began` (seconds of `time.monotonic`, default now); None = no limit.
@@ -35,18 +37,13 @@ class StopRequests:
         self.alone = alone
         self.deadline = (time.monotonic() if began is None else began) + 60 * minutes if minutes else None
         self.received = 0
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequests:
+    def heed(self) -> StopRequests:
+        """Handle the signals from now on, until the process ends; return this object."""
         for number in SIGNALS:
-            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._receive)
+            if not (number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN):
+                signal.signal(number, self._receive)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.alone and number == signal.SIGINT:
@@ -70,7 +67,7 @@ def name_of(code: int) -> str:
 
 def note_exit_code(folder: Path, code: int) -> None:
     """Write DIR/exit_code, for launchers that turn every exit code but 0 into 1."""
-    (folder / EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
+    write_text(folder / EXIT_CODE, f"{code}\n")
 
 
 def forget_exit_code(folder: Path) -> None:

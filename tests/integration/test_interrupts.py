@@ -7,7 +7,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.parallel import process_group
+from megatron_ddrp.run import stopping
 from tests.integration.launch import Result, start_ranks, training_rows
 from tests.integration.test_faults import at_step, send
 
@@ -41,6 +45,24 @@ def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path
     assert path and path.name == "iter_0000003"
     start_ranks(command).check()
     assert training_rows(parts) == training_rows(whole)
+
+
+def signal_late(number: signal.Signals) -> None:
+    """Send a signal while the last files are written, and while the other ranks are awaited after that."""
+    for module, name in ((stopping, "note_exit_code"), (process_group, "stop")):
+        setattr(module, name, functools.partial(after_a_signal, number, getattr(module, name)))
+
+
+def after_a_signal(number: signal.Signals, call: Callable[..., None], *arguments: object) -> None:
+    send(number)
+    call(*arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, flags: Flags, tmp_path: Path) -> None:
+    ended = start_ranks(flags(save=tmp_path), 1, before=functools.partial(signal_late, number)).check()
+    assert ended.exit_codes == [0]
+    assert (tmp_path / "exit_code").read_text() == "0\n" and not (tmp_path / "lock").exists()
 
 
 def test_two_interrupts_end_at_once(flags: Flags, tmp_path: Path) -> None:

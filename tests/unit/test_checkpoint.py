@@ -163,9 +163,26 @@ def test_names_sort_by_number(run):
 
 def test_pruning_deletes_checkpoints_alone(run):
     (run / "iter_0000001_of_mine").mkdir()
+    (run / "iter_0000001_of_mine.tmp").mkdir()
     (run / "iter_0000007.tmp").mkdir()
+    (run / "iter_0000007.old.tmp").mkdir()
     checkpoint.prune(run, 1, "iter_0000004")
-    assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000001_of_mine", "iter_0000004", "iter_0000006"]
+    mine = ["iter_0000001_of_mine", "iter_0000001_of_mine.tmp"]
+    assert sorted(path.name for path in run.glob("iter_*")) == [*mine, "iter_0000004", "iter_0000006"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "exit_code"])
+@pytest.mark.parametrize("load", [False, True])
+def test_a_run_does_not_replace_the_files_of_others(tmp_path, name, load):
+    (tmp_path / name).write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match=f"--save .* holds {name}, which no run wrote"):
+        checkpoint.refuse_folders(tmp_path, tmp_path if load else None)
+
+
+def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path):
+    save_config(Config(), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    checkpoint.refuse_folders(tmp_path, tmp_path)
 
 
 def changed_state(path, **changes):

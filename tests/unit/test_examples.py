@@ -103,9 +103,9 @@ def assert_fits(facts: dict[str, Any], machine: Machine, path: Path) -> None:
     assert machine.devices % facts["tensor_parallel"] == 0
     assert facts["memory_per_rank_bytes"] < 0.9 * machine.gigabytes * 2**30
     text = path.read_text(encoding="utf-8")
-    for other in re.findall(r"bash (examples/\w+\.sh) \"\$@\"", text):  # a recipe that runs another
+    for other in re.findall(r"RECIPE=(examples/\w+\.sh)", text):  # a recipe that runs another
         text += (ROOT / other).read_text(encoding="utf-8")
-    assert f"--device-memory {machine.gigabytes}\n" in text
+    assert f'--device-memory {machine.gigabytes} "${{ARGS[@]}}"\n' in text
     if "--num_gpus" in text and machine.is_gpu:
         assert f"--num_gpus {machine.devices} " in text
     if "\n#SBATCH" in text:
@@ -134,25 +134,111 @@ def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> No
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands, and for a run that is stopped by a signal."""
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
+def test_the_users_flags_win_under_a_dry_run(path: Path, tmp_path: Path) -> None:
+    given = ["--world-size", "4", "--device-memory", "81", "--micro-batch-size", "2"]
+    words = words_for_python(path, tmp_path, *given)[1:]
+    parsed = parse_arguments(words)
+    assert (parsed.world_size, parsed.device_memory, parsed.config.training.micro_batch_size) == (4, 81, 2)
+
+
+SLURM = ROOT / "examples" / "pretrain_ddrp_base_slurm.sh"
+IN_A_JOB = {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+
+
+def run_slurm(
+    tmp_path: Path, environment: dict[str, str], *words: str, rank: str = "exit 75"
+) -> subprocess.CompletedProcess[str]:
+    """The Slurm recipe with stand-ins for Slurm's commands; `rank` is what a rank does, and a dry run is a real one."""
+    (tmp_path / "stubs").mkdir(exist_ok=True)
     for name, script in {
-        "srun": 'echo "srun $1 $2"; shift 2; "$@"',
+        "sbatch": 'echo "sbatch $*"',
+        "srun": 'echo "srun $SLURM_NTASKS $SLURM_NTASKS_PER_NODE $1 $2"; shift 2; "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node1; else echo "scontrol $*"; fi',
-        "python": 'echo "$MASTER_ADDR:$MASTER_PORT python $*"; exit 75',
+        "python": f'[[ " $* " != *" --dry-run "* ]] || exec {sys.executable} "$@"; '
+        f'echo "$MASTER_ADDR:$MASTER_PORT python $*"; {rank}',
     }.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
-    environment |= {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "node[1-2]", "DATA": "some_text"}
-    environment["SLURM_CPUS_PER_TASK"] = "6"
-    command = ["bash", str(ROOT / "examples" / "pretrain_ddrp_base_slurm.sh"), "--seed", "7"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        (tmp_path / "stubs" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / "stubs" / name).chmod(0o755)
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
+    given = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
+    given |= {"SLURM_SUBMIT_DIR": str(ROOT), **environment}
+    return run_script(SLURM, given, *words, in_front=tmp_path / "stubs")
+
+
+def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Path) -> None:
+    done = run_slurm(tmp_path, IN_A_JOB | {"SLURM_CPUS_PER_TASK": "6"}, "--seed", "7")
     step, started, queued = done.stdout.splitlines()
-    assert step == "srun --kill-on-bad-exit=1 --cpus-per-task=6"
-    assert started.startswith("node1:20007 python pretrain_bert.py --data-path some_text ")
+    assert step == "srun 16 8 --kill-on-bad-exit=1 --cpus-per-task=6"
+    assert started.startswith("node1:20007 python pretrain_bert.py --data-path ")
     assert started.endswith(" --seed 7") and "--dry-run" not in started
     assert (done.returncode, queued) == (75, "scontrol requeue 20007")
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({"SLURM_NNODES": "4"}, "32 8"),
+        ({"SLURM_NNODES": "3", "SLURM_GPUS_PER_NODE": "4"}, "12 4"),
+        ({"SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "v100:2"}, "2 2"),
+        ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "6"}, "12 6"),
+    ],
+)
+def test_the_slurm_recipe_has_the_ranks_of_its_nodes(variables: dict[str, str], ranks: str, tmp_path: Path) -> None:
+    done = run_slurm(tmp_path, IN_A_JOB | variables, rank="exit 0")
+    assert done.returncode == 0 and done.stdout.startswith(f"srun {ranks} --kill-on-bad-exit=1 ")
+
+
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    [
+        ('mkdir -p "$SAVE"; echo 75 > "$SAVE/exit_code"; exit 143', 75),
+        ('mkdir -p "$SAVE"; echo 0 > "$SAVE/exit_code"; exit 137', 0),
+        ("exit 137", 137),
+        ("exit 2", 2),
+        ("exit 0", 0),
+    ],
+)
+@pytest.mark.parametrize("as_flag", [(), ("--save",), ("--save=",)])
+def test_the_slurm_recipe_follows_the_code_of_the_run(
+    rank: str, code: int, as_flag: tuple[str, ...], tmp_path: Path
+) -> None:
+    """`srun` reports a rank that it killed, and an earlier job has left a code in the folder."""
+    save = tmp_path / "own"
+    save.mkdir()
+    (save / "exit_code").write_text("75\n")
+    flags = {(): (), ("--save",): ("--save", str(save)), ("--save=",): (f"--save={save}",)}[as_flag]
+    variables = {} if as_flag else {"SAVE": str(save)}
+    done = run_slurm(tmp_path, IN_A_JOB | variables, *flags, rank=rank.replace("$SAVE", str(save)))
+    assert done.returncode == code and ("scontrol requeue 20007" in done.stdout) == (code == 75)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "queued"),
+    [
+        ({"NODES": "4", "GPUS": "4"}, ("--seed", "7"), "--nodes=4 --ntasks-per-node=4 --gpus-per-node=4"),
+        ({"NODES": "3"}, (), ""),
+        ({"NODES": "3", "DRY_RUN": "1"}, (), ""),
+        ({}, ("--micro-batch-size", "32"), ""),
+        ({}, ("--no-such-flag",), ""),
+        ({}, ("--micro-batch-size", "256", "--global-batch-size", "4096"), ""),
+        (
+            {"DEVICE_MEMORY": "800"},
+            ("--micro-batch-size", "256", "--global-batch-size", "4096"),
+            "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8",
+        ),
+    ],
+)
+def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(
+    variables: dict[str, str], words: tuple[str, ...], queued: str, tmp_path: Path
+) -> None:
+    done = run_slurm(tmp_path, variables, *words)
+    if queued:
+        last = done.stdout.splitlines()[-1]
+        assert last == " ".join(["sbatch", queued, "examples/pretrain_ddrp_base_slurm.sh", *words]), done.stderr
+    else:
+        assert done.returncode == 2 and "sbatch" not in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "examples" / "compare").glob("*.yaml")), ids=lambda path: path.stem)
@@ -228,13 +314,13 @@ def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedP
     return run_script(path, environment | {"DRY_RUN": "1"}, *flags, in_front=tmp_path / "bin")
 
 
-def words_for_python(path: Path, tmp_path: Path) -> list[str]:
-    """The words after `python` in the command of a recipe under DRY_RUN=1."""
+def words_for_python(path: Path, tmp_path: Path, *flags: str) -> list[str]:
+    """The words after `python` in the command of a recipe under DRY_RUN=1, given more flags."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
     python.chmod(0o755)
-    done = run_recipe(path, tmp_path)
+    done = run_recipe(path, tmp_path, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\0")[:-1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
 
@@ -67,6 +67,31 @@ def test_keys_and_flags_take_names_from_the_plug_ins_of_a_config_file(values: di
     config = parse_arguments(["--objective", "near", "--config", str(file)]).config
     assert (config.model.position_encoding, config.objective.objective) == ("near", "near")
     assert set(PLUGINS.values()) == {plugin}
+
+
+def test_a_line_names_the_file_before_its_code_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plugin, file = write(tmp_path / "mine.py"), tmp_path / "run.yaml"
+    plugin.write_text("import os\nos.write(2, b'ran\\n')\n" + plugin.read_text())
+    file.write_text(f"plugin: {plugin}\n")
+    for _ in range(2):
+        parse_arguments(["--config", str(file)])
+    assert capfd.readouterr().err == f"--config {file}: runs the code of {plugin}\nran\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.JSON", "run", "run.yaml.txt", "run.yaml"])
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_only_a_persons_yaml_names_code(name: str, of_a_run: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    values = Config().replace(model={"vocab_size": 100}).to_dict() if of_a_run else {}
+    for plugins in (str(tmp_path / "mine.py"), [str(tmp_path / "mine.py")]):
+        (tmp_path / name).write_text(json.dumps(values | {"plugin": plugins}))
+        if (name, of_a_run) == ("run.yaml", False):
+            with pytest.raises(SystemExit, match="ran"):
+                parse_arguments(["--config", str(tmp_path / name)])
+            continue
+        with pytest.raises(UserError, match="plugin: only a YAML file of your own may name code.*--plugin") as refused:
+            parse_arguments(["--config", str(tmp_path / name)])
+        assert refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

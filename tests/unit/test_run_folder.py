@@ -42,6 +42,20 @@ def test_what_was_deleted_is_written_again(deleted, written, home):
     assert (home.path / LOCK).is_file()
 
 
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_a_lock_of_others_is_not_touched(home, tmp_path, kind):
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    mine.write_text("mine")
+    (theirs / LOCK).hardlink_to(mine) if kind == "a file" else (theirs / LOCK).symlink_to(mine)
+    with (
+        pytest.raises(UserError, match="not the lock of a run|Too many levels"),
+        RunFolder(theirs, home._config, home._tokenizer),
+    ):
+        pass
+    assert mine.read_text() == "mine" and [path.name for path in theirs.iterdir()] == [LOCK]
+
+
 HOLD = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
 
 

@@ -14,9 +14,11 @@ from megatron_ddrp.run.stopping import SIGNALS, StopRequests
 @pytest.fixture(autouse=True)
 def interrupts_heeded() -> Iterator[None]:
     """As in a foreground process, whatever started the tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def interrupt() -> None:
@@ -25,42 +27,40 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_a_request_and_its_handler_returns(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with StopRequests(None) as requests:
-        assert requests.code == 0
-        os.kill(os.getpid(), number)
-        assert requests.code == number
-    assert signal.getsignal(number) is before
+    requests = StopRequests(None).heed()
+    assert requests.code == 0
+    os.kill(os.getpid(), number)
+    assert requests.code == number
 
 
 def test_a_second_interrupt_ends_a_lone_process(capfd: pytest.CaptureFixture[str]) -> None:
-    with StopRequests(None, alone=True) as requests:
+    requests = StopRequests(None, alone=True).heed()
+    interrupt()
+    assert requests.code == signal.SIGINT
+    assert "SIGINT: stopping after this step; once more ends at once" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
         interrupt()
-        assert requests.code == signal.SIGINT
-        assert "SIGINT: stopping after this step; once more ends at once" in capfd.readouterr().err
-        with pytest.raises(KeyboardInterrupt):
-            interrupt()
 
 
 def test_an_interrupt_after_another_signal_is_the_first(capfd: pytest.CaptureFixture[str]) -> None:
-    with StopRequests(None, alone=True) as requests:
-        os.kill(os.getpid(), signal.SIGTERM)
-        interrupt()
-        assert requests.code == signal.SIGINT and "once more" in capfd.readouterr().err
+    requests = StopRequests(None, alone=True).heed()
+    os.kill(os.getpid(), signal.SIGTERM)
+    interrupt()
+    assert requests.code == signal.SIGINT and "once more" in capfd.readouterr().err
 
 
 def test_a_launcher_may_send_several(capfd: pytest.CaptureFixture[str]) -> None:
-    with StopRequests(None) as requests:
-        interrupt()
-        interrupt()
-        assert requests.code == signal.SIGINT
+    requests = StopRequests(None).heed()
+    interrupt()
+    interrupt()
+    assert requests.code == signal.SIGINT
     assert capfd.readouterr().err == ""
 
 
 def test_ignored_interrupts_stay_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with StopRequests(None, alone=True) as requests:
-        interrupt()
-        assert requests.code == 0
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    requests = StopRequests(None, alone=True).heed()
+    interrupt()
+    assert requests.code == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -2,23 +2,21 @@
 
 The checksum is the CRC-32 of the file's name and content. It detects flipped, missing and zeroed bytes, files of an
 earlier version, and another dataset's file under this name. It costs about a second per gigabyte. A file's content
-follows from its name, so processes need not wait for each other: each one that finds no file computes the same bytes,
-writes them under a temporary name and renames it; the last one replaces a file by an equal one.
+follows from its name, so processes need not wait for each other: each one that finds no file computes the same bytes.
+While one of them writes the file, the others leave it to that one.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ddrp.data.atomic import AnyPath, renamed
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile, BeingWritten
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.errors import UserError
 
@@ -61,23 +59,19 @@ class CacheFile:
         Raises `UserError` if the user named a folder that cannot be written to.
         """
         try:
-            self._write(content)
-        except OSError as error:
+            with AtomicFile(self.path, mode=self._index.stat().st_mode & 0o666) as file:  # the data's rights
+                file.write(seal(self.path.name, content))
+        except BeingWritten:
+            return None
+        except (OSError, UserError) as error:
+            cause = error.__cause__ or error
+            reason = cause.strerror if isinstance(cause, OSError) else str(cause)
             if self._folder is None:
-                return f"{self.path.parent} cannot be written ({error.strerror})"
+                return f"{self.path.parent} cannot be written ({reason})"
             raise UserError(
-                f"--index-cache-dir {self._folder}: cannot be written: {error.strerror}; give a folder that can be"
+                f"--index-cache-dir {self._folder}: cannot be written: {reason}; give a folder that can be"
             ) from None
         return None
-
-    def _write(self, content: bytes) -> None:
-        mode = self._index.stat().st_mode & 0o666  # the same rights as the data; mkstemp allows only one user
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        stream = os.fdopen(descriptor, "wb")
-        with renamed(stream, Path(temporary), self.path):
-            stream.write(seal(self.path.name, content))
-            os.fchmod(descriptor, mode)
 
 
 def seal(name: str, content: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
     for prefix in prefixes:
         for suffix in (".bin", ".idx", ".json"):
             path = dataset_path(prefix, suffix)
-            if path.exists():
+            if os.path.lexists(path):
                 hint = "give --overwrite to replace it, or another --output-prefix"
                 raise UserError(f"{path}: exists already; {hint}")
 

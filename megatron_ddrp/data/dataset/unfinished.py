@@ -2,9 +2,10 @@
 
 PREFIX.unfinished/ holds one set of growing files per dataset (ids, sizes, documents) and job.json. The latter has the
 command's settings, and the length and CRC-32 of the synced part of each growing file. A resumed run cuts the files back
-to that length. Leftovers of another command and damaged ones are deleted. When all tokens are written, the index and
-the manifest are made in the same folder, and then the three files of each dataset are renamed, the index last. A kill
-at any moment leaves either no dataset or the whole one, and the same command finishes the renaming.
+to that length. Leftovers of another command and damaged ones are deleted; a folder
+with any other file is refused. When all tokens are written, the index and the manifest are made in the same folder, and
+then the three files of each dataset are renamed, the index last. A kill at any moment leaves either no dataset or the
+whole one, and the same command finishes the renaming.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ from megatron_ddrp.json_files import object_sum
 
 PARTS = ("ids", "sizes", "documents")
 """Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+
+_OWN = re.compile(rf"lock|job\.json|\d+\.({'|'.join((*PARTS, 'idx', 'json'))})|\..*\.tmp")
+"""Names of the files that this module writes."""
 
 SUM = "crc32"
 """Key of job.json's own checksum."""
@@ -124,8 +128,12 @@ class UnfinishedDatasets:
             write_manifest(text, manifest, ids, index)
 
     def discard(self) -> None:
-        """Remove the folder and everything in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder with its files."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if _OWN.fullmatch(path.name):
+                    path.unlink()
+            self.folder.rmdir()
 
     def __enter__(self) -> UnfinishedDatasets:
         return self
@@ -144,10 +152,16 @@ class UnfinishedDatasets:
         path = self.folder / "lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            stream = open(path, "wb")  # noqa: SIM115
+            strange = next((p for p in self.folder.iterdir() if p.is_symlink() or not _OWN.fullmatch(p.name)), None)
+            if strange or self.folder.is_symlink():
+                raise UserError(
+                    f"{strange or self.folder} was not written by this command, which needs {self.folder} for itself: "
+                    "move it away, or choose another prefix"
+                )
+            stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb")
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
-        if not lock(stream, path):
+        if not lock(stream.fileno(), path):
             stream.close()
             raise UserError(f"{self.folder}: another process is writing here; wait for it, or choose another prefix")
         return stream
@@ -167,7 +181,7 @@ class UnfinishedDatasets:
             return saved
         self.discarded = any(path.name == "job.json" for path in found)
         for path in found:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            path.unlink()
         return None
 
     def _open_files(self, saved: dict[str, Any] | None) -> list[list[_GrowingFile]]:

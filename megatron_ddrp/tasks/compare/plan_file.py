@@ -30,7 +30,7 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
         raise place.error("no such file; give a YAML plan: a clone of the repository has some in examples/compare/")
     values = load_yaml(file, place)
     if not isinstance(values, Mapping) or RUNGS not in values:
-        plan = _plan(_replaced(values, given or {}), place)
+        plan = _plan(_replaced(values, given or {}), place, file)
         if plan.check:
             raise place.at("check").error(f"only for an entry of {RUNGS}; leave it out")
         return [replace(plan, file=file)]
@@ -40,16 +40,16 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     plans = []
     for number, rung in enumerate(rungs, 1):
         at = place.at(f"{RUNGS}[{number}]")
-        plan = _plan(_replaced(_rung(common, rung, at), given or {}), at)
+        plan = _plan(_replaced(_rung(common, rung, at), given or {}), at, file)
         _check_rung(plan, at)
         plans.append(replace(plan, file=file, is_rung=True))
     return plans
 
 
-def _plan(values: Any, place: Place) -> Plan:
+def _plan(values: Any, place: Place, file: Path) -> Plan:
     """Return a plan from its values, after loading its plug-ins, whose names its models may have."""
     if isinstance(values, Mapping) and "plugins" in values:
-        load_plugins(values["plugins"], place.at("plugins"))
+        load_plugins(values["plugins"], place.at("plugins"), file)
     return read_section(Plan, values, place)
 
 

@@ -331,6 +331,9 @@ def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values,
     with pytest.raises(UserError, match=r"plugins: got \{'near\.py': 1\}, expected a list of files"):
         read_plan(write(values))
     values["plugins"] = str(file)  # one file needs no brackets
+    as_json = write(values).rename(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"plan\.json: plugins: only a YAML file of your own may name code"):
+        read_plan(as_json)
     file.write_text(PLUGIN)
     try:
         work = open_work(values)

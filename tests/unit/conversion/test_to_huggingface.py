@@ -1,6 +1,7 @@
 """An exported folder computes what the training model computes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,7 +211,13 @@ def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
     load, output = write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf"
     export_checkpoint(load, output)
     (output / "stale").write_text("x")
+    for name in ("hf.tmp", "hf.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
     export_checkpoint(load, output, overwrite=True)
+    for name in ("hf.tmp", "hf.replaced"):
+        assert (tmp_path / name / "mine").read_text() == "mine"
+        shutil.rmtree(tmp_path / name)
     assert not (output / "stale").exists() and (output / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run", "vocab.txt"]
     with pytest.raises(UserError, match="not a Hugging Face folder"):

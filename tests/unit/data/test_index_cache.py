@@ -173,7 +173,7 @@ def refuse_writing(*_arguments, **_options):
 
 def test_read_only_data_keep_the_index_in_memory_and_say_so(dataset, tmp_path, monkeypatch):
     before = files(tmp_path / "data")
-    monkeypatch.setattr("tempfile.mkstemp", refuse_writing)
+    monkeypatch.setattr("megatron_ddrp.data.atomic._new_file", refuse_writing)
     totals, note = cached_totals(dataset, 32)
     assert np.array_equal(totals, sample_totals(dataset, 32)) and files(tmp_path / "data") == before
     for part in (str(tmp_path / "data"), "Read-only file system", "stays in memory", "--index-cache-dir DIR"):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,6 +273,34 @@ def test_a_bad_record_keeps_what_is_done_for_on_error_skip(config, tmp_path, mon
     interrupt(monkeypatch, config(on_error="skip", overwrite=True), after=result.chunks - 1)
     with pytest.raises(UserError, match="has skipped records; add --on-error skip"):
         preprocess(config(overwrite=True))
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder", "a link", "a link for a folder"])
+def test_files_of_others_in_the_folder_are_not_touched(config, tmp_path, kind):
+    folder, mine = Path(config().unfinished_folder), tmp_path / "mine"
+    folder.parent.mkdir(exist_ok=True)
+    mine.mkdir()
+    (mine / "notes").write_text("mine")
+    if kind == "a link for a folder":
+        folder.symlink_to(mine)
+    else:
+        folder.mkdir()
+        make = {"a file": shutil.copy, "a folder": shutil.copytree, "a link": lambda a, b: b.symlink_to(a)}[kind]
+        make(mine if kind == "a folder" else mine / "notes", folder / ("lock" if kind == "a link" else "notes"))
+    before = [(path.name, path.is_symlink()) for path in folder.iterdir()]
+    with pytest.raises(UserError, match="was not written by this command, .*: move it away, or choose another prefix"):
+        preprocess(config())
+    assert [(path.name, path.is_symlink()) for path in folder.iterdir()] == before
+    assert (mine / "notes").read_text() == "mine"
+
+
+def test_a_dangling_link_in_place_of_a_dataset_counts_as_there(config, tmp_path):
+    Path(config().unfinished_folder).parent.mkdir(exist_ok=True)
+    link = Path(f"{config().prefixes[0]}.bin")
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match="exists already"):
+        preprocess(config())
+    assert link.is_symlink()
 
 
 def test_two_processes_do_not_write_the_same_datasets(config, tmp_path):

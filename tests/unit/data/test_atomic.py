@@ -1,0 +1,260 @@
+"""Files and folders that exist whole or not at all, beside whatever else lies there."""
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.data import atomic
+from megatron_ddrp.data.atomic import AtomicFile, BeingWritten, atomic_folder, write_bytes, write_text
+from megatron_ddrp.errors import UserError, run_command
+
+
+def write_file(path):
+    write_text(path, "new")
+
+
+def write_folder(path):
+    with atomic_folder(path) as folder:
+        (folder / "content").write_text("new")
+
+
+WRITERS = pytest.mark.parametrize("write", [write_file, write_folder])
+
+
+def content_of(path):
+    return ((path / "content") if path.is_dir() else path).read_text()
+
+
+def tree(folder):
+    """Every path below a folder with its content; links are not followed."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else "folder"
+        if path.is_dir()
+        else path.read_text()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+OTHERS = {
+    "a file": lambda path, _: path.write_text("mine"),
+    "a folder": lambda path, _: (path.mkdir(), (path / "mine").write_text("mine")),
+    "an empty folder": lambda path, _: path.mkdir(),
+    "a link to a file": lambda path, outside: path.symlink_to(outside / "file"),
+    "a link to a folder": lambda path, outside: path.symlink_to(outside),
+    "a dangling link": lambda path, outside: path.symlink_to(outside / "nothing"),
+}
+NAMES = ("h.tmp", "h.replaced", ".h.tmp", ".h.old", "h.lock", ".h.0123456789abcdef.tmp", ".h.0123456789abcdef.old")
+
+
+@WRITERS
+@pytest.mark.parametrize("kind", OTHERS)
+def test_nothing_of_others_is_touched(tmp_path, write, kind):
+    """Temporary names of this and of earlier versions are taken by a user's files and links."""
+    outside, here = tmp_path / "outside", tmp_path / "here"
+    for folder in (outside, here):
+        folder.mkdir()
+    (outside / "file").write_text("mine")
+    for name in NAMES:
+        OTHERS[kind](here / name, outside)
+    before = tree(tmp_path)
+    write(here / "h")
+    write(here / "h")
+    assert content_of(here / "h") == "new"
+    (shutil.rmtree if (here / "h").is_dir() else os.unlink)(here / "h")
+    assert tree(tmp_path) == before
+
+
+@WRITERS
+def test_a_failure_leaves_what_was_there(tmp_path, write, monkeypatch):
+    write(tmp_path / "h")
+    before = tree(tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises((UserError, OSError), match="No space left on device"):
+        write(tmp_path / "h")
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_comes_back_if_its_successor_cannot_take_its_name(tmp_path, monkeypatch):
+    write_folder(tmp_path / "h")
+    before, rename = tree(tmp_path), os.rename
+
+    def refuse_the_second(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_the_second)
+    with pytest.raises(UserError, match="h: cannot be written: Input/output error"):
+        write_folder(tmp_path / "h")
+    assert tree(tmp_path) == before
+
+
+def test_a_full_disk_is_one_line_with_the_files_name(tmp_path, capsys):
+    def main():
+        with AtomicFile(tmp_path / "h"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(SystemExit) as end:
+        run_command(main, "program")
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"program: error: {tmp_path / 'h'}: No space left on device\n"
+    assert tree(tmp_path) == {}
+
+
+@WRITERS
+def test_the_second_writer_gets_a_line_and_the_first_one_its_name(tmp_path, write, monkeypatch):
+    monkeypatch.setattr(atomic, "WAITS", (0.0,))
+    with AtomicFile(tmp_path / "h") if write is write_file else atomic_folder(tmp_path / "h"):
+        held = tree(tmp_path)
+        with pytest.raises(BeingWritten, match="h: another process is writing it; wait for it or choose another name"):
+            write(tmp_path / "h")
+        write(tmp_path / "other")
+        assert held.items() <= tree(tmp_path).items()
+    assert (tmp_path / "h").exists()
+
+
+def test_a_writer_waits_for_a_short_write(tmp_path):
+    first = AtomicFile(tmp_path / "h")
+    sleep = time.sleep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _: (first.__exit__(None, None, None), sleep(0)))
+        write_text(tmp_path / "h", "second")
+    assert tree(tmp_path) == {"h": "second"}
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from megatron_ddrp.data.atomic import AtomicFile, atomic_folder
+with (AtomicFile if sys.argv[1] == "file" else atomic_folder)(Path(sys.argv[2])) as output:
+    if sys.argv[1] == "file":
+        output.write(b"half")
+        output.stream.flush()
+    else:
+        (output / "content").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+@WRITERS
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_path, write):
+    command = [sys.executable, "-c", PROGRAM, "file" if write is write_file else "folder", str(tmp_path / "h")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as killed:
+        killed.stdout.readline()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(BeingWritten):
+            patch.setattr(atomic, "WAITS", ())
+            write(tmp_path / "h")
+        killed.send_signal(signal.SIGKILL)
+    assert len([name for name in tree(tmp_path) if "/" not in name]) == 1
+    write(tmp_path / "other")
+    assert len([name for name in tree(tmp_path) if "/" not in name]) == 2
+    write(tmp_path / "h")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["h", "other"]
+
+
+@WRITERS
+@pytest.mark.parametrize("there", [True, False], ids=["link", "dangling link"])
+def test_an_output_behind_a_link_is_written_where_it_lies(tmp_path, write, there):
+    (tmp_path / "far").mkdir()
+    if there:
+        write(tmp_path / "far" / "h")
+    (tmp_path / "h").symlink_to(tmp_path / "far" / "h")
+    write(tmp_path / "h")
+    assert (tmp_path / "h").is_symlink() and content_of(tmp_path / "far" / "h") == "new"
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["h"]
+
+
+def make_loop(path):
+    path.symlink_to(path)
+    return path
+
+
+STRANGE = {
+    "a folder": (lambda path: (path.mkdir(), path)[1], "it is a folder; give the name of a file"),
+    "a pipe": (lambda path: (os.mkfifo(path), path)[1], "it is a device or a pipe"),
+    "a link to a device": (lambda path: (path.symlink_to(os.devnull), path)[1], "it is a device or a pipe"),
+    "a device": (lambda _: Path(os.devnull), "it is a device or a pipe"),
+    "standard output": (lambda _: Path("/dev/stdout"), "it is a device or a pipe"),
+    "a descriptor": (lambda _: Path("/proc/self/fd/1"), "it is a device or a pipe"),
+    "a loop of links": (make_loop, "Too many levels of symbolic links"),
+    "below a file": (lambda path: (path.write_text("mine"), path / "h")[1], "Not a directory"),
+    "too long a name": (lambda path: path.with_name("h" * 255), "File name too long"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_an_output_that_no_file_can_replace_is_refused(tmp_path, kind):
+    make, message = STRANGE[kind]
+    path = make(tmp_path / "h")
+    before = [item.name for item in tmp_path.iterdir()]
+    with pytest.raises(UserError, match=f"cannot be written: {message}"):
+        write_text(path, "new")
+    assert [item.name for item in tmp_path.iterdir()] == before
+
+
+@pytest.mark.parametrize("umask, expected", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_permissions_are_those_of_the_umask_or_of_the_file_before(tmp_path, umask, expected):
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "h", "new")
+        write_folder(tmp_path / "folder")
+        write_bytes(tmp_path / "own", b"")
+        (tmp_path / "own").chmod(0o640)
+        write_bytes(tmp_path / "own", b"new")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("h", "folder/content", "folder", "own")]
+    assert modes == [expected, expected, 0o777 & ~umask, 0o640]
+
+
+def test_a_write_protected_file_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "h").write_text("mine")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as for any user but root
+    with pytest.raises(UserError, match="h: cannot be written: it is write-protected"):
+        write_text(tmp_path / "h", "new")
+    assert tree(tmp_path) == {"h": "mine"}
+
+
+def test_other_names_of_a_hard_linked_file_keep_their_content(tmp_path):
+    (tmp_path / "backup").write_text("old")
+    os.link(tmp_path / "backup", tmp_path / "h")
+    write_text(tmp_path / "h", "new")
+    assert tree(tmp_path) == {"backup": "old", "h": "new"}
+
+
+def test_without_locks_every_writer_has_a_file_of_its_own(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with AtomicFile(tmp_path / "h") as first:
+        write_text(tmp_path / "h", "second")
+        first.write(b"first")
+    assert tree(tmp_path) == {"h": "first"}
+
+
+def test_a_folder_that_came_meanwhile_is_not_replaced(tmp_path):
+    def check():
+        if (tmp_path / "h").exists():
+            raise UserError("it is there")
+
+    with pytest.raises(UserError, match="it is there"), atomic_folder(tmp_path / "h", check):
+        (tmp_path / "h").mkdir()
+        (tmp_path / "h" / "content").write_text("theirs")
+    assert tree(tmp_path) == {"h": "folder", "h/content": "theirs"}
