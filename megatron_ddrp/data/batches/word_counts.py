@@ -167,7 +167,7 @@ def _sample_digest(dataset: IndexedDataset) -> str:
 
 
 def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int]) -> RareWords:
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
+    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
     total = sum(
         int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
         for dataset, (low, high) in parts
