@@ -64,7 +64,8 @@ class HuggingFaceTokenizer(Tokenizer):
         unknown = unknown_piece(layout, file)
         ids = self._backend.get_vocab(with_added_tokens=True)
         specials = find_specials(ids, named or self._outer_pieces() | _named_specials(file.parent))
-        if unknown is not None:
+        closed = spells_all(layout)
+        if unknown is not None and not (closed and "unk" in specials):
             specials["unk"] = ids[unknown]  # whatever the settings say
         require_specials(specials, file, "add them to the tokenizer or use another one")
         if max(ids.values()) >= len(ids) + SPARE_IDS:
@@ -81,7 +82,7 @@ class HuggingFaceTokenizer(Tokenizer):
             content,
             more_special_ids=[i for i, token in added.items() if token.special],
         )
-        self.spells_all = spells_all(layout)
+        self.spells_all = closed
         self.drops_text = unknown is None and not self.spells_all
         self._drop_probe = drop_probe(layout) if self.drops_text else None
 

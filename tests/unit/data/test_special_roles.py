@@ -118,6 +118,13 @@ def test_an_unknown_piece_that_no_text_gives_is_said(tmp_path, made, shared):
     assert tokenizer.count_unknown(row) == 0, "[SEP] after a document is not unknown text"
 
 
+def test_the_settings_name_the_unknown_piece_of_a_model_that_never_gives_one(tmp_path):
+    """As in CLIP's files, whose model names the end of a text."""
+    made = byte_bpe(unknown="<s>")
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made))
+    assert tokenizer.pieces[tokenizer.unk_id] == "<u>" and not warn_of_vocabulary(tokenizer)
+
+
 def test_classifier_and_separator_may_share_a_piece(tmp_path):
     for name, made in (OPEN | CLOSED).items():
         tokenizer = build_tokenizer(
