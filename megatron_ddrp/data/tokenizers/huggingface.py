@@ -138,10 +138,17 @@ def make_exact(backend: RustTokenizer) -> None:
 
 
 def _named_specials(folder: Path) -> dict[str, str]:
-    """Return role → piece from the folder's configuration files; empty without them."""
+    """Return role → piece from the folder's configuration files; empty without them.
+
+    Where they differ, the newer layout's tokenizer_config.json counts, which lists the added tokens, and the map beside
+    an older one, as in transformers.
+    """
     named = {}
-    paths = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json", DESCRIPTION_FILE)]
-    for config in [read_object(path) for path in paths if path.exists()]:
+    names = ("special_tokens_map.json", "tokenizer_config.json", DESCRIPTION_FILE)
+    found = [read_object(folder / name) if (folder / name).exists() else {} for name in names]
+    if "added_tokens_decoder" not in found[1]:
+        found[:2] = found[1::-1]
+    for config in found:
         own = config.get("special_tokens")  # of `Tokenizer.save`
         for role in SPECIAL_PIECES:
             token = own.get(role) if isinstance(own, dict) else config.get(f"{role}_token")

@@ -118,6 +118,20 @@ def test_an_unknown_piece_that_no_text_gives_is_said(tmp_path, made, shared):
     assert tokenizer.count_unknown(row) == 0, "[SEP] after a document is not unknown text"
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_settings_that_differ_are_read_as_by_transformers(tmp_path, newer):
+    write(tmp_path, OPEN["bpe"](), NAMES | {"mask": "a"}, "special_tokens_map.json")
+    write(tmp_path, OPEN["bpe"](), NAMES | {"mask": "b"})
+    path = tmp_path / "tokenizer_config.json"
+    more = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"added_tokens_decoder": {}} if newer else {})
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    ours = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert ours.pieces[ours.mask_id] == transformers.AutoTokenizer.from_pretrained(tmp_path).mask_token
+    assert ours.pieces[ours.mask_id] == ("b" if newer else "a")
+
+
 def test_the_settings_name_the_unknown_piece_of_a_model_that_never_gives_one(tmp_path):
     """As in CLIP's files, whose model names the end of a text."""
     made = byte_bpe(unknown="<s>")
