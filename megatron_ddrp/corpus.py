@@ -34,7 +34,7 @@ from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, comple
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_word_ends
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test"}
@@ -82,7 +82,8 @@ class Corpus:
         config = with_tokenizer(config, prefixes)
         tokenizer = tokenizer_flags(config).build()
         words = objective.notes or objective.masking != "token"
-        sources, remarks = {}, [warn_of_impossible(tokenizer), warn_of_word_ends(tokenizer) if words else None]
+        sources, remarks = {}, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]
+        remarks += [warn_of_unmarked_words(tokenizer)] if words else []
         for prefix in prefixes:
             source = sources[prefix] = Source(open_dataset(prefix, tokenizer), {})
             for length in lengths:
@@ -172,7 +173,8 @@ class Corpus:
         masker = Masker(tokenizer, objective.eval_mask_prob, seed, objective.masking, **objective.mask_shares)
         mark = None
         if objective.notes:
-            mark = partial(WordFinder(tokenizer.word_starts, tokenizer.special_ids).number, self.rare_words[0])
+            finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+            mark = partial(finder.number, self.rare_words[0])
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {
             length: SampleReader(

@@ -12,13 +12,13 @@ from megatron_ddrp.errors import UserError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+    """Return the JSON object in a file, which may begin with a byte order mark.
 
     Raises `UserError` if the file cannot be read, is not UTF-8, is not JSON, is nested too deeply, or holds a value
     other than an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a readable file") from None
     except ValueError as error:

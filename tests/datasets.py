@@ -34,7 +34,7 @@ def fake_tokenizer(word_starts: np.ndarray) -> Any:
     roles = {"pad_id": 0, "unk_id": 1, "cls_id": 2, "sep_id": 3, "mask_id": 4}
     pieces = [f"piece {i}" for i in range(len(word_starts))]
     given = {"vocab_size": len(pieces), "pieces": pieces, "word_starts": word_starts, "special_ids": np.arange(5)}
-    return SimpleNamespace(**given, **roles)
+    return SimpleNamespace(**given, **roles, word_ends=np.zeros_like(word_starts))
 
 
 class FakeSamples:

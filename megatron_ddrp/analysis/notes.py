@@ -52,8 +52,8 @@ def share_of_sentences(
     dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
 ) -> dict[str, Any]:
     """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence."""
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
-    ends = np.array([piece.lstrip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
+    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+    ends = np.array([piece.strip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
     sentences = with_one = 0
     low, high = 0, int(dataset.document_indices[min(documents, dataset.num_documents)])
     for sequence in tracked(range(low, high), "sequence"):

@@ -41,6 +41,7 @@ from megatron_ddrp.config import flag
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags
 from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 TERMINATED = 143
@@ -101,6 +102,8 @@ def main() -> None:
             arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator, tokenizer
         )
         print(imported.summary(), flush=True)
+        for line in warn_of_vocabulary(imported.tokenizer) if imported.tokenizer else ():
+            print(line, file=sys.stderr)
         if imported.warning:
             print(f"{sys.argv[0]}: warning: {imported.warning}", file=sys.stderr)
     else:

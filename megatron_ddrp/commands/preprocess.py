@@ -81,7 +81,8 @@ def print_estimate(config: PreprocessConfig) -> None:
         documents, tokens = (round(found.factor * count) for count in (counts.documents, counts.tokens))
         print(
             f"{prefix}.{{bin,idx,json}}: {about}{documents:,} documents, {tokens:,} tokens, "
-            f"{found.token_bytes * tokens / 1e6:,.1f} MB; {unknown_share(counts.unknown_tokens, counts.tokens)}"
+            f"{found.token_bytes * tokens / 1e6:,.1f} MB; "
+            f"{unknown_share(counts.unknown_tokens, counts.tokens, counts.dropped_characters)}"
         )
     seconds = found.factor * found.seconds / config.workers
     print(f"time: about {duration(seconds)} with --workers {config.workers}; nothing written")

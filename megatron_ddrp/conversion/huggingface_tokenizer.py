@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_ddrp.json_files import read_object
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
 way."""
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BERT_LIKE = ("Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "MobileBert", "MPNet", "Splinter")
 BERT_CLASSES = tuple(f"{name}Tokenizer" for name in (*_BERT_LIKE, "SqueezeBert"))
 """Values of `tokenizer_class`, without `Fast`, that stand for BERT's rules on a vocab.txt."""
@@ -85,6 +87,12 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
 
     `choice` may name the type of the tokenizer (`tokenizer_type`), if the folder does not.
     """
+    for name in (vocabulary, "vocab.json"):
+        if (folder / name).is_file() and (folder / name).read_bytes().startswith(_BYTE_ORDER_MARKS):
+            raise UserError(
+                f"{folder / name}: begins with a byte order mark, which transformers reads as text; save the file as "
+                "UTF-8 without one"
+            )
     try:
         from transformers import AutoTokenizer, logging
 
@@ -92,7 +100,10 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
         with tempfile.TemporaryDirectory() as written:
             loaded.save_pretrained(written)
-            return build_tokenizer("HuggingFace", tokenizer_model=written)
+            try:
+                return build_tokenizer("HuggingFace", tokenizer_model=written)
+            except UserError as error:
+                fault = UserError(str(error).replace(written, str(folder)), error.exit_code)
     except Exception as error:  # with a damaged file the library may raise any error
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise UserError(
@@ -100,3 +111,4 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
             f'with transformers and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
             f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
         ) from None
+    raise fault

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
+from megatron_ddrp.data.tokenizers.huggingface import make_exact
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, WORD_START, Tokenizer
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -62,8 +63,7 @@ def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
     content = (folder / tokenizer.file_name).read_bytes()
     if tokenizer.tokenizer_type == "HuggingFace":
         copied = RustTokenizer.from_buffer(content)
-        copied.no_truncation()
-        copied.no_padding()
+        make_exact(copied)
         return copied
     if tokenizer.tokenizer_type == "SentencePiece":
         return unigram_tokenizer(content, tokenizer.pieces, tokenizer.unk_id)
@@ -91,8 +91,8 @@ def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
     copied = RustTokenizer.from_file(str(folder / tokenizer.file_name))
     known = {i for i, token in copied.get_added_tokens_decoder().items() if token.special}
     outer = copied.encode("").ids
-    cuts = copied.truncation is not None or copied.padding is not None
-    return not cuts and set(tokenizer.special_ids.tolist()) <= known and outer == [tokenizer.cls_id, tokenizer.sep_id]
+    varies = copied.truncation is not None or copied.padding is not None or getattr(copied.model, "dropout", None)
+    return not varies and set(tokenizer.special_ids.tolist()) <= known and outer == [tokenizer.cls_id, tokenizer.sep_id]
 
 
 def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer, names: dict[str, str]) -> None:

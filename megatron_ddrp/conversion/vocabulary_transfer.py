@@ -6,7 +6,9 @@ Fast Vocabulary Transfer for Language Model Compression, EMNLP 2022 industry tra
 token embedding, of E_Δ under replaced-token detection, and of the output bias.
 
 Vocabularies of different kinds are compared by what a piece stands for: its text, and whether a word begins with it.
-WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`.
+WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`. Two
+vocabularies that both mark the ends of words are compared by whether a word ends with a piece. If one of them marks
+begins and the other ends, or one marks nothing, the text alone counts: the other fact cannot be known.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from megatron_ddrp.conversion.tokenizer_files import BYTE_PIECE
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
+from megatron_ddrp.data.tokenizers.word_marks import NONE, WORD_END
 
 CONTINUES = "##"
 """WordPiece's mark of a piece inside a word."""
@@ -32,7 +35,8 @@ class Surface(NamedTuple):
     """Text of an ordinary piece, and its place in a word."""
 
     text: str
-    begins_word: bool
+    has_mark: bool
+    """True if a word begins with the piece, or ends with it, as both vocabularies mark it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Transfer:
     """Number of pieces that the old vocabulary has too."""
     spelled: int
     """Number of other pieces that the old tokenizer can spell; the rest are the mean of all."""
+    by_text: bool = False
+    """True if pieces are compared by their text alone."""
 
     def summary(self) -> str:
         """Return a line about the pieces."""
@@ -56,6 +62,8 @@ class Transfer:
         return (
             f"{len(self.parts):,} pieces instead of {self.old_size:,}: {self.kept:,} kept, {self.spelled:,} the mean "
             f"of the old pieces that spell them, {rest:,} the mean of all"
+            + "; compared by text alone, because the two do not mark words on the same side"
+            * self.by_text
         )
 
     def rows(self, table: Tensor) -> Tensor:
@@ -71,10 +79,11 @@ class Transfer:
 def plan_transfer(old: Tokenizer, new: Tokenizer) -> Transfer:
     """Return the old pieces that make up each piece of a new vocabulary."""
     same_kind = old.tokenizer_type == new.tokenizer_type
-    known = {surface: i for i, surface in reversed(_surfaces(old).items())}  # of twins, the first counts
+    same_marks = old.word_side == new.word_side != NONE
+    known = {surface: i for i, surface in reversed(_surfaces(old, same_marks).items())}  # of twins, the first counts
     names = {piece: i for i, piece in enumerate(old.pieces)}
     roles = {getattr(new, f"{role}_id"): getattr(old, f"{role}_id") for role in SPECIAL_PIECES}
-    surfaces, special = _surfaces(new), set(old.special_ids.tolist())
+    surfaces, special = _surfaces(new, same_marks), set(old.special_ids.tolist())
     parts, kept, spelled = list[list[int]](), 0, 0
     for i, piece in enumerate(new.pieces):
         surface = surfaces.get(i)
@@ -90,27 +99,28 @@ def plan_transfer(old: Tokenizer, new: Tokenizer) -> Transfer:
         else:
             parts.append([])
     ordinary = [i for i in range(old.vocab_size) if i not in special]
-    return Transfer(parts, ordinary, old.vocab_size, kept, spelled)
+    return Transfer(parts, ordinary, old.vocab_size, kept, spelled, not same_marks)
 
 
-def _surfaces(tokenizer: Tokenizer) -> dict[int, Surface]:
-    """Return id → surface of the ordinary pieces that are text by themselves."""
+def _surfaces(tokenizer: Tokenizer, marks: bool) -> dict[int, Surface]:
+    """Return id → surface of the ordinary pieces that are text by themselves; without `marks` none has one."""
     special, found = set(tokenizer.special_ids.tolist()), {}
     for i, piece in enumerate(tokenizer.pieces):
-        begins = bool(tokenizer.word_starts[i])
-        inside = not begins and piece.startswith(CONTINUES) and len(piece) > len(CONTINUES)
+        has_mark = bool(tokenizer.word_starts[i] or tokenizer.word_ends[i])
+        inside = not has_mark and piece.startswith(CONTINUES) and len(piece) > len(CONTINUES)
         text = "" if i in special else piece[len(CONTINUES) :] if inside else tokenizer.decode([i]).strip()
+        text = text.removesuffix(WORD_END) if tokenizer.word_ends[i] else text
         if text and NO_TEXT not in text and not BYTE_PIECE.fullmatch(piece):
-            found[i] = Surface(text, begins)
+            found[i] = Surface(text, has_mark and marks)
     return found
 
 
 def _spell(surface: Surface, old: Tokenizer, known: Mapping[Surface, int]) -> list[int]:
     """Return the old ids that spell a new piece, as words are split; empty if some of it is unknown to the old one."""
-    if not surface.begins_word and (inside := _longest_first(surface.text, known)):
+    if not surface.has_mark and (inside := _longest_first(surface.text, known)):
         return inside
     ids = old.encode(f" {surface.text}")
-    return [] if old.unk_id in ids else ids
+    return [] if old.unk_id in ids or old.count_dropped([surface.text]) else ids
 
 
 def _longest_first(text: str, known: Mapping[Surface, int]) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
 from megatron_ddrp.tasks.names import with_random_weights
@@ -111,8 +113,16 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
         )
     config = read_config_file(folder) if path.is_file() else {}
     if "model_type" in config:
-        return _load_hugging_face(folder, config, random_init, masked_lm)
-    return _load_checkpoint(folder, random_init, masked_lm)
+        encoder = _load_hugging_face(folder, config, random_init, masked_lm)
+    else:
+        encoder = _load_checkpoint(folder, random_init, masked_lm)
+    return replace(encoder, origin="; ".join((*warn_of_vocabulary(encoder.tokenizer), encoder.origin)))
+
+
+def tell_of_vocabulary(encoder: Encoder) -> None:
+    """Warn of an encoder's vocabulary, in the name of the code that called our caller."""
+    for line in warn_of_vocabulary(encoder.tokenizer):
+        warnings.warn(line.removeprefix("warning: "), stacklevel=3)
 
 
 def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encoder:

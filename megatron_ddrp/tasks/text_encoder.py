@@ -79,9 +79,11 @@ def load_encoder(
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
     folder = Path(path).expanduser()
     try:
-        return TextEncoder(loading.load_encoder(folder), chosen, kind)
+        encoder = loading.load_encoder(folder)
     except UserError as error:
-        raise UserError(str(error).removeprefix("--load ")) from None
+        raise UserError(str(error).removeprefix("--load "), error.exit_code) from None
+    loading.tell_of_vocabulary(encoder)
+    return TextEncoder(encoder, chosen, kind)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

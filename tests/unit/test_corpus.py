@@ -281,12 +281,12 @@ def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):
         assert len(found) == notes and all("pieces can never occur" in note for note in found)
 
 
-def test_a_vocabulary_without_beginnings_of_words_is_said_where_words_are_read(tmp_path):
+def test_a_vocabulary_that_marks_no_words_is_said_where_words_are_read(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     (tmp_path / "in.jsonl").write_text('{"text": "ab b a ab b a ab b a ab"}\n' * 20, encoding="utf-8")
     flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(tmp_path), "split": "1,1"}
-    for ending, notes in (("</w>", 1), ("", 0)):
+    for ending, notes in (("</w>", 0), ("", 1)):
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", f"a{ending}", f"b{ending}"]
         backend = Tokenizer(
             models.BPE({piece: i for i, piece in enumerate(pieces)}, [], end_of_word_suffix=ending, unk_token="[UNK]")
@@ -300,7 +300,7 @@ def test_a_vocabulary_without_beginnings_of_words_is_said_where_words_are_read(t
         assert len(Corpus.open(config).remarks) == notes
         assert not Corpus.open(config.replace(objective={"masking": "token"})).remarks
         if notes:
-            assert "marks the ends of words (</w>)" in Corpus.open(config).remarks[0]
+            assert "marks neither begins nor ends of words" in Corpus.open(config).remarks[0]
 
 
 def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):

@@ -2,7 +2,7 @@
 
 A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
 - `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
-  pieces is split, each piece its own unit.
+  pieces is split, each piece its own unit. In vocabularies that mark the ends of words, a word starts after an end.
 - `token`: each piece is a unit.
 - `ngram`: units are runs of one to three neighbouring words, p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942;
   SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops
@@ -36,6 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.word_marks import word_begins
 
 MASKINGS = ("whole-word", "token", "ngram")
 MAX_WORD_PIECES = 4
@@ -74,12 +75,14 @@ class Masker:
             raise ValueError(f"masking is {masking!r}: expected one of {', '.join(MASKINGS)}")
         self.mask_id, self.mask_prob, self.seed, self.masking = tokenizer.mask_id, mask_prob, seed, masking
         self._word_starts = tokenizer.word_starts | (masking == "token")  # [vocab_size]
+        self._word_ends = tokenizer.word_ends  # [vocab_size]
         self._mask_below, self._random_below = mask_share, mask_share + random_share
         self._selectable = np.ones(tokenizer.vocab_size, bool)  # [vocab_size]
         self._selectable[tokenizer.special_ids] = False
         has_piece = np.array([piece != "" for piece in tokenizer.pieces])  # [vocab_size]; a tokenizer.json may skip ids
         self._random_pieces = np.flatnonzero(self._selectable & has_piece)
         self._selectable[tokenizer.unk_id] = True
+        self._selectable[[tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id]] = False
         if not self._random_pieces.size:
             raise ValueError(
                 f"all {tokenizer.vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"
@@ -142,7 +145,8 @@ class Masker:
             return flat, flat
         budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
         gaps = ~_shift_right(selectable)  # [rows, seq]: no ordinary token comes right before
-        first, single = _units((self._word_starts[input_ids] | gaps).reshape(-1)[flat])  # [units]
+        begins = word_begins(self._word_starts, self._word_ends, input_ids) | gaps  # [rows, seq]
+        first, single = _units(begins.reshape(-1)[flat])  # [units]
         row_ends = np.cumsum(num_tokens)
         unit_rows = _rows_of(first, row_ends)
         if self.masking == "ngram":

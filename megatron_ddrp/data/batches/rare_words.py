@@ -52,27 +52,43 @@ class RareWords:
 class WordFinder:
     """Finder of whole words in rows of piece ids.
 
-    `word_starts` is bool `[vocab_size]`; `special_ids` are in no word.
+    `word_starts` is bool `[vocab_size]`; `special_ids` are in no word. In a vocabulary that marks the ends of words,
+    `word_ends` is bool `[vocab_size]` and not False everywhere.
     """
 
-    def __init__(self, word_starts: NDArray[np.bool_], special_ids: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        word_starts: NDArray[np.bool_],
+        special_ids: NDArray[np.int64],
+        word_ends: NDArray[np.bool_] | None = None,
+    ) -> None:
         self.vocab_size = len(word_starts)
         self._ordinary = np.ones(len(word_starts), bool)
         self._ordinary[special_ids] = False
         self._starts = np.asarray(word_starts, bool) & self._ordinary
+        self._ends = np.asarray(word_ends, bool) if word_ends is not None and np.any(word_ends) else None
         self._keys = hash_uint64(0, "word-piece", np.arange(len(word_starts)))  # [vocab]
 
     def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks begins of rows.
 
-        Skips words that begin with a continuation piece. Skips special pieces, which end the word before them.
+        Skips words that begin with a continuation piece, or, where the ends of words are marked, those without an end
+        before them or at their own last piece. Skips special pieces, which end the word before them.
         """
         ordinary = self._ordinary[ids]
         boundary = row_begins | self._starts[ids] | ~ordinary
         boundary[1:] |= ~ordinary[:-1]
+        begins = self._starts[ids]
+        if self._ends is not None:
+            ends = self._ends[ids]
+            begins = row_begins & ordinary
+            begins[1:] |= ends[:-1] & ordinary[1:]
+            boundary |= begins
         first = np.flatnonzero(boundary)
         sizes = np.diff(first, append=len(ids))
-        whole = self._starts[ids[first]]
+        whole = begins[first]
+        if self._ends is not None:
+            whole &= ends[first + sizes - 1]
         return first[whole], sizes[whole]
 
     def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -26,6 +26,7 @@ from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.word_marks import BEGIN
 from megatron_ddrp.errors import UserError
 
 Part = tuple[IndexedDataset, tuple[int, int]]
@@ -154,7 +155,8 @@ def _cache(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int],
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
         for dataset, documents in parts
     ]
-    key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds])
+    side = [tokenizer.word_side] * (tokenizer.word_side != BEGIN)  # earlier versions knew words by their begins only
+    key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds, *side])
     return CacheFile(parts[0][0], hashlib.sha256(key.encode()).hexdigest()[:16], "words.npz", folder)
 
 
@@ -167,7 +169,7 @@ def _sample_digest(dataset: IndexedDataset) -> str:
 
 
 def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int]) -> RareWords:
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
+    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
     total = sum(
         int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
         for dataset, (low, high) in parts

@@ -50,6 +50,8 @@ class DatasetSummary:
     """Tokenizer entry of the manifest, if there is one."""
     unknown_tokens: int | None
     """Number of unknown pieces according to the manifest; None without this entry."""
+    dropped_characters: int = 0
+    """Number of characters that the tokenizer left out, according to the manifest; 0 without this entry."""
 
     def lines(self) -> Iterator[str]:
         """Yield the summary as text."""
@@ -60,9 +62,9 @@ class DatasetSummary:
         )
         made_by = "not recorded (no manifest)" if self.tokenizer is None else tokenizer_name(self.tokenizer)
         yield f"tokenizer: {made_by}"
-        unknown = self.unknown_tokens
-        yield "unknown pieces: not recorded" if unknown is None else unknown_share(unknown, self.tokens)
-        if unknown is not None and (warning := warn_of_unknown("this dataset", unknown, self.tokens)):
+        unknown, dropped = self.unknown_tokens, self.dropped_characters
+        yield "unknown pieces: not recorded" if unknown is None else unknown_share(unknown, self.tokens, dropped)
+        if unknown is not None and (warning := warn_of_unknown("this dataset", unknown, self.tokens, dropped)):
             yield warning
         if not self.documents:
             return
@@ -91,7 +93,7 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
     histogram = [((1 << e) >> 1, max(0, (1 << e) - 1), int(bins[e])) for e in exponents]
     below = np.cumsum(counts)
     documents, manifest = dataset.num_documents, dataset.manifest or {}
-    unknown = manifest.get("unknown_tokens")
+    unknown, dropped = manifest.get("unknown_tokens"), manifest.get("dropped_characters")
     ranks = [(q, min(documents - 1, int(q * documents))) for q in QUANTILES] if documents else []
     return DatasetSummary(
         documents=documents,
@@ -105,6 +107,7 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
         histogram=histogram,
         tokenizer=manifest.get("tokenizer"),
         unknown_tokens=unknown if isinstance(unknown, int) else None,
+        dropped_characters=dropped if isinstance(dropped, int) else 0,
     )
 
 

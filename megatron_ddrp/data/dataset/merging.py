@@ -22,7 +22,7 @@ from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.errors import UserError
 
-COUNTS = ("empty_documents", "skipped", "unknown_tokens")
+COUNTS = ("empty_documents", "skipped", "unknown_tokens", "dropped_characters")
 """Manifest entries that are summed and that the datasets themselves do not show; dropped if a manifest lacks one."""
 
 

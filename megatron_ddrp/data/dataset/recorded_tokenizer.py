@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.data.atomic import AnyPath
@@ -19,6 +20,8 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 PATH = "tokenizer_path"
 """Manifest entry of the vocabulary's path."""
+MOST_LINKS = 40
+"""Largest number of links that are followed from a file, as in Linux."""
 
 
 class TokenizerFlags(NamedTuple):
@@ -59,8 +62,14 @@ class TokenizerFlags(NamedTuple):
 
 
 def relative_path(path: AnyPath, prefix: AnyPath) -> str:
-    """Return a vocabulary's path as the manifest of `prefix` records it."""
-    return os.path.relpath(os.path.realpath(path), os.path.realpath(dataset_path(prefix, ".json").parent))
+    """Return a vocabulary's path as the manifest of `prefix` records it.
+
+    Its folder is resolved and its name is kept: where the name is a link, the settings of the vocabulary lie beside it.
+    """
+    folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
+    has_name = name not in ("", os.curdir, os.pardir)
+    real = os.path.join(os.path.realpath(folder), name) if has_name else os.path.realpath(path)
+    return os.path.relpath(real, os.path.realpath(dataset_path(prefix, ".json").parent))
 
 
 def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
@@ -74,9 +83,19 @@ def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
         return TokenizerFlags()
     if not isinstance(recorded, str):
         return TokenizerFlags(kind)
-    path = os.path.realpath(dataset_path(prefix, ".json").parent / recorded)
+    paths = [os.path.normpath(os.path.join(folder, recorded)) for folder in _folders(dataset_path(prefix, ".json"))]
+    path = next(filter(os.path.exists, paths), paths[0])
     here = os.path.relpath(path)
     return TokenizerFlags(kind).with_path(path if here.startswith(os.pardir) else here)
+
+
+def _folders(manifest: Path) -> list[str]:
+    """Return the folders, resolved, in which a manifest lies: that of its name, then those to which links lead."""
+    folders = [os.path.realpath(manifest.parent)]
+    while manifest.is_symlink() and len(folders) <= MOST_LINKS:
+        manifest = manifest.parent / os.readlink(manifest)
+        folders.append(os.path.realpath(manifest.parent))
+    return folders
 
 
 def path_entry(prefixes: Sequence[AnyPath], output_prefix: AnyPath) -> dict[str, str]:

@@ -14,7 +14,7 @@ from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInp
 from megatron_ddrp.data.preprocess.partition import own_bytes, own_files
 from megatron_ddrp.data.progress import tracked
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedDocuments
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_unknown
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_unknown, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 FILES, CHUNKS = 4, 8
@@ -70,9 +70,9 @@ def estimate(config: PreprocessConfig) -> Estimate:
     count = min(FILES, len(files))
     for number in tracked(range(count), "file", "reading"):
         _read(files[number * len(files) // count], tokenize, config, found)
-    lines = [warn_of_impossible(tokenize.tokenizer)]
+    lines = [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]
     for prefix, counts in zip(config.prefixes, found.by_key, strict=True):
-        lines.append(warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens))
+        lines.append(warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens, counts.dropped_characters))
     found.warnings = [line for line in lines if line]
     return found
 

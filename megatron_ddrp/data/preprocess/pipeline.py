@@ -29,7 +29,12 @@ from megatron_ddrp.data.preprocess.signals import uninterrupted
 from megatron_ddrp.data.preprocess.workers import map_in_order
 from megatron_ddrp.data.progress import byte_progress
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
-from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_impossible, warn_of_unknown
+from megatron_ddrp.data.tokenizers.vocabulary_fit import (
+    unknown_share,
+    warn_of_impossible,
+    warn_of_unknown,
+    warn_of_vocabulary,
+)
 from megatron_ddrp.errors import UserError
 
 CHUNK_BYTES = BLOCK_BYTES
@@ -69,15 +74,15 @@ class PreprocessResult:
         left_out = f", {empty:,} empty documents left out" if empty else ""
         if self.skipped:
             left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
-        unknown = unknown_share(self.total("unknown_tokens"), tokens)
+        unknown = unknown_share(self.total("unknown_tokens"), tokens, self.total("dropped_characters"))
         return (
             f"{self.total('documents'):,} documents, {tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
         )
 
     def warnings(self) -> Iterator[str]:
-        """Yield one warning per dataset with many unknown pieces."""
+        """Yield one warning per dataset with many unknown pieces or dropped characters."""
         for prefix, counts in zip(self.prefixes, self.by_key, strict=True):
-            if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens):
+            if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens, counts.dropped_characters):
                 yield warning
 
 
@@ -94,7 +99,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
         own = own_files(files, config.partition)
         rules["partition"] = partition_entry(config.partition, files)
         files = own
-    if warning := warn_of_impossible(tokenize.tokenizer):
+    for warning in filter(None, [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]):
         print(warning, file=sys.stderr)
     folder = config.unfinished_folder
     job = _job(config, files, rules)
@@ -209,10 +214,12 @@ class _Run:
 
     def _manifest(self, k: int) -> dict[str, Any]:
         """Return PREFIX.json, a function of the input's bytes and the flags: equal runs give equal files."""
-        tokenizer = self._tokenize.tokenizer
+        tokenizer, counts = self._tokenize.tokenizer, self.result.by_key[k]._asdict()
+        if not tokenizer.drops_text:
+            del counts["dropped_characters"]
         return {
             **self._rules,
-            **self.result.by_key[k]._asdict(),
+            **counts,
             "skipped": self.result.skipped,
             "dtype": tokenizer.dtype.name,
             "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",

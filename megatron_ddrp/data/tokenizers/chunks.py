@@ -89,6 +89,8 @@ class KeyCounts(NamedTuple):
     """Number of tokens that are the unknown piece."""
     empty_documents: int = 0
     """Documents skipped because they have no tokens."""
+    dropped_characters: int = 0
+    """Number of characters that the tokenizer left out; see `Tokenizer.count_dropped`."""
 
     def plus(self, more: KeyCounts) -> KeyCounts:
         """Return the sums of both."""
@@ -153,8 +155,14 @@ class ChunkTokenizer:
                 sequences.append(len(kept))
         sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
         tokens = b"".join(all_ids)
-        unknown = int(np.count_nonzero(np.frombuffer(tokens, dtype) == self.tokenizer.unk_id))
-        counts = KeyCounts(len(sequences), len(sizes), int(sizes.sum()), unknown, len(texts) - len(sequences))
+        counts = KeyCounts(
+            len(sequences),
+            len(sizes),
+            int(sizes.sum()),
+            self.tokenizer.count_unknown(np.frombuffer(tokens, dtype)),
+            len(texts) - len(sequences),
+            self.tokenizer.count_dropped(texts),
+        )
         return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), counts)
 
     def _packed(self, texts: list[str]) -> Iterator[list[bytes]]:

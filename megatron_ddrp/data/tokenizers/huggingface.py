@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.tokenizers.spelling import count_dropped, drop_probe, parts_of, spells_all, unknown_piece
 from megatron_ddrp.data.tokenizers.tokenizer import (
     DESCRIPTION_FILE,
     SPECIAL_PIECES,
@@ -19,6 +21,16 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     find_specials,
     read_bytes,
     require_specials,
+)
+from megatron_ddrp.data.tokenizers.word_marks import (
+    BEGIN,
+    END,
+    UNMARKED,
+    WORD_END,
+    WordMarks,
+    begins_with,
+    ends_with,
+    side_of,
 )
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
@@ -41,19 +53,20 @@ class HuggingFaceTokenizer(Tokenizer):
         file = Path(path) / self.file_name if Path(path).is_dir() else Path(path)
         if not file.exists() and file.with_name("vocab.txt").exists():
             raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")
-        content = read_bytes(file)
+        content = read_bytes(file).removeprefix(codecs.BOM_UTF8)  # which the library does not read
         try:
-            layout = json.loads(content)
             self._backend = RustTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception, and Python's reader RecursionError
+            layout = json.loads(self._backend.to_str())  # with the keys that the file leaves out
+        except Exception as error:  # the library raises bare Exception
             raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({str(error)[:200]})") from None
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        make_exact(self._backend)
         self._read_specials_as_text()
-        if getattr(self._backend.model, "dropout", None):
-            self._backend.model.dropout = None  # the same text must always give the same ids
+        unknown = unknown_piece(layout, file)
         ids = self._backend.get_vocab(with_added_tokens=True)
         specials = find_specials(ids, named or self._outer_pieces() | _named_specials(file.parent))
+        closed = spells_all(layout)
+        if unknown is not None and not (closed and "unk" in specials):
+            specials["unk"] = ids[unknown]  # whatever the settings say
         require_specials(specials, file, "add them to the tokenizer or use another one")
         if max(ids.values()) >= len(ids) + SPARE_IDS:
             raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
@@ -65,10 +78,13 @@ class HuggingFaceTokenizer(Tokenizer):
             "HuggingFace",
             pieces,
             specials,
-            _word_start_rule(layout, pieces),
+            _word_marks(layout, pieces, _split_sample(self._backend)),
             content,
             more_special_ids=[i for i, token in added.items() if token.special],
         )
+        self.spells_all = closed
+        self.drops_text = unknown is None and not self.spells_all
+        self._drop_probe = drop_probe(layout) if self.drops_text else None
 
     def encode(self, text: str) -> list[int]:
         return self._only_text(self._backend.encode(text, add_special_tokens=False).ids)
@@ -92,6 +108,9 @@ class HuggingFaceTokenizer(Tokenizer):
         hidden = self._never_from_text - {self.mask_id}
         return [self.unk_id if i in hidden else i for i in found]
 
+    def count_dropped(self, texts: Sequence[str]) -> int:
+        return count_dropped(self._drop_probe, texts) if self._drop_probe else 0
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
@@ -106,13 +125,30 @@ class HuggingFaceTokenizer(Tokenizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._read_specials_as_text()  # the library loses this setting when pickled
+        if self._drop_probe:
+            self._drop_probe.encode_special_tokens = True
+
+
+def make_exact(backend: RustTokenizer) -> None:
+    """Switch off what a file may ask for and training must not have: cuts, padding, and merges left out at random."""
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None
 
 
 def _named_specials(folder: Path) -> dict[str, str]:
-    """Return role → piece from the folder's configuration files; empty without them."""
+    """Return role → piece from the folder's configuration files; empty without them.
+
+    Where they differ, the newer layout's tokenizer_config.json counts, which lists the added tokens, and the map beside
+    an older one, as in transformers.
+    """
     named = {}
-    paths = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json", DESCRIPTION_FILE)]
-    for config in [read_object(path) for path in paths if path.exists()]:
+    names = ("special_tokens_map.json", "tokenizer_config.json", DESCRIPTION_FILE)
+    found = [read_object(folder / name) if (folder / name).exists() else {} for name in names]
+    if "added_tokens_decoder" not in found[1]:
+        found[:2] = found[1::-1]
+    for config in found:
         own = config.get("special_tokens")  # of `Tokenizer.save`
         for role in SPECIAL_PIECES:
             token = own.get(role) if isinstance(own, dict) else config.get(f"{role}_token")
@@ -122,28 +158,41 @@ def _named_specials(folder: Path) -> dict[str, str]:
     return named
 
 
-def _word_start_rule(layout: dict[str, Any], pieces: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether a piece begins a word, for a tokenizer.json and its pieces.
+def _split_sample(backend: RustTokenizer) -> str:
+    """Return "a a" as the tokenizer gives it to its model, whose pieces can show only the marks that are left there."""
+    text = backend.normalizer.normalize_str("a a") if backend.normalizer else "a a"
+    words = backend.pre_tokenizer.pre_tokenize_str(text) if backend.pre_tokenizer else [(text, None)]
+    return "".join(word for word, _ in words)
 
-    In Metaspace and SentencePiece vocabularies such a piece begins with ▁; in byte-level ones with Ġ (space), Ċ
-    (newline) or ĉ (tab); in WordPiece-like ones it lacks the continuation prefix. In a vocabulary that marks word ends,
-    or nothing, every piece is a word of its own.
+
+def _word_marks(layout: dict[str, Any], pieces: Sequence[str], sample: str) -> WordMarks:
+    """Return the rule of a vocabulary's words, for a tokenizer.json, its pieces and its `_split_sample`.
+
+    A piece that ends a word has the model's own suffix, such as </w>. In Metaspace and SentencePiece vocabularies a
+    word begins with ▁, in byte-level ones with Ġ (space), Ċ (newline) or ĉ (tab); either may mark ends instead. In
+    WordPiece-like vocabularies the first piece lacks the continuation prefix. In a list of words every piece is one.
     """
-    for part in (*_parts(layout.get("pre_tokenizer")), *_parts(layout.get("decoder"))):
+    model = layout["model"]
+    if suffix := model.get("end_of_word_suffix"):
+        return ends_with(suffix)
+    for part in (*parts_of(layout.get("pre_tokenizer")), *parts_of(layout.get("decoder"))):
         if part.get("type") == "Metaspace":
-            mark = part.get("replacement", WORD_START)
-            return lambda piece: piece.startswith(mark)
+            return _marked(pieces, sample, part.get("replacement", WORD_START))
         if part.get("type") == "ByteLevel":
-            return lambda piece: piece.startswith(("\u0120", "\u010a", "\u0109"))
-    prefix = layout["model"].get("continuing_subword_prefix")
-    if not prefix and any(piece.startswith(WORD_START) for piece in pieces):
-        return lambda piece: piece.startswith(WORD_START)
-    return lambda piece: not (prefix and piece.startswith(prefix))
+            return _marked(pieces, sample, "\u0120", "\u010a", "\u0109")
+    if prefix := model.get("continuing_subword_prefix"):
+        return WordMarks(lambda piece: not piece.startswith(prefix))
+    if model["type"] == "WordLevel":
+        return WordMarks(lambda piece: True)
+    for mark in (WORD_START, " "):
+        if any(mark in piece for piece in pieces):
+            return _marked(pieces, sample, mark)
+    return ends_with(WORD_END) if any(piece.endswith(WORD_END) for piece in pieces) else UNMARKED
 
 
-def _parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a component of a tokenizer.json and, for a sequence, the components inside it."""
-    if component:
-        yield component
-        for inner in component.get("pretokenizers", component.get("decoders", [])):
-            yield from _parts(inner)
+def _marked(pieces: Sequence[str], sample: str, mark: str, *others: str) -> WordMarks:
+    """Return the rule of words with `mark` on the side where most pieces have it; `others` also begin words."""
+    side = side_of(pieces, mark)
+    if side == END:
+        return ends_with(mark)
+    return begins_with(mark, *others) if side == BEGIN or mark in sample else UNMARKED

@@ -13,6 +13,7 @@ from functools import lru_cache
 import sentencepiece
 
 from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.tokenizers.spelling import has_byte_pieces
 from megatron_ddrp.data.tokenizers.tokenizer import (
     SPECIAL_PIECES,
     WORD_START,
@@ -21,6 +22,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     find_specials,
     read_bytes,
 )
+from megatron_ddrp.data.tokenizers.word_marks import END, UNMARKED, WordMarks, begins_with, ends_with
 from megatron_ddrp.errors import UserError
 
 # Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix). Appended to a model, it overrides its own.
@@ -51,21 +53,27 @@ class SentencePieceTokenizer(Tokenizer):
             "SentencePiece",
             pieces,
             specials,
-            begins_word=lambda piece: piece.startswith(WORD_START),
+            words=_word_marks(content, pieces),
             content=content,
             more_special_ids=[i for i in own if self._processor.IsControl(i)],
         )
+        self.spells_all = has_byte_pieces({pieces[i] for i in own if self._processor.IsByte(i)})
 
     def encode(self, text: str) -> list[int]:
         return self._only_text(self._processor.EncodeAsIds(text))
 
     def encode_with_masks(self, text: str) -> list[int]:
-        """Return ids with masks. A part after a mask begins with "▁" only if it begins with a space."""
-        first, *others = text.split(self.pieces[self.mask_id])
-        ids = self.encode(first)
-        for part in others:
-            processor = _with_dummy_prefix(self._content, part[:1].isspace())
-            ids += [self.mask_id, *self._only_text(processor.EncodeAsIds(part))]
+        """Return ids with masks. A part after a mask begins with "▁" only if it begins with a space.
+
+        Where "▁" ends words, a part before a mask ends with it only if it ends with a space.
+        """
+        parts = text.split(self.pieces[self.mask_id])
+        whole = len(parts) - 1 if self.word_side == END else 0  # this part has no mask on the side of the "▁"
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            beside = part[-1:] if self.word_side == END else part[:1]
+            read = self._processor if number == whole else _with_dummy_prefix(self._content, beside.isspace())
+            ids += [self.mask_id] * (number > 0) + self._only_text(read.EncodeAsIds(part))
         return ids
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
@@ -85,3 +93,15 @@ def _with_dummy_prefix(content: bytes, wanted: bool) -> sentencepiece.SentencePi
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(content + _DUMMY_PREFIX[wanted])
     return processor
+
+
+def _word_marks(content: bytes, pieces: Sequence[str]) -> WordMarks:
+    """Return the rule of a model's words: its character for a space comes before a word, or after it.
+
+    The side is `treat_whitespace_as_suffix` of the trainer, and shows where the model puts the mark of a single word.
+    """
+    shown = "".join(_with_dummy_prefix(content, True).EncodeAsPieces("a"))
+    mark = next((mark for mark in (WORD_START, " ") if mark in shown), WORD_START)
+    if not any(mark in piece for piece in pieces):
+        return UNMARKED
+    return begins_with(mark) if shown.startswith(mark) or not shown.endswith(mark) else ends_with(mark)

@@ -1,6 +1,6 @@
 """One interface over WordPiece, SentencePiece and Hugging Face tokenizers, all from local files.
 
-Besides ids, a tokenizer knows where words start (for whole-word masking), which ids are special (never a random
+Besides ids, a tokenizer knows where words begin (for whole-word masking), which ids are special (never a random
 replacement, never produced by text), and a fingerprint that identifies it in a dataset's manifest.
 """
 
@@ -11,13 +11,14 @@ import importlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
+from megatron_ddrp.data.tokenizers.word_marks import WordMarks
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 TOKENIZERS = {
@@ -56,6 +57,8 @@ class Tokenizer(ABC):
         special_ids: int64 `[special]`, sorted: these five and all others that the vocabulary marks as special.
         word_starts: bool `[vocab_size]`, True if a piece begins a word. The first piece of a text begins a word even if
             this is False for it.
+        word_ends: bool `[vocab_size]`, True if a piece ends a word, in vocabularies that mark the ends of words.
+        word_side: the side that they mark, as in `WordMarks`.
         fingerprint: SHA-256 of the type and the vocabulary's content, in hexadecimal.
     """
 
@@ -63,13 +66,17 @@ class Tokenizer(ABC):
     """Package that tokenizes; manifests store its version."""
     file_name: str
     """Name of the vocabulary's file in a folder written by `save`."""
+    spells_all: bool = False
+    """True if the vocabulary spells every text, by pieces of bytes, so that no character gives [UNK]."""
+    drops_text: bool = False
+    """True if characters without a piece are left out of the ids; see `count_dropped`."""
 
     def __init__(
         self,
         tokenizer_type: str,
         pieces: Sequence[str],
         specials: Mapping[str, int],
-        begins_word: Callable[[str], bool],
+        words: WordMarks,
         content: bytes,
         more_special_ids: Iterable[int] = (),
     ):
@@ -80,7 +87,9 @@ class Tokenizer(ABC):
         self.pad_id, self.mask_id, self.unk_id = specials["pad"], specials["mask"], specials["unk"]
         special = {*specials.values(), *more_special_ids}
         self.special_ids = np.array(sorted(special), dtype=np.int64)  # [special]
-        self.word_starts = np.array([i in special or begins_word(piece) for i, piece in enumerate(self.pieces)])
+        self.word_starts = np.array([i in special or words.begins(piece) for i, piece in enumerate(self.pieces)])
+        self.word_ends = np.array([i not in special and words.ends(piece) for i, piece in enumerate(self.pieces)])
+        self.word_side = words.side
         self.fingerprint = hashlib.sha256(tokenizer_type.encode() + b"\n" + content).hexdigest()
         self._content = content
         self._never_from_text = special - {self.unk_id}
@@ -136,6 +145,20 @@ class Tokenizer(ABC):
         """Return the number of ordinary pieces that no text can give, because text is normalized before it is split."""
         return 0
 
+    def count_dropped(self, texts: Sequence[str]) -> int:
+        """Return the number of characters of the texts that give no piece, not even [UNK], though they should."""
+        return 0
+
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """Return the number of unknown pieces among a text's ids, which may end in [SEP]."""
+        shared = len(self.roles_of("unk")) > 1  # with [CLS] or [SEP]: then no text gives it
+        return 0 if shared else int(np.count_nonzero(ids == self.unk_id))
+
+    def roles_of(self, role: str) -> list[str]:
+        """Return the names of the roles, such as [CLS], that have the same piece as `role`."""
+        own = getattr(self, f"{role}_id")
+        return [names[0] for other, names in SPECIAL_PIECES.items() if getattr(self, f"{other}_id") == own]
+
     def save(self, folder: AnyPath) -> None:
         """Write the vocabulary and its description into a folder for `load_tokenizer`."""
         names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}
@@ -168,7 +191,8 @@ def build_tokenizer(
 
     `vocab_file` is a vocab.txt for the WordPiece types; `tokenizer_model` is a SentencePiece .model, or for HuggingFace
     a folder with tokenizer.json (or that file). Its `specials` (role → piece) are read from the folder if not given.
-    Raises `UserError` for a missing file, an unusable vocabulary, and a flag of another type with another file.
+    Raises `UserError` for a missing file, an unusable vocabulary, roles that may not share a piece, and a flag of
+    another type with another file.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         allowed = ", ".join(TOKENIZER_TYPES)
@@ -189,8 +213,37 @@ def build_tokenizer(
     module, name = TOKENIZERS[tokenizer_type].split(":")
     make = getattr(importlib.import_module(f"megatron_ddrp.data.tokenizers.{module}"), name)
     if is_wordpiece:
-        return make(path, tokenizer_type)
-    return make(path, specials) if tokenizer_type == "HuggingFace" else make(path)
+        tokenizer = make(path, tokenizer_type)
+    else:
+        tokenizer = make(path, specials) if tokenizer_type == "HuggingFace" else make(path)
+    _refuse_shared_roles(tokenizer, path)
+    return tokenizer
+
+
+def _refuse_shared_roles(tokenizer: Tokenizer, path: AnyPath) -> None:
+    """Raise `UserError` if two roles share a piece, except for [CLS] and [SEP], and [UNK] where text never gives it.
+
+    Masking could not tell the two apart: it hides unknown pieces and keeps the structure of a row.
+    """
+    for role in ("mask", "pad", "unk"):
+        shared = tokenizer.roles_of(role)
+        others = set(shared) - {SPECIAL_PIECES[role][0]}
+        if not others or (role == "unk" and _never_unknown(tokenizer)):
+            continue
+        piece = tokenizer.pieces[getattr(tokenizer, f"{role}_id")]
+        raise UserError(
+            f"{os.fspath(path)}: {piece!r} is {', '.join(shared[:-1])} and {shared[-1]}: expected pieces of their own "
+            "for [PAD], [MASK] and [UNK] (only [CLS] and [SEP] may share one); give each its own piece, also in the "
+            "files special_tokens_map.json and tokenizer_config.json beside it, or use another tokenizer",
+            WRONG_ARGUMENTS,
+        )
+
+
+def _never_unknown(tokenizer: Tokenizer) -> bool:
+    """Return whether no text gives [UNK]: not by a character, and not by the name of a special piece."""
+    names = [tokenizer.pieces[i] for i in tokenizer.special_ids.tolist()]
+    texts = [text for name in names for text in (name, f"a {name} a")]
+    return tokenizer.spells_all and not any(tokenizer.unk_id in ids for ids in tokenizer.encode_batch(texts))
 
 
 def load_tokenizer(folder: AnyPath) -> Tokenizer:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import unicodedata
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.word_marks import NONE
 
 MOST_UNKNOWN = 0.01
 """Share of unknown pieces in a text above which a warning is given."""
 MOST_IMPOSSIBLE = 0.01
 """Share of impossible pieces in a vocabulary above which a warning is given; bert-base-uncased has none."""
-WORD_END = "</w>"
-"""The usual end of a piece that ends a word, as in the vocabularies of XLM, FlauBERT and HerBERT."""
 
 MOST_STRIPPED = 0.01
 """Share of a text's letters that may lose a mark of their script before a warning is given."""
@@ -19,19 +18,37 @@ STRIPPED_BY_CUSTOM = ("LATIN", "GREEK", "CYRILLIC", "HEBREW", "ARABIC")
 """Scripts, by the first word of their letters' names, that are often written without accents or vowel points."""
 
 
-def unknown_share(unknown: int, tokens: int) -> str:
-    """Return the share of unknown pieces among the tokens of a text."""
-    return f"{unknown / max(1, tokens):.2%} unknown pieces"
+def unknown_share(unknown: int, tokens: int, dropped: int = 0) -> str:
+    """Return the share of unknown pieces among the tokens of a text, and the number of its dropped characters."""
+    share = f"{unknown / max(1, tokens):.2%} unknown pieces"
+    return f"{share}, {dropped:,} characters dropped" if dropped else share
 
 
-def warn_of_unknown(prefix: str, unknown: int, tokens: int) -> str | None:
-    """Return a warning if too many tokens of a dataset are unknown pieces, otherwise None."""
-    if unknown <= MOST_UNKNOWN * tokens:
+def warn_of_unknown(prefix: str, unknown: int, tokens: int, dropped: int = 0) -> str | None:
+    """Return a warning if too much of a dataset's text is unknown pieces or dropped characters, otherwise None."""
+    if unknown + dropped <= MOST_UNKNOWN * tokens:
         return None
+    found = f"{unknown:,} of {tokens:,} tokens ({unknown / max(1, tokens):.1%}) are unknown pieces"
+    if dropped:
+        found = f"{dropped:,} characters are dropped beside {tokens:,} tokens"
     return (
-        f"warning: {prefix}: {unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%}) are unknown pieces: the "
-        "vocabulary does not fit the text; check its language, case and tokenizer type, or train one on this text"
+        f"warning: {prefix}: {found}: the vocabulary does not fit the text; check its language, case and tokenizer "
+        "type, or train one on this text"
     )
+
+
+def warn_of_vocabulary(tokenizer: Tokenizer) -> list[str]:
+    """Return what a user must know about a vocabulary wherever it is loaded."""
+    lines = []
+    if tokenizer.drops_text:
+        lines.append(
+            "warning: this vocabulary has neither an unknown piece nor pieces for all bytes: characters that it lacks "
+            "are dropped from every text without a trace; preprocess counts them"
+        )
+    if others := [role for role in tokenizer.roles_of("unk") if role != "[UNK]"]:
+        piece = tokenizer.pieces[tokenizer.unk_id]
+        lines.append(f"{piece!r} is [UNK] and {' and '.join(others)}; the pieces spell all bytes, so no text gives it")
+    return lines
 
 
 def warn_of_impossible(tokenizer: Tokenizer) -> str | None:
@@ -45,13 +62,14 @@ def warn_of_impossible(tokenizer: Tokenizer) -> str | None:
     )
 
 
-def warn_of_word_ends(tokenizer: Tokenizer) -> str | None:
-    """Return a warning if a vocabulary marks where words end and not where they begin, otherwise None."""
-    if not tokenizer.word_starts.all() or not any(piece.endswith(WORD_END) for piece in tokenizer.pieces):
+def warn_of_unmarked_words(tokenizer: Tokenizer) -> str | None:
+    """Return a warning if a vocabulary marks neither where words begin nor where they end, otherwise None."""
+    if tokenizer.word_side != NONE:
         return None
     return (
-        f"warning: this vocabulary marks the ends of words ({WORD_END}), not their beginnings, so every piece counts "
-        "as a word: --masking whole-word masks single pieces, ngram neighbouring pieces, and --notes are of pieces"
+        "warning: this vocabulary marks neither begins nor ends of words, so every piece counts as a word: --masking "
+        "whole-word masks single pieces, ngram neighbouring pieces, --notes are of pieces, and --score l2r and "
+        "whole-word equal pll"
     )
 
 

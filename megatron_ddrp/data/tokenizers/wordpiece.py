@@ -8,6 +8,7 @@ words, and BERT's normalization (clean-up, accents, lower case) never depends on
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer, find_specials, read_bytes, require_specials
+from megatron_ddrp.data.tokenizers.word_marks import WordMarks
 from megatron_ddrp.errors import UserError
 
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
@@ -45,7 +47,7 @@ class WordPieceTokenizer(Tokenizer):
             tokenizer_type,
             pieces,
             specials,
-            begins_word=lambda piece: not piece.startswith("##"),
+            words=WordMarks(lambda piece: not piece.startswith("##")),
             content="".join(f"{piece}\n" for piece in pieces).encode(),
         )
         self._lower = lower = tokenizer_type == "BertWordPieceLowerCase"
@@ -106,22 +108,23 @@ class _WordCache(dict[str, bytes]):
 
 
 def read_vocab(path: AnyPath) -> list[str]:
-    """Return the pieces of a vocab.txt in line order.
+    """Return the pieces of a vocab.txt in line order, without blanks around them, as in BERT's own reader.
 
-    Raises `UserError` if it is missing, empty or not UTF-8, or has a zero byte or a piece twice (one of the two could
-    never occur).
+    A byte order mark is left out. Raises `UserError` if the file is missing, empty or not UTF-8, or has a zero byte or
+    a piece twice (one of the two could never occur).
     """
     data, name = read_bytes(path), os.fspath(path)
     if not data:
         raise UserError(f"{name}: empty; expected a vocab.txt with one piece per line")
+    if other := _other_encoding(data):
+        raise UserError(f"{name}: in {other}, expected UTF-8; write it anew: iconv -f {other} -t UTF-8 {name}")
     try:
-        lines = data.decode("utf-8").removesuffix("\n").split("\n")
+        lines = data.removeprefix(codecs.BOM_UTF8).decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name}:{line}: not UTF-8; expected a vocab.txt with one piece per line") from None
-    pieces = [line.removesuffix("\r") for line in lines]
     lines_of: dict[str, int] = {}
-    for number, piece in enumerate(pieces, 1):
+    for number, piece in enumerate(map(_without_blanks, lines), 1):
         if "\0" in piece:
             raise UserError(f"{name}:{number}: a piece with a zero byte: damaged; copy the file again")
         first = lines_of.setdefault(piece, number)
@@ -130,4 +133,22 @@ def read_vocab(path: AnyPath) -> list[str]:
                 f"{name}:{number}: {piece!r} is already on line {first}, expected each piece once; "
                 f"line {first} can never occur: write another name there, such as [unused-{first}]"
             )
-    return pieces
+    return list(lines_of)
+
+
+def _without_blanks(line: str) -> str:
+    """Return the piece of a line. A line of blanks is a piece that no text gives, so it keeps its place."""
+    return line.strip() or line.removesuffix("\r")
+
+
+def _other_encoding(data: bytes) -> str | None:
+    """Return the encoding with wide characters that the begin of a file shows; None for UTF-8 and all others."""
+    wide = [data[begin : begin + 2] for begin in range(0, 8, 2)]  # the begin of "[PAD]", such as 5B 00
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    for half, name in ((1, "UTF-16LE"), (0, "UTF-16BE")):
+        if all(len(pair) == 2 and pair[half] == 0 != pair[1 - half] for pair in wide):
+            return name
+    return None

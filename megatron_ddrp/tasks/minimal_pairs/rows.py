@@ -4,10 +4,10 @@
     l2r         log p(w_t | … without w_t and the later pieces of its word)     Kauf and Ivanova, arXiv:2305.10588
     whole-word  log p(w_t | … without any piece of its word)                    Kauf and Ivanova, arXiv:2305.10588
 
-The score of a sentence is the sum over its pieces. `Tokenizer.word_starts` defines the words: they begin at WordPiece's
-pieces without ##, at SentencePiece's ▁ and at byte-level BPE's Ġ. Departure: Kauf and Ivanova split words by the
-library's pre-tokenizer, which separates punctuation. WordPiece does so too, but with ▁ and Ġ a full stop belongs to the
-word before it.
+The score of a sentence is the sum over its pieces. `word_begins` finds the words: they begin at WordPiece's pieces
+without ##, at SentencePiece's ▁ and at byte-level BPE's Ġ, or after a piece that ends a word. Departure: Kauf and
+Ivanova split words by the library's pre-tokenizer, which separates punctuation. WordPiece does so too, but with ▁ and Ġ
+a full stop belongs to the word before it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.word_marks import word_begins
 
 SCORES = {
     "l2r": "to score a piece, mask it and the later pieces of its word",
@@ -68,7 +69,7 @@ def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score:
 
 def _word_numbers(table: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """Return the word number of each place for ids `[rows, length]`. A sentence's first piece begins a word."""
-    starts = tokenizer.word_starts[table]
+    starts = word_begins(tokenizer.word_starts, tokenizer.word_ends, table)
     starts[:, 1] = starts[:, -1] = True
     return starts.cumsum(axis=1)
 

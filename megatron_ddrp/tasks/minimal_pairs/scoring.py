@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_unmarked_words
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob
 from megatron_ddrp.tasks.minimal_pairs.masked_lm import PieceLogits, load_masked_lm, piece_logits
@@ -48,7 +49,8 @@ def subjects_of(folder: Path, seeds: Sequence[int | None], earlier: Container[st
     Raises `UserError` as in `load_masked_lm`.
     """
     encoder = load_masked_lm(folder, random_init=None not in seeds).known_as(earlier)
-    rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, encoder.origin)
+    origin = "; ".join(filter(None, (warn_of_unmarked_words(encoder.tokenizer), encoder.origin)))
+    rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, origin)
     return [Subject(encoder.name + _of_seed(seed, seeds), folder, seed, *rest) for seed in seeds]
 
 

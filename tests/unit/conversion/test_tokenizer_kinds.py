@@ -12,6 +12,7 @@ from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.huggingface import load_tokenizer as load_foreign
+from tests.sentencepiece_models import train_model
 from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
 
 TEXT = "red green blue cats and dogs, singing the red birds; runs at both ends"
@@ -208,3 +209,62 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path, settings, config
     with pytest.raises(UserError, match=reason) as refused:
         read(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_an_export_has_no_random_merges(tmp_path, offline):
+    from transformers import AutoTokenizer
+
+    byte_level(tmp_path, FAIRSEQ, template=True)
+    layout = json.loads((tmp_path / "tokenizer.json").read_text())
+    layout["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
+    (tmp_path / "out").mkdir()
+    ours = find_tokenizer(tmp_path)
+    write_tokenizer(ours, tmp_path / "out", 24)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    expected = [ours.cls_id, *ours.encode(TEXT), ours.sep_id]
+    assert {tuple(theirs(TEXT)["input_ids"]) for _ in range(20)} == {tuple(expected)}
+
+
+def test_a_model_with_marks_after_words_is_not_exported_as_one_with_marks_before(tmp_path, offline):
+    model = train_model(tmp_path / "m.model", treat_whitespace_as_suffix=True)
+    ours = build_tokenizer("SentencePiece", tokenizer_model=model)
+    (tmp_path / "out").mkdir()
+    assert "transformers has no equal of this model" in write_tokenizer(ours, tmp_path / "out", 24)
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert find_tokenizer(tmp_path / "out").fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
+@pytest.mark.parametrize("file", ["vocab.json", "merges.txt"])
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b"\xff\xfe"])
+def test_a_byte_order_mark_in_a_vocabulary_for_transformers_is_refused(tmp_path, offline, read, file, mark):
+    byte_level(tmp_path, FAIRSEQ, template=False)
+    layout = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(layout["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in layout["merges"]))
+    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    plain = read(tmp_path)
+    assert plain.pieces[plain.cls_id] == "<s>"
+    (tmp_path / file).write_bytes(mark + (tmp_path / file).read_bytes())
+    with pytest.raises(UserError, match=rf"{file}: begins with a byte order mark.*save the file as UTF-8"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
+def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline, read):
+    """Whether tokenizer.json is there, or transformers makes it."""
+    byte_level(tmp_path, FAIRSEQ, template=True)
+    names = {f"{role}_token": FAIRSEQ[(0, 2, 1, 4, 3)[i]] for i, role in enumerate(ROLES)} | {"pad_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer"} | names))
+    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    for is_made in (False, True):
+        with pytest.raises(UserError, match=r"'</s>' is \[SEP\] and \[PAD\]") as refused:
+            read(tmp_path)
+        assert refused.value.exit_code == 2 and str(refused.value).startswith(str(tmp_path))
+        if not is_made:
+            layout = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+            (tmp_path / "tokenizer.json").unlink()
+            (tmp_path / "vocab.json").write_text(json.dumps(layout["vocab"]))
+            (tmp_path / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in layout["merges"]))

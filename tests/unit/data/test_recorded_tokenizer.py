@@ -80,3 +80,50 @@ def test_a_wrong_prefix_is_reported_before_a_missing_vocabulary(tmp_path):
     (tmp_path / "corpus_text_document.idx").touch()
     with pytest.raises(UserError, match=r"corpus\.idx: No such file.*did you mean .*corpus_text_document\?"):
         completed(TokenizerFlags(), [tmp_path / "corpus"])
+
+
+@pytest.mark.parametrize("shape", ["links", "chain", "folder", "store", "copied links"])
+def test_a_dataset_behind_links_finds_its_vocabulary(tmp_path, shape):
+    data, other = tmp_path / "data", tmp_path / "runs" / "deep"
+    data.mkdir()
+    other.mkdir(parents=True)
+    (data / "vocab.txt").touch()
+    made_with(data / "a", "BertWordPieceCase", data / "vocab.txt")
+    expected = data / "vocab.txt"
+    files = [f"a{ending}" for ending in (".bin", ".idx", ".json")]
+    if shape == "folder":
+        (other / "linked").symlink_to(data)
+        prefix = other / "linked" / "a"
+    elif shape == "store":  # the files themselves lie elsewhere, under other names, and links take their place
+        for file in files:
+            (data / file).rename(other / f"blob-{file}")
+            (data / file).symlink_to(other / f"blob-{file}")
+        prefix = data / "a"
+    else:
+        for file in files:
+            source = data / file
+            if shape == "chain":
+                (tmp_path / "runs" / file).symlink_to(f"../data/{file}")
+                source = tmp_path / "runs" / file
+            (other / file).symlink_to(source)
+        prefix = other / "a"
+    if shape == "copied links":  # a vocabulary beside the links comes first
+        expected = other / "vocab.txt"
+        expected.touch()
+    assert completed(TokenizerFlags(), [prefix]).vocab_file == str(expected)
+    shutil.rmtree(data)
+    if shape == "links":
+        with pytest.raises(UserError, match=r"runs/deep/a\.idx: No such file"):
+            completed(TokenizerFlags(), [prefix])
+
+
+def test_a_vocabulary_that_is_a_link_keeps_the_settings_beside_it(tmp_path):
+    """As in the cache of the hub, where the files of a model are links to blobs of other names."""
+    for folder in ("blobs", "model", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs" / "1a2b").touch()
+    (tmp_path / "model" / "tokenizer.json").symlink_to("../blobs/1a2b")
+    (tmp_path / "again").symlink_to("model")
+    for path in (tmp_path / "model" / "tokenizer.json", tmp_path / "again" / "tokenizer.json"):
+        prefix = made_with(tmp_path / "out" / "a", "HuggingFace", path)
+        assert recorded_flags(prefix).path == str(tmp_path / "model" / "tokenizer.json")

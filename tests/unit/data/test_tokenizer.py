@@ -287,6 +287,43 @@ def test_windows_line_ends_and_a_missing_last_newline_change_nothing(tmp_path, v
     assert other.fingerprint == tokenizer.fingerprint and other.pieces == VOCAB
 
 
+CLEAN = "".join(f"{piece}\n" for piece in VOCAB)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf" + CLEAN.encode(),
+        CLEAN.replace("the\n", "the \n").encode(),
+        CLEAN.replace("\n", " \t\r\n").encode(),
+        CLEAN.replace("the\n", " the\u00a0\n").replace("[PAD]", "\t[PAD]").encode(),
+    ],
+    ids=["mark", "blank", "blanks and CRLF", "other blanks"],
+)
+def test_blanks_around_pieces_and_a_byte_order_mark_are_no_text(tmp_path, vocab_file, content):
+    """BERT's reader (google-research/bert, `load_vocab`) strips each line."""
+    (tmp_path / "v.txt").write_bytes(content)
+    ours, clean = (build_tokenizer("BertWordPieceLowerCase", path) for path in (tmp_path / "v.txt", vocab_file))
+    assert ours.pieces == VOCAB and ours.fingerprint == clean.fingerprint
+    assert ours.pieces[ours.encode("the")[0]] == "the"
+
+
+def test_a_blank_line_keeps_its_id_and_a_stripped_piece_twice_is_refused(tmp_path):
+    (tmp_path / "v.txt").write_text("\n".join([*VOCAB[:7], "", "the", "\u3000", "un", " "]) + "\n", encoding="utf-8")
+    tokenizer = build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
+    assert tokenizer.encode("the un") == [8, 10] and tokenizer.pieces[7:] == ["", "the", "\u3000", "un", " "]
+    (tmp_path / "v.txt").write_text("\n".join([*VOCAB, "the "]) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"v.txt:{len(VOCAB) + 1}: 'the' is already on line 8"):
+        build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_vocabulary_in_another_encoding_is_named(tmp_path, encoding):
+    (tmp_path / "v.txt").write_bytes(CLEAN.encode(encoding))
+    with pytest.raises(UserError, match=rf"v.txt: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f"):
+        build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
+
+
 def test_sentencepiece_appends_what_the_model_lacks(sentencepiece_model):
     tokenizer = build_tokenizer("SentencePiece", tokenizer_model=sentencepiece_model)
     assert tokenizer.pieces[tokenizer.cls_id] == "<s>" and tokenizer.pieces[tokenizer.sep_id] == "</s>"

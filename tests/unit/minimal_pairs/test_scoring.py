@@ -91,6 +91,7 @@ class Pieces:
 
         self.pieces = ["<s>", "</s>", "<mask>", *pieces]
         self.word_starts = np.array([piece.startswith(("<", mark)) for piece in self.pieces])
+        self.word_ends = np.zeros(len(self.pieces), bool)
 
 
 @pytest.mark.parametrize("mark", ["\u2581", "\u0120"], ids=["SentencePiece", "byte-level BPE"])

@@ -1,0 +1,314 @@
+"""Roles that share a piece, and text that a vocabulary cannot spell: refused, said, or counted."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
+
+from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.dataset.merging import merge
+from megatron_ddrp.data.preprocess.pipeline import preprocess
+from megatron_ddrp.data.tokenizers.chunks import PreprocessConfig
+from megatron_ddrp.data.tokenizers.spelling import DROPPED
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from tests.sentencepiece_models import train_model
+
+NAMES = {"cls": "<c>", "sep": "<s>", "pad": "<p>", "mask": "<m>", "unk": "<u>"}
+ADDED = (*NAMES.values(),)
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WHOLE = "\u010a \U0001f680 na\u00efve \u4e2d\u6587 <c> [MASK] <u> \x00 the"
+
+
+def byte_bpe(pieces=ALPHABET, unknown=None, **more):
+    """Return the parts of a byte-level BPE tokenizer."""
+    vocabulary = {piece: i for i, piece in enumerate([*NAMES.values(), *pieces])}
+    return models.BPE(vocabulary, [], unk_token=unknown, **more), pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def plain_bpe(pieces, unknown=None, **more):
+    return models.BPE({p: i for i, p in enumerate([*NAMES.values(), *pieces])}, [], unk_token=unknown, **more), None
+
+
+def unigram(pieces, unknown, **more):
+    return models.Unigram([(piece, -1.0) for piece in [*NAMES.values(), *pieces]], unknown, **more), None
+
+
+def write(folder, made, names=NAMES, file="tokenizer_config.json", added=ADDED, change=None):
+    """Write a folder with tokenizer.json, and the names of its special pieces."""
+    model, splitter = made
+    backend = RustTokenizer(model)
+    if splitter is not None:
+        backend.pre_tokenizer = splitter
+    backend.add_special_tokens(list(added))
+    layout = json.loads(backend.to_str())
+    if change:
+        change(layout)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(layout), encoding="utf-8")
+    (folder / file).write_text(json.dumps({f"{role}_token": name for role, name in names.items()}))
+    return folder
+
+
+def refusal(folder, kind="HuggingFace"):
+    with pytest.raises(UserError) as error:
+        build_tokenizer(kind, tokenizer_model=folder)
+    assert error.value.exit_code == WRONG_ARGUMENTS and "\n" not in str(error.value)
+    return str(error.value)
+
+
+OPEN = {"wordlevel": lambda: (models.WordLevel({n: i for i, n in enumerate([*NAMES.values(), "a"])}, "<u>"), None)}
+OPEN |= {"bpe": lambda: plain_bpe("abc", "<u>"), "unigram": lambda: unigram("abc", 4)}
+CLOSED = {"byte-level": byte_bpe, "fallback": lambda: plain_bpe([*"abc", *BYTES], byte_fallback=True)}
+
+
+@pytest.mark.parametrize("file", ["special_tokens_map.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("made", [*OPEN, *CLOSED])
+@pytest.mark.parametrize(
+    ("roles", "first"),
+    [
+        ({"mask": "<c>"}, "'<c>' is [CLS] and [MASK]"),
+        ({"mask": "<p>"}, "'<p>' is [PAD] and [MASK]"),
+        ({"mask": "<u>"}, "'<u>' is [MASK] and [UNK]"),
+        ({"pad": "<s>"}, "'<s>' is [SEP] and [PAD]"),
+        ({"pad": "<u>"}, "'<u>' is [PAD] and [UNK]"),
+        (dict.fromkeys(("cls", "sep", "pad"), "<s>"), "'<s>' is [CLS], [SEP] and [PAD]"),
+    ],
+)
+def test_a_mask_or_padding_with_another_role_is_refused(tmp_path, made, file, roles, first):
+    folder = write(tmp_path, (OPEN | CLOSED)[made](), NAMES | roles, file)
+    assert first in refusal(folder) and str(folder) in refusal(folder)
+
+
+@pytest.mark.parametrize("role", ["cls", "sep"])
+@pytest.mark.parametrize("made", OPEN)
+def test_an_unknown_piece_with_another_role_is_refused(tmp_path, made, role):
+    own = f"'<u>' is [{role.upper()}] and [UNK]"
+    assert own in refusal(write(tmp_path / "a", OPEN[made](), NAMES | {role: "<u>"}))
+    # The settings name another piece as [UNK], but the model gives <u>.
+    assert own in refusal(write(tmp_path / "b", OPEN[made](), NAMES | {role: "<u>", "unk": "a"}))
+    # By the description that a run keeps, as a resumed run reads it.
+    build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path / "c", OPEN[made]())).save(tmp_path / "run")
+    path = tmp_path / "run" / "megatron_tokenizer.json"
+    description = json.loads(path.read_text())
+    description["special_tokens"][role] = "<u>"
+    path.write_text(json.dumps(description))
+    with pytest.raises(UserError, match=r"'<u>' is \[") as error:
+        load_tokenizer(tmp_path / "run")
+    assert error.value.exit_code == WRONG_ARGUMENTS
+
+
+@pytest.mark.parametrize("shared", [("cls",), ("sep",), ("cls", "sep")])
+@pytest.mark.parametrize("made", CLOSED)
+def test_an_unknown_piece_that_no_text_gives_is_said(tmp_path, made, shared):
+    folder = write(tmp_path, CLOSED[made](), NAMES | dict.fromkeys(shared, "<u>"))
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    [line] = warn_of_vocabulary(tokenizer)
+    assert line.startswith("'<u>' is [UNK] and [") and "no text gives it" in line
+    ids = tokenizer.encode(WHOLE)
+    assert not set(ids) & set(tokenizer.special_ids.tolist()) and not tokenizer.count_dropped([WHOLE])
+    row = np.array([[tokenizer.cls_id, *ids, tokenizer.sep_id]] * 400)
+    _, labels = Masker(tokenizer)(row, np.ones_like(row), np.zeros(400, int), np.arange(400))
+    assert (labels[:, [0, -1]] < 0).all() and (labels >= 0).any()
+    assert tokenizer.count_unknown(row) == 0, "[SEP] after a document is not unknown text"
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_settings_that_differ_are_read_as_by_transformers(tmp_path, newer):
+    write(tmp_path, OPEN["bpe"](), NAMES | {"mask": "a"}, "special_tokens_map.json")
+    write(tmp_path, OPEN["bpe"](), NAMES | {"mask": "b"})
+    path = tmp_path / "tokenizer_config.json"
+    more = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"added_tokens_decoder": {}} if newer else {})
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    ours = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert ours.pieces[ours.mask_id] == transformers.AutoTokenizer.from_pretrained(tmp_path).mask_token
+    assert ours.pieces[ours.mask_id] == ("b" if newer else "a")
+
+
+def test_the_settings_name_the_unknown_piece_of_a_model_that_never_gives_one(tmp_path):
+    """As in CLIP's files, whose model names the end of a text."""
+    made = byte_bpe(unknown="<s>")
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made))
+    assert tokenizer.pieces[tokenizer.unk_id] == "<u>" and not warn_of_vocabulary(tokenizer)
+
+
+def test_classifier_and_separator_may_share_a_piece(tmp_path):
+    for name, made in (OPEN | CLOSED).items():
+        tokenizer = build_tokenizer(
+            "HuggingFace", tokenizer_model=write(tmp_path / name, made(), NAMES | {"sep": "<c>"})
+        )
+        assert tokenizer.cls_id == tokenizer.sep_id and not warn_of_vocabulary(tokenizer)
+
+
+def without(*lost):
+    return [piece for piece in ALPHABET if piece not in lost]
+
+
+@pytest.mark.parametrize(
+    ("made", "closed"),
+    [
+        (lambda: byte_bpe(without("a")), False),
+        (lambda: byte_bpe(without("\u0120")), False),
+        (lambda: byte_bpe(without(*"\u00c0\u00c1\u00f5\u00ff")), True),  # bytes that UTF-8 never has
+        (lambda: byte_bpe(end_of_word_suffix="</w>"), False),
+        (lambda: byte_bpe([*ALPHABET, *(p + "</w>" for p in ALPHABET)], end_of_word_suffix="</w>"), True),
+        (lambda: (byte_bpe()[0], pre_tokenizers.Whitespace()), False),
+        (lambda: (byte_bpe()[0], pre_tokenizers.Sequence([pre_tokenizers.Digits(), byte_bpe()[1]])), True),
+        (lambda: plain_bpe([*"abc", *BYTES]), False),  # the bytes are there and the rule is not
+        (lambda: plain_bpe([*"abc", *BYTES[:100], *BYTES[101:]], byte_fallback=True), False),
+        (lambda: plain_bpe([*"abc", *BYTES[:0xF5]], byte_fallback=True), True),
+        (lambda: unigram([*"abc", *BYTES], 4, byte_fallback=True), None),  # finds "<u>" in a text
+        (lambda: unigram([*"abc", *BYTES[1:]], 4, byte_fallback=True), False),
+        (lambda: (unigram(ALPHABET, 4)[0], pre_tokenizers.ByteLevel()), True),
+    ],
+)
+def test_only_pieces_for_every_byte_exclude_unknown_text(tmp_path, made, closed):
+    folder = write(tmp_path, made(), NAMES | {"cls": "<u>"})
+    if closed:
+        assert warn_of_vocabulary(build_tokenizer("HuggingFace", tokenizer_model=folder))
+    else:
+        assert "'<u>' is [CLS] and [UNK]" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({"unk_piece": "[MASK]"}, "[MASK] and [UNK]"),
+        ({"unk_piece": "<pad>"}, "[PAD] and [UNK]"),
+        ({"unk_piece": "<cls>", "bos_id": -1}, "[CLS] and [UNK]"),
+        ({"unk_piece": "<cls>", "bos_id": -1, "byte_fallback": True}, None),
+        ({}, ""),
+    ],
+)
+def test_sentencepiece_roles(tmp_path, options, shared):
+    model = train_model(tmp_path / "m.model", **options)
+    if shared:
+        assert shared in refusal(model, "SentencePiece")
+    else:
+        lines = warn_of_vocabulary(build_tokenizer("SentencePiece", tokenizer_model=model))
+        assert len(lines) == (shared is None)
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "reason"),
+    [
+        (lambda: unigram("abc", 4), {"unk_id": None}, "its Unigram model fails .* unk_id is missing"),
+        (lambda: unigram([*"abc", *BYTES], 4, byte_fallback=True), {"unk_id": None}, "unk_id is missing"),
+        (OPEN["wordlevel"], {"unk_token": "<no>"}, "its WordLevel model fails .* unk_token is '<no>'"),
+        (OPEN["bpe"], {"unk_token": "<no>"}, "its BPE model fails .* unk_token is '<no>'"),
+        (lambda: byte_bpe(without("a")), {"unk_token": "<no>"}, "its BPE model fails"),
+        (
+            lambda: (models.WordPiece({n: i for i, n in enumerate([*NAMES.values(), "a"])}, unk_token="<u>"), None),
+            {"unk_token": "[UNK]"},
+            r"its WordPiece model fails .* unk_token is '\[UNK\]'",
+        ),
+        (
+            lambda: (models.WordPiece({n: i for i, n in enumerate([*NAMES.values(), *ALPHABET])}), byte_bpe()[1]),
+            {"unk_token": "<no>"},
+            "its WordPiece model fails",  # a long word is unknown to it, whatever the alphabet
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_model_that_fails_at_unknown_text_is_refused(tmp_path, made, change, reason, is_added):
+    """An unknown piece that is only an added token does not help the model."""
+    lost = change.get("unk_token")
+    added = [*NAMES.values(), *([lost] if is_added and lost else [])]
+    folder = write(tmp_path, made(), change=lambda layout: layout["model"].update(change), added=added)
+    with pytest.raises(UserError, match=reason) as error:
+        build_tokenizer("HuggingFace", tokenizer_model=folder)
+    assert error.value.exit_code == WRONG_ARGUMENTS and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("made", CLOSED)
+@pytest.mark.parametrize("unknown", ["", "<no>"])
+def test_an_unknown_piece_that_is_never_needed_may_be_missing(tmp_path, made, unknown):
+    folder = write(tmp_path, CLOSED[made](), change=lambda layout: layout["model"].update(unk_token=unknown))
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    assert tokenizer.encode(WHOLE) and not warn_of_vocabulary(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("made", "text", "dropped"),
+    [
+        (lambda: plain_bpe("abc "), "ab zz c \u4e2d\U0001f680", 4),
+        (lambda: plain_bpe("abc ", fuse_unk=True), "zzz a", 3),
+        (lambda: (plain_bpe("abc")[0], pre_tokenizers.WhitespaceSplit()), "a z  b\n", 1),  # blanks are split off
+        (lambda: plain_bpe([*"abc ", *BYTES[:0x80]], byte_fallback=True), "z\u00e9\u4e2d a", 2),
+        (lambda: byte_bpe(without("\u00e4", "\u00b8")), "a \u4e2d\u4e2d", 2),  # two bytes of each are missing
+        (lambda: byte_bpe(without("z")), "<m>z[MASK]", 1),
+        (lambda: plain_bpe(["a", "b</w>"], end_of_word_suffix="</w>"), "ba", 2),  # neither b nor a</w>
+        (lambda: plain_bpe("ab", "<u>"), "az", 0),  # unknown, not dropped
+        (byte_bpe, WHOLE, 0),
+    ],
+)
+def test_dropped_characters_are_said_and_counted(tmp_path, made, text, dropped):
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made()))
+    expected = build_ids(tmp_path, text)
+    for ours in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        assert ours.count_dropped([text, "", text]) == 2 * dropped and ours.encode(text) == expected
+    assert len(warn_of_vocabulary(tokenizer)) == bool(dropped)
+    assert DROPPED not in tokenizer.pieces
+
+
+def build_ids(folder, text):
+    backend = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def test_preprocessing_counts_dropped_characters_in_summary_and_manifests(tmp_path, capsys):
+    folder = write(tmp_path / "bpe", (plain_bpe("theca")[0], pre_tokenizers.WhitespaceSplit()))
+    (tmp_path / "in.jsonl").write_text('{"text": "the cat zz"}\n{"text": "z"}\n')
+    flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(folder)}
+    config = PreprocessConfig((str(tmp_path / "in.jsonl"),), str(tmp_path / "o"), workers=2, **flags)
+    result = preprocess(config)
+    assert "0.00% unknown pieces, 3 characters dropped" in result.summary()  # t of cat is there, z is not
+    told = capsys.readouterr().err
+    assert "are dropped from every text" in told and "3 characters are dropped beside 6 tokens" in told
+    [prefix] = result.prefixes
+    assert json.loads((tmp_path / "o_text_document.json").read_text())["dropped_characters"] == 3
+    assert merge(tmp_path / "both", [prefix, prefix]).manifest["dropped_characters"] == 6
+
+
+def test_random_merges_and_cuts_of_a_foreign_file_are_switched_off(tmp_path):
+    vocabulary = {piece: i for i, piece in enumerate([*NAMES.values(), "a", "b", "ab"])}
+    made = models.BPE(vocabulary, [("a", "b")], dropout=0.9, unk_token="<u>"), None
+
+    def cut(layout):
+        layout["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+        layout["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None} | {
+            "pad_id": 2,
+            "pad_type_id": 0,
+            "pad_token": "<p>",
+        }
+
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made, change=cut))
+    again = pickle.loads(pickle.dumps(tokenizer))
+    for ours in (tokenizer, again):
+        assert {tuple(ours.encode("ab" * 5)) for _ in range(20)} == {(7,) * 5}
+        assert {tuple(ids) for ids in ours.encode_batch(["ab" * 5, "ab"] * 9)} == {(7,) * 5, (7,)}
+
+
+def test_marks_of_byte_order_in_a_tokenizers_files_are_not_text(tmp_path):
+    plain = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, OPEN["bpe"]()))
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    assert tokenizer.fingerprint == plain.fingerprint and tokenizer.pieces[tokenizer.cls_id] == "<c>"
+
+
+def test_a_normalizer_may_write_the_bytes(tmp_path):
+    def change(layout):
+        layout["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}]}
+
+    made = byte_bpe()[0], None
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made, change=change))
+    assert tokenizer.spells_all and not tokenizer.count_dropped([WHOLE])
