@@ -158,7 +158,8 @@ class Corpus:
         if not self.config.logging.validates:
             return []
         if self.config.data.data_path is None:
-            return shared_remarks(*(blend_words(self.config, split).prefixes for split in ("train", "valid")))
+            prefixes = (blend_words(self.config, split).prefixes for split in ("train", "valid"))
+            return shared_remarks(*([self.sources[prefix].dataset for prefix in of_split] for of_split in prefixes))
         parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
         return [line for training, validation in parts if (line := split_remark(training, validation))]
 

@@ -1,5 +1,6 @@
 """From the data flags to batches: blends, separate validation data, and the same samples in every layout."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import MANY_EPOCHS, Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
+from megatron_ddrp.data.dataset.shuffling import shuffle
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
 from tests.conftest import TinyCorpus, write_vocabulary
@@ -258,6 +260,56 @@ def test_training_data_that_are_also_validation_data_are_said(parts, tiny_corpus
     [line] = remarks(train_data_path=("2", parts["a"], "1", parts["b"]), valid_data_path=(parts["c"], parts["b"]))
     assert line.startswith(f"{parts['b']}: both training and validation data")
     assert not remarks(train_data_path=parts["a"], valid_data_path=parts["b"])
+
+
+COPIES = {
+    "copied": shutil.copyfile,
+    "linked": lambda file, copy: copy.symlink_to(file),
+    "hard link": lambda file, copy: copy.hardlink_to(file),
+}
+SAME, PARTLY = (
+    "the same data as {}, so the",
+    "1 of its {} input files ({}) is also in {}, so the validation loss is partly",
+)
+
+
+@pytest.mark.parametrize("suffixes", [(".bin", ".idx", ".json"), (".bin", ".idx")], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("copy", COPIES)
+def test_validation_data_that_are_a_copy_of_training_data_are_said(parts, tiny_corpus, tmp_path, copy, suffixes):
+    copied = tmp_path / "other"
+    for suffix in suffixes:
+        COPIES[copy](Path(parts["b"] + suffix), tmp_path / f"other{suffix}")
+    data = {
+        "train_data_path": ("2", parts["a"], "1", parts["b"]),
+        "valid_data_path": ("1", parts["c"], "2", str(copied)),
+    }
+    [line] = Corpus.open(make_config(tiny_corpus, data=data)).split_remarks()
+    assert line.startswith(f"{copied}: {SAME.format(parts['b'])}")
+
+
+def test_datasets_of_the_same_text_are_said_and_no_others(parts, tiny_corpus, tmp_path):
+    def made(name, *inputs, key="text", **options):
+        flags = {"input": tuple(map(str, inputs)), "output_prefix": str(tmp_path / name), "json_keys": (key,)}
+        words = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(tiny_corpus.vocab_file)}
+        return str(preprocess(PreprocessConfig(**flags, **words, **options)).prefixes[0])
+
+    def remark(valid, train):
+        data = {"train_data_path": (parts["c"], train), "valid_data_path": (valid,)}
+        return " ".join(Corpus.open(make_config(tiny_corpus, data=data)).split_remarks())
+
+    a, b = (Path(parts[name]).with_name(f"{name}.jsonl") for name in "ab")
+    renamed = tmp_path / "renamed.jsonl"
+    shutil.copyfile(b, renamed)
+    assert SAME.format(parts["b"]) in remark(made("again", renamed), parts["b"])
+    assert PARTLY.format(1, "renamed.jsonl", parts["b"]) in remark(made("eod", renamed, append_eod=True), parts["b"])
+    mixed = shuffle(tmp_path / "mixed", parts["b"], 1).prefix
+    assert PARTLY.format(1, "b.jsonl", parts["b"]) in remark(mixed, parts["b"])
+    assert PARTLY.format(2, "renamed.jsonl", parts["b"]) in remark(made("two", a, renamed), parts["b"])
+    assert remark(parts["b"], parts["a"]) == ""
+    (tmp_path / "keys.jsonl").write_text(a.read_text().replace('"text"', '"title": "the cat", "text"'))
+    assert remark(made("keys", tmp_path / "keys.jsonl", key="title"), made("keys", tmp_path / "keys.jsonl")) == ""
+    (tmp_path / "empty.jsonl").touch()
+    assert remark(made("c", a, tmp_path / "empty.jsonl"), made("d", b, tmp_path / "empty.jsonl")) == ""
 
 
 def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(parts, tiny_corpus):

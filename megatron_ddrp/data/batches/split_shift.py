@@ -1,4 +1,4 @@
-"""Is the validation text of the same kind as the training text? `--split` divides documents in order, so it may not be.
+"""Is the validation text of the same kind as the training text, and none of it? `--split` divides documents in order.
 
 The shift of a text is how much worse, in nats per piece, the training text's piece frequencies predict it than its own
 do: an estimate of the Kullback-Leibler divergence of the two unigram distributions. Stretches of the training text, as
@@ -8,12 +8,17 @@ Novels after an encyclopedia have 0.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import filecmp
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ddrp.data.batches.samples import SampleIndex
+from megatron_ddrp.data.dataset.dataset_index import dataset_path
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.manifest import entry
 
 SAMPLES = 256
 """Number of samples read for each frequency; with 128 tokens each, the shift is known to about 0.02 nats."""
@@ -23,6 +28,8 @@ MIN_DOCUMENTS = 20
 """Fewest validation documents that can be of another kind: fewer than these differ by their topics."""
 MIN_SHIFT, MIN_RATIO = 0.2, 2.0
 """Smallest shift that gives a line, in nats per piece and in units of the usual one."""
+NAMED_INPUTS = 3
+"""Number of input files that the line about shared ones names."""
 
 
 def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
@@ -39,14 +46,52 @@ def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
     )
 
 
-def shared_remarks(training: Iterable[str], validation: Iterable[str]) -> list[str]:
-    """Return a line for the user for each prefix that is training and validation data."""
-    return [
-        f"{prefix}: both training and validation data, so the validation loss is that of text trained on: "
-        "give other validation data, or --data-path with --split"
-        for prefix in dict.fromkeys(training)
-        if prefix in set(validation)
-    ]
+def shared_remarks(training: Sequence[IndexedDataset], validation: Sequence[IndexedDataset]) -> list[str]:
+    """Return a line for the user for each validation dataset that is trained on, under whatever name, or in part."""
+    lines = []
+    for dataset in dict.fromkeys(validation):
+        for other in training:
+            if told := _shared(other, dataset):
+                lines.append(f"{dataset.prefix}: {told}: give other validation data, or --data-path with --split")
+                break
+    return lines
+
+
+def _shared(training: IndexedDataset, validation: IndexedDataset) -> str:
+    """Return what two datasets have in common; empty if it is nothing."""
+    if training.prefix == validation.prefix:
+        return "both training and validation data, so the validation loss is that of text trained on"
+    if _is_copy(training, validation):
+        return f"the same data as {training.prefix}, so the validation loss is that of text trained on"
+    known, inputs = (_inputs(dataset) for dataset in (training, validation))
+    if both := [name for text, name in inputs.items() if text in known]:
+        some = ", ".join(both[:NAMED_INPUTS]) + ", …" * (len(both) > NAMED_INPUTS)
+        return (
+            f"{len(both)} of its {len(inputs)} input files ({some}) {'are' if len(both) > 1 else 'is'} also in "
+            f"{training.prefix}, so the validation loss is partly that of text trained on"
+        )
+    return ""
+
+
+def _is_copy(one: IndexedDataset, other: IndexedDataset) -> bool:
+    """Return whether two datasets have equal tokens: by the SHA-256 in both manifests, else by comparing the files."""
+    files = [(dataset_path(one.prefix, suffix), dataset_path(other.prefix, suffix)) for suffix in (".idx", ".bin")]
+    if any(first.samefile(second) for first, second in files):
+        return True
+    sums = [entry(entry(dataset.manifest, "files"), "bin").get("sha256") for dataset in (one, other)]
+    if None not in sums:
+        return sums[0] == sums[1]
+    return all(filecmp.cmp(first, second, shallow=False) for first, second in files)
+
+
+def _inputs(dataset: IndexedDataset) -> dict[tuple[str, Any], str]:
+    """Return SHA-256 and JSON key of each input file of a dataset that holds text → its name, by the manifest."""
+    manifest = dataset.manifest or {}
+    return {
+        (file["sha256"], manifest.get("json_key")): file.get("name", "")
+        for file in manifest.get("inputs") or ()
+        if file.get("bytes") and isinstance(file.get("sha256"), str)
+    }
 
 
 def usual_shift(training: SampleIndex, length: int) -> float:

@@ -25,7 +25,10 @@ MAX_RECORD_BYTES = 1 << 28
 """Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_BLANK_LINE = re.compile(rb"\n[ \t\r\x0b\x0c]*\n")
+_BLANK_LINE = re.compile(
+    rb"\n(?:[\t\x0b-\r\x1c-\x20]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)*\n"
+)
+"""Line of characters that `str.isspace` knows, as UTF-8."""
 _JSON_OBJECT = re.compile(rb'\{\s*"[^"]*"\s*:')
 _FIRST = 256  # bytes that tell the format
 _OVERLAP = 64  # bytes of the block before in which a separator may begin
@@ -181,11 +184,11 @@ _ENDS = {
     "text": (b"\n\n", b"\n\r\n"),
     "wiki": (b"</doc>\n", b"</doc>\r\n"),
 }
-"""Format → byte strings that end a record; plain text's records also end at lines of blanks."""
+"""Format → byte strings that end a record; plain text's records also end at lines of whitespace."""
 
 _LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
     "json": None,
-    "text": lambda line: line.endswith(b"\n") and not line.strip(b" \t\r\x0b\x0c\n"),
+    "text": lambda line: line.endswith(b"\n") and line.decode("utf-8", "surrogateescape").isspace(),
     "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
 }
 """Format → a function that tells whether a line is the last of its record; None where every line is."""

@@ -6,20 +6,16 @@ OpenInput(file)                             → uncompressed bytes; the SHA-256 
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
 import hashlib
 import io
-import lzma
 import os
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.preprocess.zstd import ZstdStream
+from megatron_ddrp.data.preprocess.packed import DAMAGED, FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.errors import UserError
 
 STANDARD_INPUT = "-"
@@ -39,22 +35,9 @@ NAMED_FILES = 3
 DATASET_ENDINGS = (".bin", ".idx", ".npy")
 """Endings of our own datasets, which are left out of a folder without a word."""
 
-DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""Errors of the decompressors for a damaged or truncated file."""
-
 BLOCK_BYTES = 1 << 20
 
-PACKINGS: dict[str, Callable[[Any], Any]] = {
-    "": lambda raw: raw,
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
-    ".zst": ZstdStream,
-}
-"""Ending → object whose `read` returns the uncompressed bytes."""
-
-_KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
-_MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
+_KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(PACKINGS)
 
 
 class InputFile(NamedTuple):
@@ -71,7 +54,7 @@ class InputFile(NamedTuple):
 
     @property
     def packing(self) -> str:
-        """Key of `PACKINGS`, by the file's name."""
+        """Key of `PACKINGS`, by the file's name; empty for a file that is not packed."""
         ending = Path(self.path).suffix.lower()
         return ending if ending in PACKINGS else ""
 
@@ -125,13 +108,9 @@ class OpenInput:
     def __init__(self, file: InputFile):
         self.file = file
         self._raw = _open_raw(file.path, file.begin, file.end)
-        buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
-        packing = file.packing
-        if is_stream(file.path):
-            first = buffered.peek(8)
-            packing = next((ending for magic, ending in _MAGIC.items() if first.startswith(magic)), "")
-        self._stream = PACKINGS[packing](buffered)
-        self._buffered = buffered
+        self._buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
+        packing = packing_of(self._buffered.peek(FIRST_BYTES)) if is_stream(file.path) else file.packing
+        self._stream = PackedStream(self._buffered, packing) if packing else self._buffered
 
     @property
     def bytes_read(self) -> int:
@@ -183,6 +162,8 @@ class _HashedFile(io.FileIO):
         if self._length is not None:
             view = view[: self._length - self.count]
         count = super().readinto(view) or 0
+        while not self.count and 0 < count < FIRST_BYTES and (more := super().readinto(view[count:])):
+            count += more  # a pipe may give its first bytes one by one
         self.digest.update(view[:count])
         self.count += count
         return count
@@ -283,9 +264,14 @@ def _is_manifest(path: str) -> bool:
 
 
 def _holds_documents(file: InputFile) -> bool:
-    """Return whether a file without an ending begins like WikiExtractor's: with `<doc …>` or a JSON line."""
+    """Return whether a file without an ending begins like WikiExtractor's: with `<doc …>` or a JSON line.
+
+    Raises `UserError` for a packed file whose beginning is damaged, because it may hold documents.
+    """
     try:
         with OpenInput(file) as opened:
             return opened.read(64).lstrip().startswith((b"<doc ", b"{"))
     except UserError:
+        if file.packing:
+            raise
         return False

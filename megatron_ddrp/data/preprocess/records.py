@@ -1,7 +1,8 @@
 """Parsing of a chunk of a file into its documents' texts and its unreadable records, each with the reason.
 
-A record is a line with one JSON object; the lines between two blank lines, so that Google's files of one sentence per
-line work; the text between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
+A record is a line with one JSON object; the lines between two lines of whitespace alone, as in google-research/bert,
+so that its files of one sentence per line work; the text between `<doc …>` and `</doc>` (WikiExtractor); or a row of a
+table.
 
 A line of plain text may end anywhere, so its line breaks are not part of the text, and many SentencePiece models turn
 them into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
@@ -15,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-_BLANK = " \t\r\x0b\x0c"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _UNSPACED = (
@@ -126,7 +126,7 @@ def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
 def _find_paragraphs(lines: list[str]) -> Iterator[Span]:
     begin = 0
     for number, line in enumerate([*lines, ""]):
-        if not line.strip(_BLANK):
+        if not line or line.isspace():
             if number > begin:
                 yield begin, number, ""
             begin = number + 1

@@ -2,7 +2,7 @@
 
 read_rows("train.csv.gz") → Row("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
 
-The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/inputs.py`.
+The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/packed.py`.
 Cells of .csv and .tsv are strings; JSON and Parquet keep their types. A JSON file that is one value, such as SQuAD's,
 is parsed as a whole.
 """
@@ -17,7 +17,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, PACKINGS, InputFile, OpenInput, is_stream
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
+from megatron_ddrp.data.preprocess.packed import PACKINGS
 from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
 from megatron_ddrp.errors import UserError, nearest
 from megatron_ddrp.tasks.finetune.conll import read_conll, read_conllu
@@ -53,7 +54,7 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
     """
     file = InputFile(path, path)
     if file.ending not in FORMATS:
-        packed = ", ".join(filter(None, PACKINGS))
+        packed = ", ".join(PACKINGS)
         raise UserError(f"{path}: expected a name that ends in {', '.join(FORMATS)}, or in one of these and {packed}")
     row = None
     for place, cells in FORMATS[file.ending](file):

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import random
@@ -69,6 +70,38 @@ def test_plain_text_documents_lie_between_blank_lines(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf\n one\r\ntwo\r\n\r\n \t\nthree\n\nfour")
     assert texts(path) == [" one two", "three", "four"]
+
+
+SPACES = [character for character in map(chr, range(0x110000)) if character.isspace() and character != "\n"]
+NO_SPACES = ["\u200b", "\ufeff", "\u2060", "\u180e", "\u00ad", "\x00", "\x1b", "."]
+
+
+@pytest.mark.parametrize("line", [*SPACES, " \u3000\t\xa0", "\u2028" * 50, *NO_SPACES, "\xa0.\xa0"], ids=ascii)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, line, end):
+    """Google's strips each line and ends a document at an empty one. Chunks and parts of a file are cut alike."""
+    path = tmp_path / "a.txt"
+    content = end.join(["one", "two", line, "three \x85 \u2028", line, line, "four"]) + end
+    path.write_bytes(content.encode())
+    google = "\n".join(part.strip() for part in content.split("\n")).strip("\n").split("\n\n")
+    count = len([document for document in google if document])
+    assert count == (1 if line.strip() else 3)
+    assert len(texts(path)) == count
+    size = path.stat().st_size
+    for chunk_bytes in (1, 10, size):
+        chunks = chunks_of(path, chunk_bytes)
+        parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
+        assert [text for part in parsed for (text,) in part.texts] == texts(path)
+    file = InputFile(str(path), path.name)
+    begins = sorted({documents_module.record_start(file, position) for position in range(size + 1)})
+    ranges = [file._replace(begin=a, end=b) for a, b in itertools.pairwise(begins)]
+    found = []
+    for part in ranges:
+        with OpenInput(part) as opened:
+            for chunk in iter_chunks(opened, ["text"], 10):
+                found += documents_module.parse_chunk(chunk, ["text"]).texts
+    assert [text for (text,) in found] == texts(path)
+    assert len(ranges) >= count
 
 
 def test_plain_text_whose_lines_end_in_a_lone_carriage_return_is_refused(tmp_path):
@@ -209,7 +242,7 @@ def test_parquet_rows(tmp_path, monkeypatch):
 def test_where_chunks_end_changes_nothing(tmp_path, chunk_bytes):
     contents = {
         "a.jsonl": "".join(json.dumps({"text": "é" * i}) + "\n" * (i % 3 + 1) for i in range(60)),
-        "a.txt": "".join("line é\n" * (i % 4) + ["\n", " \t\n", "\r\n", "x" * i + "\n"][i % 4] for i in range(90)),
+        "a.txt": "".join("line é\n" * (i % 4) + ["\n", " \t\xa0\n", "\r\n", "x" * i + "\n"][i % 4] for i in range(90)),
         "wiki_00": WIKI * 20,
     }
     for name, content in contents.items():

@@ -42,7 +42,7 @@ def paragraphs(chance, end):
     lines = []
     for _ in range(chance.randint(0, 20)):
         lines += [some_text(chance) or "a" for _ in range(chance.randint(1, 4))]
-        lines += [chance.choice(["", " \t", "\x0b"])] * chance.choice([1, 1, 2, 5])
+        lines += [chance.choice(["", " \t", "\x0b", "\xa0\u3000", "\x85"])] * chance.choice([1, 1, 2, 5])
     return end.join(lines) + chance.choice(["", end, "a mat"])
 
 
