@@ -45,6 +45,7 @@ from megatron_ddrp.checkpoint.folder import (
 )
 from megatron_ddrp.checkpoint.state import (
     DATASETS,
+    HEAD_SETTINGS,
     SINCE_LOGGED,
     STARTED_FROM,
     STATE,

@@ -96,7 +96,9 @@ def import_folder(
     with whole_folder(output) as folder:
         whole = Config(model=read.config, objective=read.objective)
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
-        path = checkpoint.save_weights_only({name: t.detach() for name, t in tensors.items()}, whole, folder)
+        path = checkpoint.save_weights_only(
+            {name: t.detach() for name, t in tensors.items()}, whole, folder, read.head_settings
+        )
         save_config(whole, folder)
         if read.tokenizer:
             read.tokenizer.save(folder / checkpoint.TOKENIZER)
