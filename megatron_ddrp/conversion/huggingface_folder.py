@@ -56,6 +56,8 @@ class ReadFolder:
     tokenizer: Tokenizer | None
     transfer: Transfer | None
     """Origin of each row of the vocabulary, if the model was given another one."""
+    padding_id: int | None
+    """Id that must be the tokenizer's padding, by `Family.padding_id`."""
     head_settings: dict[str, Any]
     """Settings of heads that fine-tuning adds, by `Family.head_settings`."""
 
@@ -87,8 +89,8 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
     torch.manual_seed(SEED)
     model = build_model(config, objective=objective)
     fill(model, weights, pieces, source)
-    heads = family.head_settings(source / "config.json", values)
-    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer or own, transfer, heads)
+    kept = (family.padding_id(values), family.head_settings(source / "config.json", values))
+    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer or own, transfer, *kept)
 
 
 def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, Family, Weights, dict[str, Any]]:

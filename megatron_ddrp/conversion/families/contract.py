@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
 from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, shown
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 from megatron_ddrp.errors import UserError
 
 
@@ -157,8 +157,20 @@ class Family:
             if value is not None  # as an absent key
         }
 
+    def padding_id(self, values: dict[str, Any]) -> int | None:
+        """Return the id that gets no position of its own in transformers; None in a family without such an id."""
+        return None
+
     def check_tokenizer(self, path: Path, values: dict[str, Any], tokenizer: Tokenizer) -> None:
-        """Raise `UserError` if a folder's model and its tokenizer contradict each other; by default they cannot."""
+        """Raise `UserError` if a piece of a text may have the id that gets no position of its own."""
+        padding, piece = self.padding_id(values), tokenizer.pieces[tokenizer.pad_id]
+        roles = [role for role in SPECIAL_PIECES if getattr(tokenizer, f"{role}_id") == padding]
+        if padding is not None and roles != ["pad"]:
+            raise UserError(
+                f"{path}: pad_token_id is {padding}, and its tokenizer pads with {shown(piece)}, {tokenizer.pad_id}: "
+                "transformers gives every token with pad_token_id the position of padding, so it must be the padding "
+                "and no other piece; put the tokenizer of the model's training into the folder, or correct pad_token_id"
+            )
 
     def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
         """Return the configuration of a completed config.json. Raise `UserError` for an impossible size."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import BERT_FIELDS, BERT_MODULES
 from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, EXACT_GELU, Family
-from megatron_ddrp.conversion.foreign_config import shown, whole_number
-from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, WORD_START, Tokenizer
+from megatron_ddrp.conversion.foreign_config import whole_number
+from megatron_ddrp.data.tokenizers.tokenizer import WORD_START, Tokenizer
 from megatron_ddrp.errors import UserError
 
 POSITIONS = "embeddings.position_embeddings.weight"
@@ -55,14 +55,8 @@ class Roberta(Family):
             )
         return settings | {"seq_length": settings["seq_length"] - unread}
 
-    def check_tokenizer(self, path: Path, values: dict[str, Any], tokenizer: Tokenizer) -> None:
-        padding, piece = values["pad_token_id"], tokenizer.pieces[tokenizer.pad_id]
-        if [role for role in SPECIAL_PIECES if getattr(tokenizer, f"{role}_id") == padding] != ["pad"]:
-            raise UserError(
-                f"{path}: pad_token_id is {padding}, and its tokenizer pads with {shown(piece)}, {tokenizer.pad_id}: "
-                "transformers gives every token with pad_token_id the position of padding, so it must be the padding "
-                "and no other piece; put the tokenizer of the model's training into the folder, or correct pad_token_id"
-            )
+    def padding_id(self, values: dict[str, Any]) -> int | None:
+        return int(values["pad_token_id"])
 
     def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
         unread = values["pad_token_id"] + 1

@@ -16,11 +16,15 @@ from parity import Case, compare, draw, example, write_run
 from transformers import CONFIG_MAPPING
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
 from megatron_ddrp.conversion.export_check import exported_class
 from megatron_ddrp.conversion.export_sums import SUMS
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.families.contract import SHARED_DEFAULTS, SHARED_FOLLOWED
 from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
+from megatron_ddrp.conversion.families.own import ALWAYS
+from megatron_ddrp.conversion.foreign_config import OWN_SETTINGS, SIZES
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import read_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
@@ -123,6 +127,13 @@ def test_absent_keys_mean_what_they_mean_in_transformers(name):
     written = config_class(**needed).to_dict()
     models = [family.model_config("config.json", family.complete("config.json", v)) for v in (dict(needed), written)]
     assert models[0] == models[1]
+
+
+def test_absent_keys_of_our_exports_mean_the_same_in_their_code_and_here():
+    keys = SIZES | {name: name for name in OWN_SETTINGS if name not in ALWAYS}
+    ours = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | {"ffn_hidden_size": 4 * 768}
+    assert {key: DEFAULTS[key] for key in keys if key in DEFAULTS} == {k: ours[keys[k]] for k in keys if k in DEFAULTS}
+    assert keys.keys() - DEFAULTS.keys() == {"absolute_embedding"}, "its default depends on the encoding"
 
 
 HEADS = {
@@ -308,6 +319,14 @@ def test_a_roberta_whose_padding_is_another_piece_of_a_text_is_refused(tmp_path,
     setattr(tokenizer, f"{role}_id", tokenizer.pad_id)
     with pytest.raises(UserError, match="pad_token_id is 1, .*must be the padding and no other piece"):
         family.check_tokenizer("config.json", {"pad_token_id": tokenizer.pad_id}, tokenizer)
+
+
+@pytest.mark.parametrize(("name", "told"), [*((name, True) for name in ROBERTAS), ("bert", False)])
+def test_a_folder_without_a_tokenizer_names_its_padding(tmp_path, offline, name, told):
+    write_theirs(name, tmp_path / "hf")
+    (tmp_path / "hf" / "vocab.txt").unlink()
+    summary = import_folder(tmp_path / "hf", tmp_path / "start").summary()
+    assert ("; its padding must have the id 1\n" in summary) == told and "give the model's own" in summary
 
 
 @pytest.mark.parametrize("name", ["bert", "electra", *DEBERTAS, "modernbert"])
