@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import Case, compare, draw, example, write_run
+from parity import Case, compare, example, write_run
 from transformers import CONFIG_MAPPING
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
-from megatron_ddrp.conversion.export_check import exported_class
 from megatron_ddrp.conversion.export_sums import SUMS
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.families.contract import SHARED_DEFAULTS, SHARED_FOLLOWED
@@ -30,6 +29,7 @@ from megatron_ddrp.conversion.huggingface_folder import read_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.engine.checkpoint import Progress
 from megatron_ddrp.errors import UserError
+from tests.unit.conversion.conftest import write_theirs
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "huggingface.md"
 THEIRS = {name: family for name, family in FAMILIES.items() if not family.has_code}
@@ -157,22 +157,6 @@ HEADS = {
 """Another value than the default for every key of heads."""
 
 
-def write_theirs(name, folder, **changes):
-    """A folder with a random tiny model of a family and changed keys, as its config.json would say; its tokenizer."""
-    case = Case(FAMILIES[name], "masked-lm")
-    config, tokenizer = example(case, folder)
-    settings = case.family.folder_settings(config, case.head, tokenizer)
-    left_out = [key for key, value in changes.items() if value is ...]
-    settings = {key: value for key, value in (settings | changes).items() if key not in left_out}
-    (folder / "config.json").write_text(json.dumps(settings))
-    model_class = exported_class(folder, settings["architectures"][0])
-    model = model_class(model_class.config_class.from_pretrained(folder))
-    draw(model)
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(settings))
-    return model_class.from_pretrained(folder).eval(), tokenizer
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
     family = FAMILIES[name]
@@ -295,44 +279,6 @@ EQUAL = [
 @pytest.mark.parametrize(("name", "changes"), EQUAL, ids=str)
 def test_a_key_that_acts_and_is_taken_acts_as_in_transformers(tmp_path, offline, name, changes):
     theirs, tokenizer = write_theirs(name, tmp_path, **changes)
-    assert max(compare(theirs, read_folder(tmp_path).model.eval(), tokenizer.pad_id).all) < 1e-4
-
-
-@pytest.mark.parametrize("name", ROBERTAS)
-@pytest.mark.parametrize("padding", [0, 2, 4, 17, 18, 10**6, None, -1, True, "1"], ids=str)
-def test_a_roberta_whose_padding_is_not_its_tokenizers_is_refused(tmp_path, offline, name, padding):
-    write_theirs(name, tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": padding}))
-    with pytest.raises(UserError, match=f"^{path}: pad_token_id is ") as error:
-        read_folder(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ROBERTAS)
-@pytest.mark.parametrize("role", ["cls", "sep", "unk"])
-def test_a_roberta_whose_padding_is_another_piece_of_a_text_is_refused(tmp_path, name, role):
-    """transformers gives that piece the position of padding."""
-    family = FAMILIES[name]
-    _, tokenizer = example(Case(family, "masked-lm"), tmp_path)
-    family.check_tokenizer("config.json", {"pad_token_id": tokenizer.pad_id}, tokenizer)
-    setattr(tokenizer, f"{role}_id", tokenizer.pad_id)
-    with pytest.raises(UserError, match="pad_token_id is 1, .*must be the padding and no other piece"):
-        family.check_tokenizer("config.json", {"pad_token_id": tokenizer.pad_id}, tokenizer)
-
-
-@pytest.mark.parametrize(("name", "told"), [*((name, True) for name in ROBERTAS), ("bert", False)])
-def test_a_folder_without_a_tokenizer_names_its_padding(tmp_path, offline, name, told):
-    write_theirs(name, tmp_path / "hf")
-    (tmp_path / "hf" / "vocab.txt").unlink()
-    summary = import_folder(tmp_path / "hf", tmp_path / "start").summary()
-    assert ("; its padding must have the id 1\n" in summary) == told and "give the model's own" in summary
-
-
-@pytest.mark.parametrize("name", ["bert", "electra", *DEBERTAS, "modernbert"])
-@pytest.mark.parametrize("padding", [None, 7])
-def test_other_families_count_positions_without_the_padding(tmp_path, offline, name, padding):
-    theirs, tokenizer = write_theirs(name, tmp_path, pad_token_id=padding)
     assert max(compare(theirs, read_folder(tmp_path).model.eval(), tokenizer.pad_id).all) < 1e-4
 
 
