@@ -52,7 +52,7 @@ class Bert(Family):
     followed = {
         "hidden_act": EXACT_GELU,
         "position_embedding_type": ("absolute",),
-        "type_vocab_size": (2, 1, 0),
+        "type_vocab_size": (2, 1),
     }
     head_keys = CLASSIFIER_DROPOUT
     fields = BERT_FIELDS

@@ -224,6 +224,7 @@ EVERYWHERE = [
 REFUSED = [
     *((name, changes) for name in THEIRS for changes in EVERYWHERE),
     *((name, {"hidden_act": act}) for name in (*BERTS, *DEBERTAS) for act in ("gelu_new", "gelu_pytorch_tanh", "relu")),
+    *((name, {"type_vocab_size": 0}) for name in BERTS),
     *((name, {"type_vocab_size": 3}) for name in (*BERTS, *DEBERTAS)),
     *((name, {"position_embedding_type": "relative_key_query"}) for name in BERTS),
     *((name, {"pos_att_type": ["C2P", "P2C"]}) for name in DEBERTAS),
