@@ -5,8 +5,9 @@
     DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
     DIR/iter_0001000/
         state.json                          step, counts, sums since the last row of metrics.jsonl, optimizer step,
-                                            loss scale, configuration, the layout that wrote it, of each file its
-                                            size and CRC-32, and its own CRC-32
+                                            loss scale, configuration, an imported folder's settings of heads, the
+                                            layout that wrote it, of each file its size and CRC-32, and its own
+                                            CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`;
                                             for Muon's matrices `momentum_buffer/NAME`
@@ -45,6 +46,7 @@ from megatron_ddrp.checkpoint.folder import (
 )
 from megatron_ddrp.checkpoint.state import (
     DATASETS,
+    HEAD_SETTINGS,
     SINCE_LOGGED,
     STARTED_FROM,
     STATE,

@@ -34,6 +34,8 @@ STARTED_FROM = "started_from"
 """Key of the checkpoint that training began from, null for random weights. Older versions did not write it."""
 DATASETS = "datasets"
 """Key of the datasets' contents by prefix. Older versions did not write it."""
+HEAD_SETTINGS = "head_settings"
+"""Key of the settings, in an imported folder, of heads that fine-tuning adds. Older versions did not write it."""
 _OF_TRAINING = (*_COUNTS, "optimizer_step", "loss_scaler", "layout", "files", "config")
 _OF_IMPORTS = (*_COUNTS, "files", "config")
 _OF_OLDER_VERSIONS = ("iteration", "config")
@@ -118,6 +120,10 @@ def _check_names(value: Any) -> None:
     _require(isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by name")
 
 
+def _check_settings(value: Any) -> None:
+    _require(isinstance(value, dict), "an object with settings by name")
+
+
 def _check_scaler(value: Any) -> None:
     if value is None:
         return
@@ -155,6 +161,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     SINCE_LOGGED: _check_totals,
     STARTED_FROM: _check_name,
     DATASETS: _check_names,
+    HEAD_SETTINGS: _check_settings,
     WEIGHTS_ONLY: _check_flag,
     "loss_scaler": _check_scaler,
     "layout": _check_layout,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ddrp.checkpoint.choice import MODEL, choose_checkpoint, kind_of
 from megatron_ddrp.checkpoint.folder import TOKENIZER, WEIGHTS, tag
-from megatron_ddrp.checkpoint.state import WEIGHTS_ONLY, read_state, write_state
+from megatron_ddrp.checkpoint.state import HEAD_SETTINGS, WEIGHTS_ONLY, read_state, write_state
 from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -97,11 +98,17 @@ def save_weights(weights: dict[str, Any], path: Path) -> dict[str, Any]:
     return write_tensors(path / WEIGHTS, {name: Form.of(tensor) for name, tensor in weights.items()}, weights.items())
 
 
-def save_weights_only(weights: dict[str, Any], config: Config, folder: Path) -> Path:
-    """Write weights that this project did not train, as iteration 0 of a folder; return the checkpoint's path."""
+def save_weights_only(
+    weights: dict[str, Any], config: Config, folder: Path, head_settings: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """Write weights that this project did not train, as iteration 0 of a folder; return the checkpoint's path.
+
+    `head_settings` are those of heads that fine-tuning adds, for exports.
+    """
     path = folder / tag(0)
     path.mkdir()
     counts = {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0}
     files = {WEIGHTS: save_weights(weights, path)}
-    write_state(path, {**counts, WEIGHTS_ONLY: True, "files": files, "config": config.to_dict()})
+    beside = {WEIGHTS_ONLY: True, HEAD_SETTINGS: dict(head_settings)}
+    write_state(path, {**counts, **beside, "files": files, "config": config.to_dict()})
     return path

@@ -121,6 +121,15 @@ def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, m
     return value
 
 
+def refuse_other_head_size(path: Path, values: dict[str, Any], key: str) -> None:
+    """Raise `UserError` if `key` gives attention heads another width than the hidden size has for each."""
+    width, heads = (whole_number(path, values, name) for name in ("hidden_size", "num_attention_heads"))
+    if values.get(key) not in (None, width // heads):
+        raise UserError(
+            f"{path}: {key} is {shown(values[key])}, which is not supported: need hidden_size / num_attention_heads"
+        )
+
+
 def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
     """Return a setting of config.json. Raise `UserError` if it is not in `allowed`."""
     value = values.get(key)

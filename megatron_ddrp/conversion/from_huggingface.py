@@ -59,12 +59,20 @@ class Import(ReadFolder):
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",
             "left out": ", ".join(left_out) or "nothing",
             "initialised": "; ".join(self.weights.initialised) or "nothing",
-            "tokenizer": f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size:,} pieces" if tokenizer else NO_TOKENIZER,
+            "tokenizer": f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size:,} pieces"
+            if tokenizer
+            else self._missing(),
             **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
             "wrote": f"{self.output}: weights without optimizer state",
             "resume": shlex.join(command),
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
+
+    def _missing(self) -> str:
+        """Return what to do about a folder without a tokenizer."""
+        return NO_TOKENIZER + (
+            f"; its padding must have the id {self.padding_id}" if self.padding_id is not None else ""
+        )
 
     def _tokenizer_flags(self) -> list[str]:
         if self.tokenizer is None:
@@ -98,7 +106,9 @@ def import_folder(
     with whole_folder(output, refuse) as folder:
         whole = Config(model=read.config, objective=read.objective)
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
-        path = checkpoint.save_weights_only({name: t.detach() for name, t in tensors.items()}, whole, folder)
+        path = checkpoint.save_weights_only(
+            {name: t.detach() for name, t in tensors.items()}, whole, folder, read.head_settings
+        )
         save_config(whole, folder)
         if read.tokenizer:
             read.tokenizer.save(folder / checkpoint.TOKENIZER)

@@ -56,6 +56,10 @@ class ReadFolder:
     tokenizer: Tokenizer | None
     transfer: Transfer | None
     """Origin of each row of the vocabulary, if the model was given another one."""
+    padding_id: int | None
+    """Id that must be the tokenizer's padding, by `Family.padding_id`."""
+    head_settings: dict[str, Any]
+    """Settings of heads that fine-tuning adds, by `Family.head_settings`."""
 
 
 def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenizer | None = None) -> ReadFolder:
@@ -65,12 +69,14 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
 
     Raise `UserError` if its family is not in the registry, or if a weight is missing or does not fit.
     """
-    config, objective, family, weights = _settings_and_weights(source)
+    config, objective, family, weights, values = _settings_and_weights(source)
     if generator is not None:
-        other_config, _, _, other = _settings_and_weights(generator)
+        other_config, _, _, other, _ = _settings_and_weights(generator)
         objective = generator_objective(objective, config, other_config)
         join_generator(weights, other, dict(on_meta_device(config, objective).named_parameters()))
     own, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
+    if own:
+        family.check_tokenizer(source / "config.json", values, own)
     pieces = own.vocab_size if own else rows
     if pieces > rows:
         raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
@@ -83,11 +89,12 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
     torch.manual_seed(SEED)
     model = build_model(config, objective=objective)
     fill(model, weights, pieces, source)
-    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer or own, transfer)
+    kept = (family.padding_id(values), family.head_settings(source / "config.json", values))
+    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer or own, transfer, *kept)
 
 
-def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, Family, Weights]:
-    """Return a folder's model, objective, family and weights, under our names.
+def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, Family, Weights, dict[str, Any]]:
+    """Return a folder's model, objective, family, weights under our names, and completed config.json.
 
     Every size is compared with the weights before a tensor of that size is allocated.
     """
@@ -100,7 +107,7 @@ def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, F
     wanted = dict(shapes.named_parameters()) | checkpoint.persistent_buffers(shapes)
     weights = rename(family.from_folder(tensors, values), family.our_name, wanted, source)
     _refuse_other_tables(config, weights, source)
-    return config, objective, family, weights
+    return config, objective, family, weights, values
 
 
 def _settings(source: Path) -> tuple[Family, dict[str, Any], ModelConfig]:

@@ -93,7 +93,8 @@ def export_checkpoint(
     refuse = partial(refuse_output, output, overwrite, _is_hugging_face, "a Hugging Face folder")
     refuse()
     source = checkpoint.choose_checkpoint(load)
-    run = Config.from_dict(checkpoint.read_state(source)["config"])  # as given: the card repeats its command
+    state = checkpoint.read_state(source)
+    run = Config.from_dict(state["config"])  # as given: the card repeats its command
     encoding = run.model.position_encoding
     if encoding not in ENCODINGS:
         raise UserError(
@@ -112,7 +113,11 @@ def export_checkpoint(
     weights = family.to_folder(renamed(kept, family, head, config.vocab_size), config, tokenizer)
     with whole_folder(output, refuse) as folder:
         checkpoint.save_weights(weights, folder)
-        settings = family.folder_settings(config, head, tokenizer)
+        of_heads = state.get(checkpoint.HEAD_SETTINGS, {})
+        settings = {
+            **family.folder_settings(config, head, tokenizer),
+            **{key: of_heads[key] for key in family.head_keys if key in of_heads},
+        }
         if family.has_code:
             settings["objective"] = asdict(whole.objective)
             settings["deberta_emd"] = decodes_masks(

@@ -48,13 +48,16 @@ class Progress:
     """Checkpoint of another folder that training began from, `start/iter_0000000`; None for random weights."""
     datasets: Mapping[str, str] = field(default_factory=dict)
     """Prefix of each dataset → its content, as `Corpus.contents` names it. Older versions did not keep it."""
+    head_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of heads that fine-tuning adds, of the folder that training began from, for exports."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """Return the progress in a checkpoint's state. Older versions kept no sums, so theirs start at the resume."""
         sums = state.get(files.SINCE_LOGGED, {})
         counts = (state["iteration"], state["consumed_samples"], state["consumed_tokens"])
-        return cls(*counts, sums, state.get(files.STARTED_FROM), state.get(files.DATASETS, {}))
+        kept = (state.get(key, {}) for key in (files.DATASETS, files.HEAD_SETTINGS))
+        return cls(*counts, sums, state.get(files.STARTED_FROM), *kept)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,8 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
-        return Resumed(Progress(started_from=_name(path)), path, remarks, weights_only=True)
+        progress = Progress(started_from=_name(path), head_settings=state.get(files.HEAD_SETTINGS, {}))
+        return Resumed(progress, path, remarks, weights_only=True)
     state_of.create_moments(engine)
     held.fill(stored[state_of.MOMENTS], state_of.MOMENTS)
     state_of.refresh_weights(engine)

@@ -186,7 +186,10 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
 
 def _longest(config: Any) -> int:
     """Return the longest sequence in tokens that a model has positions for."""
-    unread = config.pad_token_id + 1 if config.model_type in ROBERTA_FAMILY else 0
+    counts_from_padding = config.model_type in ROBERTA_FAMILY
+    if counts_from_padding and config.pad_token_id is None:
+        raise ValueError("pad_token_id is null in its config.json, and positions are counted from it; write the id")
+    unread = config.pad_token_id + 1 if counts_from_padding else 0
     return int(getattr(config, "max_position_embeddings", 512)) - unread
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
+from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, EXACT_GELU, Family
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 BERT_MODULES = {
@@ -52,10 +52,9 @@ class Bert(Family):
     followed = {
         "hidden_act": EXACT_GELU,
         "position_embedding_type": ("absolute",),
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
-        "type_vocab_size": (2, 1, 0),
+        "type_vocab_size": (2, 1),
     }
+    head_keys = CLASSIFIER_DROPOUT
     fields = BERT_FIELDS
     modules = BERT_MODULES
     head_modules = {"masked-lm": BERT_HEAD}

@@ -1,8 +1,9 @@
 """The contract of a family: how a folder of a transformers model stores its settings and weights, in both directions.
 
-A new family is one file here and one line in `__init__.py`. Most of it is four tables:
+A new family is one file here and one line in `__init__.py`. Most of it is five tables:
 
 - `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports;
+- `head_keys`: the keys that act only in heads that fine-tuning adds, which exports have again;
 - `fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model can be
   exported;
 - `modules` and `head_modules`: names of weights.
@@ -15,6 +16,7 @@ registry and compare it with transformers in both directions.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cached_property
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
 from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, shown
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 from megatron_ddrp.errors import UserError
 
 
@@ -69,6 +71,23 @@ SHARED_DEFAULTS = {
 }
 """Values that transformers uses for an absent key in most families."""
 
+SHARED_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "tie_word_embeddings": (True,),
+    "pruned_heads": ({}, None),
+    "per_layer_config": (None, {}),
+    "quantization_config": (None,),  # its weights are codes, of the same shapes
+}
+"""Keys that change the computation of every family → values that we support, transformers' default first."""
+
+NUMBER = (float,)
+DROPOUT = (float, None)
+CLASSIFIER_DROPOUT: dict[str, tuple[Any, ...]] = {"classifier_dropout": DROPOUT}
+KINDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+"""Type of a value in config.json → its name in messages."""
+
 EXACT_GELU = ("gelu", "gelu_python")
 """Names of the activation in our feed-forward block. "gelu_new" is an approximation of it, so it is not included."""
 
@@ -89,6 +108,9 @@ class Family:
     """Values that transformers uses for an absent key, in addition to `SHARED_DEFAULTS`."""
     followed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     """Key of config.json that changes the computation → values that we support, transformers' default first."""
+    head_keys: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    """Key of config.json that acts only in the heads that fine-tuning adds, or when a weight is drawn → values or types
+    that it may have."""
     fields: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     """Field of `ModelConfig` → values with which a model belongs to this family, the usual one first. A field that is
     neither here nor in `sizes` nor in `NOT_COMPARED` must have its default."""
@@ -116,13 +138,39 @@ class Family:
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         """Return config.json with the keys that it lacks. Raise `UserError` for a value that we do not support."""
-        usual = {key: allowed[0] for key, allowed in self.followed.items()}
+        followed = {**SHARED_FOLLOWED, **self.followed}
+        usual = {key: allowed[0] for key, allowed in followed.items()}
         values = {**usual, **SHARED_DEFAULTS, **self.defaults, **values}
-        for key, allowed in self.followed.items():
-            if not any(values[key] == choice for choice in allowed):
-                expected = " or ".join(map(repr, allowed))
-                raise UserError(f"{path}: {key} is {shown(values[key])}, which is not supported: need {expected}")
+        _refuse_others(path, values, followed)
         return values
+
+    def head_settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of heads that fine-tuning adds, for an export to have again.
+
+        Raise `UserError` for a value that transformers does not know.
+        """
+        found = {key: values[key] for key in self.head_keys if key in values}
+        _refuse_others(path, found, self.head_keys)
+        return {
+            key: float(value) if float in self.head_keys[key] else value
+            for key, value in found.items()
+            if value is not None  # as an absent key
+        }
+
+    def padding_id(self, values: dict[str, Any]) -> int | None:
+        """Return the id that gets no position of its own in transformers; None in a family without such an id."""
+        return None
+
+    def check_tokenizer(self, path: Path, values: dict[str, Any], tokenizer: Tokenizer) -> None:
+        """Raise `UserError` if a piece of a text may have the id that gets no position of its own."""
+        padding, piece = self.padding_id(values), tokenizer.pieces[tokenizer.pad_id]
+        roles = [role for role in SPECIAL_PIECES if getattr(tokenizer, f"{role}_id") == padding]
+        if padding is not None and roles != ["pad"]:
+            raise UserError(
+                f"{path}: pad_token_id is {padding}, and its tokenizer pads with {shown(piece)}, {tokenizer.pad_id}: "
+                "transformers gives every token with pad_token_id the position of padding, so it must be the padding "
+                "and no other piece; put the tokenizer of the model's training into the folder, or correct pad_token_id"
+            )
 
     def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
         """Return the configuration of a completed config.json. Raise `UserError` for an impossible size."""
@@ -220,3 +268,20 @@ class Family:
     def _ours(self) -> dict[str, str]:
         tables = (self.modules, *self.head_modules.values())
         return {theirs: ours for table in tables for ours, theirs in table.items()} | dict(self.more_modules)
+
+
+def _refuse_others(path: Path, values: Table, followed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `UserError` for a value that is neither one of its key's choices nor of one of the types among them."""
+    for key, value in values.items():
+        choices = followed.get(key)
+        if choices is None or any(_is(value, choice) for choice in choices):
+            continue
+        expected = " or ".join(KINDS[choice] if isinstance(choice, type) else repr(choice) for choice in choices)
+        raise UserError(f"{path}: {key} is {shown(value)}, which is not supported: need {expected}")
+
+
+def _is(value: Any, choice: Any) -> bool:
+    if isinstance(choice, type):
+        is_number = choice is float and type(value) in (int, float)
+        return abs(value) <= sys.float_info.max if is_number else type(value) is choice
+    return type(value) is type(choice) and value == choice

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
-from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
+from megatron_ddrp.conversion.families.contract import DROPOUT, EXACT_GELU, NUMBER, Family
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, shown, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -27,6 +27,14 @@ SECOND_LAYOUT = {
     "conv_kernel_size": "a convolution beside the first layer",
 }
 """Setting of DeBERTa v2 and v3 → feature that it enables."""
+
+
+POOLER_KEYS: dict[str, tuple[Any, ...]] = {
+    "pooler_hidden_act": (str,),
+    "pooler_hidden_size": (int,),
+    "pooler_dropout": NUMBER,
+    "cls_dropout": DROPOUT,
+}
 
 
 class Deberta(Family):
@@ -47,6 +55,7 @@ class Deberta(Family):
         "talking_head": (False,),
         "type_vocab_size": (0, 1, 2),
     }
+    head_keys = POOLER_KEYS
     fields = {
         "position_encoding": ("deberta",),
         "key_bias": (False,),
@@ -119,9 +128,10 @@ class Deberta(Family):
 
 def refuse_other_terms(path: Path, values: dict[str, Any]) -> None:
     """Raise `UserError` for attention with terms other than DeBERTa's three, and for embeddings of another width."""
-    terms = values["pos_att_type"] or []
-    terms = terms.split("|") if isinstance(terms, str) else terms
-    if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
+    terms = values["pos_att_type"]
+    if isinstance(terms, str):
+        terms = [term.strip() for term in terms.lower().split("|")]
+    if terms not in (["c2p", "p2c"], ["p2c", "c2p"]):  # v1 counts the terms of a list, and reads none in capitals
         raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
     width = values.get("embedding_size", values["hidden_size"])
     if width != values["hidden_size"]:

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
 from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
-from megatron_ddrp.conversion.families.deberta import refuse_other_terms
-from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, SIZES, shown, whole_number
+from megatron_ddrp.conversion.families.deberta import POOLER_KEYS, refuse_other_terms
+from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, SIZES, refuse_other_head_size, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
@@ -60,6 +60,7 @@ class DebertaV2(Family):
         "type_vocab_size": (0, 1, 2),
         "conv_kernel_size": (0,),
     }
+    head_keys = POOLER_KEYS
     fields = {
         "position_encoding": ("deberta-v2",),
         "num_segments": (0, 1, 2),
@@ -99,12 +100,7 @@ class DebertaV2(Family):
                 f"{path}: max_relative_positions is {furthest} and max_position_embeddings {longest}: here the buckets "
                 "depend on the longest sequence; give a folder where the two are equal, or the first is -1"
             )
-        width, heads = (whole_number(path, values, key) for key in ("hidden_size", "num_attention_heads"))
-        if values.get("attention_head_size", width // heads) != width // heads:
-            raise UserError(
-                f"{path}: attention_head_size is {shown(values['attention_head_size'])}, which is not supported: need "
-                "hidden_size / num_attention_heads"
-            )
+        refuse_other_head_size(path, values, "attention_head_size")
         return values
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:

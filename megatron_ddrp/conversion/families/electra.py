@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families.bert import Bert
+from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, NUMBER
 from megatron_ddrp.conversion.foreign_config import SIZES
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
@@ -27,6 +28,14 @@ class Electra(Bert):
         "intermediate_size": 1024,
         "embedding_size": 128,
         "layer_norm_eps": 1e-12,
+    }
+    head_keys = CLASSIFIER_DROPOUT | {
+        "summary_type": (str,),
+        "summary_use_proj": (bool,),
+        "summary_proj_to_labels": (bool,),
+        "summary_activation": (str,),
+        "summary_first_dropout": NUMBER,
+        "summary_last_dropout": NUMBER,
     }
     training = {"masking": "token"}
     modules = Bert.modules | {"embeddings.projection": "embeddings_project"}

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
-from megatron_ddrp.conversion.foreign_config import shown, whole_number
+from megatron_ddrp.conversion.families.contract import EXACT_GELU, NUMBER, Family
+from megatron_ddrp.conversion.foreign_config import refuse_other_head_size, shown, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -83,6 +83,15 @@ class ModernBert(Family):
         "classifier_activation": EXACT_GELU,
         "decoder_bias": (True,),
         "rope_scaling": (None,),
+        "sliding_window": (None,),  # transformers would put it in place of local_attention
+    }
+    head_keys = {
+        "classifier_dropout": NUMBER,
+        "classifier_pooling": ("cls", "mean"),
+        "initializer_cutoff_factor": NUMBER,
+        "sparse_prediction": (bool,),
+        "sparse_pred_ignore_index": (int,),
+        "deterministic_flash_attn": (bool,),
     }
     fields = {
         "position_encoding": ("rope",),
@@ -116,6 +125,7 @@ class ModernBert(Family):
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         values = super().complete(path, values)
+        refuse_other_head_size(path, values, "head_dim")
         _refuse_different(path, values, BIASES, "here all maps and norms have one, or none has")
         _refuse_different(path, values, ("embedding_dropout", "mlp_dropout"), "--hidden-dropout is one number for both")
         values |= _thetas(path, values) | {EVERY: _period(path, values)}
@@ -221,7 +231,8 @@ def _thetas(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     thetas = {}
     for kind, settings in table.items():
         settings = settings or {}
-        if kind not in THETAS or settings.get("rope_type", "default") != "default":
+        rope_type = settings.get("rope_type", settings.get("type", "default"))  # transformers reads both names
+        if kind not in THETAS or rope_type != "default":
             raise UserError(
                 f"{path}: rope_parameters of {shown(kind)} are {shown(settings)}, which is not supported: need {FULL} "
                 f"or {LOCAL} with rope_type 'default'"

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.config.older import model_as_meant
-from megatron_ddrp.conversion.families.contract import FINE_TUNED, HEADS, Family
+from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, FINE_TUNED, HEADS, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
 from megatron_ddrp.conversion.foreign_config import model_config as checked_config
 from megatron_ddrp.conversion.model_code import write_model_code
@@ -31,6 +31,7 @@ class Own(Family):
 
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
     head_modules = {head: {} for head in HEADS}
+    head_keys = CLASSIFIER_DROPOUT
     has_code = True
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:

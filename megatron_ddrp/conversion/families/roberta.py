@@ -2,7 +2,8 @@
 
 BERT's encoder with one segment and without a pooler. If p is the id of padding, tokens have positions p + 1, p + 2, …
 and padding has position p, so the table has p + 1 rows that no token reads. Import drops them; export writes zeros in
-their place. Our model and theirs are equal if padding is to the right of the text.
+their place. Our model and theirs are equal if padding is to the right of the text, and if p is the id of padding alone:
+transformers gives any other token with this id the position of padding. So p must be the padding of the tokenizer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import BERT_FIELDS, BERT_MODULES
-from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
+from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, EXACT_GELU, Family
 from megatron_ddrp.conversion.foreign_config import whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import WORD_START, Tokenizer
 from megatron_ddrp.errors import UserError
@@ -32,10 +33,9 @@ class Roberta(Family):
     followed = {
         "hidden_act": EXACT_GELU,
         "position_embedding_type": ("absolute",),
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
         "type_vocab_size": (2, 1),
     }
+    head_keys = CLASSIFIER_DROPOUT
     fields = BERT_FIELDS | {"num_segments": (1, 2)}
     training = {"masking": "token"}
     modules = BERT_MODULES
@@ -46,13 +46,17 @@ class Roberta(Family):
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         settings = super().settings(path, values)
-        unread = whole_number(path, values, "pad_token_id", least=0) + 1
+        pieces = whole_number(path, values, "vocab_size")
+        unread = whole_number(path, values, "pad_token_id", least=0, most=pieces - 1) + 1
         if settings["seq_length"] <= unread:
             raise UserError(
                 f"{path}: max_position_embeddings is {settings['seq_length']}, of which {unread} rows belong to "
                 "padding: none is left for a text"
             )
         return settings | {"seq_length": settings["seq_length"] - unread}
+
+    def padding_id(self, values: dict[str, Any]) -> int | None:
+        return int(values["pad_token_id"])
 
     def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
         unread = values["pad_token_id"] + 1

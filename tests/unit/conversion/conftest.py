@@ -7,9 +7,12 @@ import sys
 
 import pytest
 import torch
+from parity import Case, draw, example
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ObjectiveConfig, encoding_class
+from megatron_ddrp.conversion.export_check import exported_class
+from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
@@ -123,3 +126,19 @@ def little_room():
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def write_theirs(name, folder, **changes):
+    """A folder with a random tiny model of a family and changed keys, as its config.json would say; its tokenizer."""
+    case = Case(FAMILIES[name], "masked-lm")
+    config, tokenizer = example(case, folder)
+    settings = case.family.folder_settings(config, case.head, tokenizer)
+    left_out = [key for key, value in changes.items() if value is ...]
+    settings = {key: value for key, value in (settings | changes).items() if key not in left_out}
+    (folder / "config.json").write_text(json.dumps(settings))
+    model_class = exported_class(folder, settings["architectures"][0])
+    model = model_class(model_class.config_class.from_pretrained(folder))
+    draw(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model_class.from_pretrained(folder).eval(), tokenizer

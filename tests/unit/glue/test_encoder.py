@@ -164,6 +164,19 @@ def test_other_encoders_of_transformers(bert_folder, kind):
     assert (encoder.pair_separators, encoder.max_length) == ((2, 15) if kind == "Roberta" else (1, 16))
 
 
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
+def test_a_roberta_without_a_padding_is_refused(bert_folder, kind):
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=14, max_position_embeddings=16, pad_token_id=0, **sizes)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
+    path = bert_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
+    with pytest.raises(UserError, match="pad_token_id is null in its config.json, and positions are counted from it"):
+        load_encoder(bert_folder)
+
+
 def test_a_decoder_is_refused(bert_folder):
     import transformers
 

@@ -1,0 +1,290 @@
+"""Every key of config.json that transformers reads, family by family: what becomes of it, and whether that is so.
+
+docs/huggingface.md holds the table; `python -m tests.unit.conversion.test_config_keys` prints it.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from parity import Case, compare, example, write_run
+from transformers import CONFIG_MAPPING
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
+from megatron_ddrp.conversion.export_sums import SUMS
+from megatron_ddrp.conversion.families import FAMILIES
+from megatron_ddrp.conversion.families.contract import SHARED_DEFAULTS, SHARED_FOLLOWED
+from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
+from megatron_ddrp.conversion.families.own import ALWAYS
+from megatron_ddrp.conversion.foreign_config import OWN_SETTINGS, SIZES
+from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.conversion.huggingface_folder import read_folder
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.engine.checkpoint import Progress
+from megatron_ddrp.errors import UserError
+from tests.unit.conversion.conftest import write_theirs
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "huggingface.md"
+THEIRS = {name: family for name, family in FAMILIES.items() if not family.has_code}
+ROBERTAS = ("roberta", "xlm-roberta", "camembert")
+
+BY_METHODS = {
+    "deberta": ("embedding_size",),
+    "deberta-v2": ("embedding_size", "attention_head_size"),
+    "modernbert": ("head_dim",),
+}
+"""Keys that a family's methods read without a default of their own."""
+WITH_HEADS = ("id2label", "label2id", "num_labels", "problem_type")
+WITHOUT_EFFECT = (
+    *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
+    *("transformers_version", "bos_token_id", "eos_token_id", "conv_act", "conv_groups", "embedding_size"),
+)
+"""Keys that change no number: of decoders, of the form of outputs, of the convolution that is refused, and the width of
+embeddings where transformers only checks whether the key exists."""
+FATES = (
+    "a setting of our model; exports have it again",
+    "taken at some values, otherwise refused by name",
+    "kept for the heads that fine-tuning adds, through training; exports of the family have it again",
+    "written anew, from the tokenizer and the form of the export",
+    "left out with the head that the import leaves out",
+    "changes no number of an encoder",
+)
+
+
+def keys_of(name):
+    """The keys that transformers reads from a family's config.json: fields of its class, and names in its code."""
+    config_class = CONFIG_MAPPING[name]
+    modules = [config_class.__module__, config_class.__module__.replace("configuration_", "modeling_")]
+    code = "\n".join(inspect.getsource(importlib.import_module(module)) for module in modules)
+    patterns = (r"\bconfig\.([a-z]\w*)\b(?!\()", r'attr\((?:self\.)?config, "(\w+)"', r'kwargs\.(?:get|pop)\("(\w+)"')
+    found = {key for pattern in patterns for key in re.findall(pattern, code)}
+    return found | {field.name for field in dataclasses.fields(config_class)}
+
+
+def fates(name, tmp_path):
+    """Key → what becomes of it in a family, by the family's tables; None for a key that nothing accounts for."""
+    family = THEIRS[name]
+    config, tokenizer = example(Case(family, next(iter(family.head_modules))), tmp_path / name)
+    written = family.folder_settings(config, "masked-lm", tokenizer).keys() | {"dtype"}
+    limited = {*SHARED_FOLLOWED, *family.followed, *family.defaults, *BY_METHODS.get(name, ())}
+    places = (family.sizes, limited, family.head_keys, written, WITH_HEADS, WITHOUT_EFFECT)
+    known = keys_of(name) | SHARED_FOLLOWED.keys() | family.followed.keys()
+    return {key: next((f for f, keys in zip(FATES, places, strict=True) if key in keys), None) for key in known}
+
+
+def table(tmp_path):
+    """The table of the page; a key that has another fate in some families is followed by its families."""
+    found = {name: fates(name, tmp_path) for name in THEIRS}
+    rows = []
+    for fate in FATES:
+        cells = []
+        for key in sorted({key for of_family in found.values() for key in of_family}):
+            names = [name for name in found if found[name].get(key) == fate]
+            others = [name for name in found if key in found[name] and name not in names]
+            cells += [f"`{key}`" + (f" ({', '.join(names)})" if others else "")] if names else []
+        rows.append(f"| {fate} | {', '.join(cells)} |")
+    return "\n".join(["| what becomes of it | keys of config.json |", "| --- | --- |", *rows])
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_every_key_of_transformers_has_a_fate(tmp_path, name):
+    assert [key for key, fate in fates(name, tmp_path).items() if fate is None] == []
+
+
+def test_the_page_has_the_table(tmp_path):
+    assert table(tmp_path) in PAGE.read_text(), "print it: python -m tests.unit.conversion.test_config_keys"
+
+
+REQUIRED = {
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {
+        **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 256},
+        **{"share_att_key": True, "norm_rel_ebd": "layer_norm"},
+    },
+}
+"""Keys whose defaults in transformers our encoder does not support."""
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_absent_keys_mean_what_they_mean_in_transformers(name):
+    family, config_class, needed = THEIRS[name], CONFIG_MAPPING[name], REQUIRED.get(name, {})
+    theirs = {field.name: field.default for field in dataclasses.fields(config_class)}
+    followed = {key: allowed[0] for key, allowed in (SHARED_FOLLOWED | dict(family.followed)).items()}
+    ours = {**followed, **SHARED_DEFAULTS, **family.defaults}
+    assert {k: v for k, v in ours.items() if k in theirs} == {k: theirs[k] for k in ours if k in theirs} | {
+        key: value for key, value in needed.items() if key in followed and key not in family.defaults
+    }
+    for key in needed:
+        with pytest.raises(UserError, match=f"{key} is "):
+            family.complete("config.json", {other: needed[other] for other in needed if other != key})
+    written = config_class(**needed).to_dict()
+    models = [family.model_config("config.json", family.complete("config.json", v)) for v in (dict(needed), written)]
+    assert models[0] == models[1]
+
+
+def test_absent_keys_of_our_exports_mean_the_same_in_their_code_and_here():
+    keys = SIZES | {name: name for name in OWN_SETTINGS if name not in ALWAYS}
+    ours = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | {"ffn_hidden_size": 4 * 768}
+    assert {key: DEFAULTS[key] for key in keys if key in DEFAULTS} == {k: ours[keys[k]] for k in keys if k in DEFAULTS}
+    assert keys.keys() - DEFAULTS.keys() == {"absolute_embedding"}, "its default depends on the encoding"
+
+
+HEADS = {
+    "classifier_dropout": 0.25,
+    "classifier_pooling": "mean",
+    "initializer_cutoff_factor": 1.5,
+    "sparse_prediction": True,
+    "sparse_pred_ignore_index": -7,
+    "deterministic_flash_attn": True,
+    "summary_type": "mean",
+    "summary_use_proj": False,
+    "summary_proj_to_labels": True,
+    "summary_activation": "tanh",
+    "summary_first_dropout": 0.5,
+    "summary_last_dropout": 0,
+    "pooler_hidden_act": "tanh",
+    "pooler_hidden_size": 32,
+    "pooler_dropout": 0.5,
+    "cls_dropout": 0.25,
+}
+"""Another value than the default for every key of heads."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
+    family = FAMILIES[name]
+    kept = {key: HEADS[key] for key in family.head_keys}
+    case = Case(family, "masked-lm")
+    if family.has_code:
+        export_checkpoint(write_run(case, tmp_path / "run"), tmp_path / "hf")
+        (tmp_path / "hf" / SUMS).unlink()
+        path = tmp_path / "hf" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | kept))
+    else:
+        write_theirs(name, tmp_path / "hf", **kept)
+    import_folder(tmp_path / "hf", tmp_path / "start")
+    state = checkpoint.read_state(checkpoint.newest(tmp_path / "start"))
+    assert Progress.from_state(state).head_settings == kept, "later checkpoints of the run have them too"
+    export_checkpoint(tmp_path / "start", tmp_path / "again", family_name=name)
+    assert kept.items() <= json.loads((tmp_path / "again" / "config.json").read_text()).items()
+    export_checkpoint(tmp_path / "start", tmp_path / "own", family_name="megatron_ddrp")
+    own = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert [key for key in kept if key in own] == [key for key in kept if key == "classifier_dropout"]
+
+
+@torch.no_grad()
+def test_a_classifier_on_a_modernbert_that_went_through_training_has_the_same_logits(tmp_path, offline):
+    from transformers import AutoModelForSequenceClassification
+
+    write_theirs("modernbert", tmp_path / "hf", classifier_pooling="mean")
+    import_folder(tmp_path / "hf", tmp_path / "start")
+    export_checkpoint(tmp_path / "start", tmp_path / "again")
+    models = [AutoModelForSequenceClassification.from_pretrained(tmp_path / f).eval() for f in ("hf", "again")]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(5, 18, (2, 12), generator=torch.Generator().manual_seed(0))
+    first, second = (model(ids, attention_mask=(ids > 6).long()).logits for model in models)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "expected"),
+    [
+        ("modernbert", "classifier_pooling", "max", "need 'cls' or 'mean'"),
+        ("bert", "classifier_dropout", "0.1", "need a number or None"),
+        ("roberta", "classifier_dropout", float("nan"), "need a number or None"),
+        ("modernbert", "classifier_dropout", None, "need a number"),
+        ("camembert", "classifier_dropout", 10**400, "need a number or None"),
+        ("electra", "summary_use_proj", 1, "need true or false"),
+        ("deberta", "pooler_hidden_act", None, "need a text"),
+    ],
+)
+def test_unknown_settings_of_heads_are_refused(name, key, value, expected):
+    with pytest.raises(UserError, match=f"^config.json: {key} is .*{expected}"):
+        FAMILIES[name].head_settings("config.json", {key: value})
+
+
+BERTS = (*ROBERTAS, "bert", "electra")
+DEBERTAS = ("deberta", "deberta-v2")
+EVERYWHERE = [
+    {"tie_word_embeddings": False},
+    {"is_encoder_decoder": True},
+    {"is_decoder": True},
+    {"add_cross_attention": True},
+    {"per_layer_config": {"1": {"layer_norm_eps": 0.01}}},
+    {"pruned_heads": {"0": [1]}},
+    {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+]
+REFUSED = [
+    *((name, changes) for name in THEIRS for changes in EVERYWHERE),
+    *((name, {"hidden_act": act}) for name in (*BERTS, *DEBERTAS) for act in ("gelu_new", "gelu_pytorch_tanh", "relu")),
+    *((name, {"type_vocab_size": 0}) for name in BERTS),
+    *((name, {"type_vocab_size": 3}) for name in (*BERTS, *DEBERTAS)),
+    *((name, {"position_embedding_type": "relative_key_query"}) for name in BERTS),
+    *((name, {"pos_att_type": ["C2P", "P2C"]}) for name in DEBERTAS),
+    *((name, {"pos_att_type": ["c2p", "p2c", "p2c"]}) for name in DEBERTAS),
+    *((name, {"pos_att_type": "c2p|p2c|p2c"}) for name in DEBERTAS),
+    *((name, {"embedding_size": 16}) for name in DEBERTAS),
+    ("deberta", {"talking_head": True}),
+    ("deberta-v2", {"conv_kernel_size": 3}),
+    ("deberta-v2", {"attention_head_size": 16}),
+    ("deberta-v2", {"max_relative_positions": 12}),
+    ("modernbert", {"rope_parameters": {FULL: {"type": "linear", "factor": 2.0}}}),
+    ("modernbert", {"rope_parameters": {LOCAL: {"type": "linear", "factor": 2.0, "rope_theta": 5.0}}}),
+    ("modernbert", {"sliding_window": 2}),
+    ("modernbert", {"head_dim": 4}),
+    ("modernbert", {"decoder_bias": False}),
+    ("modernbert", {"norm_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), REFUSED, ids=str)
+def test_a_key_that_would_act_is_refused_by_name(tmp_path, name, changes):
+    family = FAMILIES[name]
+    config, tokenizer = example(Case(family, "masked-lm"), tmp_path)
+    values = family.folder_settings(config, "masked-lm", tokenizer) | changes
+    (key,) = changes
+    with pytest.raises(UserError, match=f"^config.json: .*{key} (is|of) ") as error:
+        family.model_config("config.json", family.complete("config.json", values))
+    assert "\n" not in str(error.value)
+
+
+EQUAL = [
+    *((name, {"hidden_act": "gelu_python", "layer_norm_eps": 0.01}) for name in (*BERTS, *DEBERTAS)),
+    *((name, {"type_vocab_size": size}) for name in BERTS for size in (1, 2)),
+    *((name, {"type_vocab_size": size}) for name in DEBERTAS for size in (0, 1, 2)),
+    *((name, {"position_biased_input": biased}) for name in DEBERTAS for biased in (True, False)),
+    *((name, {"pos_att_type": " C2P | p2c "}) for name in DEBERTAS),
+    *((name, {"chunk_size_feed_forward": 2}) for name in THEIRS),
+    *((name, {"legacy": legacy}) for name in ("deberta",) for legacy in (True, False)),
+    *(("deberta", {"max_relative_positions": reach}) for reach in (-5, 0, 3, 40)),
+    *(("deberta-v2", {"position_buckets": buckets}) for buckets in (2, 4, 24, 40)),
+    ("electra", {"embedding_size": 32}),
+    ("modernbert", {"hidden_activation": "gelu_python", "classifier_activation": "gelu_python", "norm_eps": 0.01}),
+    ("modernbert", {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}),
+    ("modernbert", {"local_attention": 3}),
+    ("modernbert", {"layer_types": [FULL, LOCAL, LOCAL, LOCAL]}),
+    ("modernbert", {"rope_parameters": {LOCAL: {"rope_theta": 9.0}}}),
+    ("modernbert", {"rope_parameters": ..., "global_rope_theta": 9.0, "local_rope_theta": ...}),
+    ("modernbert", {"layer_types": ..., "global_attn_every_n_layers": ..., "rope_parameters": ...}),
+]
+"""Family and keys, … for a key that is absent."""
+
+
+@pytest.mark.parametrize(("name", "changes"), EQUAL, ids=str)
+def test_a_key_that_acts_and_is_taken_acts_as_in_transformers(tmp_path, offline, name, changes):
+    theirs, tokenizer = write_theirs(name, tmp_path, **changes)
+    assert max(compare(theirs, read_folder(tmp_path).model.eval(), tokenizer.pad_id).all) < 1e-4
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        print(table(Path(place)))
