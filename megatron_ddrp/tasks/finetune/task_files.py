@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.entities import check_tags
+from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, prefix_groups, rules, scheme_of
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
@@ -71,7 +71,9 @@ def read_task(files: TaskFiles) -> TaskData:
             missing = f"no column {columns.label!r}, it has {', '.join(found)}"
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
-    digest = hashlib.sha256(json.dumps([task.facts, list(columns)]).encode())
+    scheme = scheme_of(labels) if metric == STRICT else "IOB2"
+    told_anew = [] if scheme == "IOB2" else [scheme]  # earlier versions scored all tags as IOB2
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.digest)
     return TaskData(
@@ -79,7 +81,7 @@ def read_task(files: TaskFiles) -> TaskData:
         train.examples(task),
         {name: reading.examples(task) for name, reading in dev.items()},
         digest.hexdigest(),
-        (*_facts(task, columns, train, dev, baseline), *unlabelled),
+        (*_facts(task, columns, train, dev, baseline), *_stray_tags(files, task, dev), *unlabelled),
         columns,
         baseline,
     )
@@ -206,9 +208,34 @@ def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, .
     check_metric(metric, kind, len(labels))
     if metric.startswith("seqeval"):
         try:
-            check_tags(labels)
+            rules(labels, metric == STRICT)
         except ValueError as error:
             raise UserError(f"{files.train}: {error}") from None
+
+
+def _stray_tags(files: TaskFiles, task: Task, dev: dict[str, _Reading]) -> Iterator[str]:
+    """Yield a warning for each file with tags that the strict rules count as O.
+
+    Raises `UserError` for validation tags of IOB1 or IOE1, whose prefixes are those of IOB2 or IOE2.
+    """
+    if task.metric != STRICT:
+        return
+    name = scheme_of(task.labels)
+    other, alike = SCHEMES[name].alike
+    for file, reading in dev.items():
+        groups = prefix_groups([task.labels[int(number)] for number in row] for row in reading.labels)
+        broken = [prefixes for prefixes in groups if not re.fullmatch(SCHEMES[name].entities, prefixes)]
+        if file == "valid" and groups and all(re.fullmatch(alike, prefixes) for prefixes in groups):
+            raise UserError(
+                f"{files.valid}: its tags are of {other}, for which --metric {STRICT} is not defined; use --metric "
+                f"seqeval, or write them as {name}"
+            )
+        if broken:
+            yield (
+                f"{file}: WARNING, {len(broken):,} of {len(groups):,} groups of neighbouring tags of one type break "
+                f"the rules of {name}, such as {' '.join(f'{prefix}-' for prefix in broken[0][:SHOWN_LABELS])}; their "
+                "tags outside whole entities count as O"
+            )
 
 
 def _facts(
@@ -216,7 +243,8 @@ def _facts(
 ) -> Iterator[str]:
     """Yield sentences about the data for the plan."""
     read = " + ".join(filter(None, (columns.text, columns.pair)))
-    yield f"{task.kind}, {task.score_name}; text from {read}, label from {columns.label}"
+    scheme = f" ({scheme_of(task.labels)})" if task.metric == STRICT else ""
+    yield f"{task.kind}, {task.score_name}{scheme}; text from {read}, label from {columns.label}"
     for name, reading in {"train": train, **dev}.items():
         if task.labels:
             few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
