@@ -73,8 +73,8 @@ class OwnTasks(Suite):
                 facts = kept(folder) if self.keep_models else None
                 if facts is None:
                     why = f"; {NOT_KEPT}" if self.keep_models else ""
-                    if files.test is not None and "test" not in data.dev:
-                        why += f"; {files.test} is not predicted"
+                    if data.unlabelled:
+                        why += f"; {data.unlabelled.path} is not predicted"
                     lines.append(f"{data.task.name}: no model of {encoder.name} was kept{why}")
                     continue
                 if facts["data"] != data.fingerprint:
@@ -85,8 +85,9 @@ class OwnTasks(Suite):
                     continue
                 use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}; to use it: {use}")
-                if files.test is not None and "test" not in data.dev:
+                if data.unlabelled:
+                    data.unlabelled.check()
                     output = sweep.options.output_dir / "predictions" / f"{folder.name}-test.jsonl"
-                    predict_file(folder, files.test, output, sweep.device)
-                    lines.append(f"{data.task.name}: predictions for {files.test} are in {output}")
+                    predict_file(folder, data.unlabelled.path, output, sweep.device)
+                    lines.append(f"{data.task.name}: predictions for {data.unlabelled.path} are in {output}")
         return lines

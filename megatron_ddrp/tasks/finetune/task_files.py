@@ -1,7 +1,7 @@
 """Reader of the files of a user's own task.
 
 Each file is read twice: first to check it before training starts, then to make the model's rows. Only lengths and
-labels stay in memory, a few bytes per row.
+labels stay in memory, a few bytes per row. A file that has changed in between is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, prefix_groups, rules, scheme_of
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.known_files import KnownFile
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
 from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
@@ -33,7 +34,6 @@ from megatron_ddrp.tasks.finetune.unlabelled import count_unlabelled
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
-_BLOCK = 1 << 20
 SHOWN_LABELS = 10
 
 
@@ -62,12 +62,13 @@ def read_task(files: TaskFiles) -> TaskData:
     _check_labels(files, kind_name, metric, labels)
     task = Task(files.called, metric, kind_name, labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
-    unlabelled = []
+    unlabelled, to_predict = [], None
     if files.test is not None:
         if columns.label in (found := columns_of(str(files.test))):
             dev["test"] = _Reading(files.test, kind, columns, task)
         else:
-            count = count_unlabelled(files.test, kind, columns)
+            to_predict = KnownFile.of(files.test)
+            count = count_unlabelled(to_predict, kind, columns)
             missing = f"no column {columns.label!r}, it has {', '.join(found)}"
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
@@ -75,7 +76,7 @@ def read_task(files: TaskFiles) -> TaskData:
     told_anew = [] if scheme == "IOB2" else [scheme]  # earlier versions scored all tags as IOB2
     digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
     for reading in (train, *dev.values()):
-        digest.update(reading.digest)
+        digest.update(reading.file.digest)
     return TaskData(
         task,
         train.examples(task),
@@ -84,6 +85,7 @@ def read_task(files: TaskFiles) -> TaskData:
         (*_facts(task, columns, train, dev, baseline), *_stray_tags(files, task, dev), *unlabelled),
         columns,
         baseline,
+        to_predict,
     )
 
 
@@ -102,6 +104,7 @@ class _Reading:
     """Labels of the rows; empty for the training file."""
 
     def __post_init__(self) -> None:
+        self.file = KnownFile.of(self.path)
         self.lengths = array("q")
         for row in self._rows():
             cell = row.cells[self.columns.label]
@@ -113,10 +116,9 @@ class _Reading:
                     self.labels.append(self.kind.label(cell, self.task))
             self.counts.update(names)
             self.lengths.append(sum(map(len, texts)))
-        self.digest = _digest(self.path)
 
     def _rows(self) -> Iterator[Row]:
-        return read_rows(str(self.path), [name for name in self.columns if name])
+        return self.file.rows([name for name in self.columns if name])
 
     def examples(self, task: Task) -> Examples:
         """Return the rows as examples of the task."""
@@ -127,14 +129,6 @@ class _Reading:
                 yield Example(self.kind.texts(row.cells, self.columns), self.kind.label(cell, task))
 
         return Examples(read, np.frombuffer(self.lengths, np.int64))
-
-
-def _digest(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.digest()
 
 
 def _likely_kind(files: TaskFiles, known: Sequence[str]) -> str:
@@ -258,7 +252,7 @@ def _facts(
             told = ", ".join(map(ascii, same))
             yield f"WARNING, labels that differ only in blanks or Unicode form are different classes: {told}"
     for name, reading in dev.items():
-        if reading.digest == train.digest:
+        if reading.file.digest == train.file.digest:
             yield f"{name}: WARNING, the same file as train; its score says nothing about new rows"
     if baseline is not None:
         yield f"score of always the most frequent label: {100 * baseline:.2f}"

@@ -359,6 +359,7 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is(monkeypatch, cap
     twin = Namespace(name="twin", fingerprint="a")
     found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin])
     monkeypatch.setattr(workers.process_group, "agree", lambda action: action())
+    monkeypatch.setattr(workers.process_group, "gather_objects", lambda item: [item])
     monkeypatch.setattr(workers, "Sweep", lambda *_: found)
     monkeypatch.setattr(workers, "open_store", lambda _: Namespace(missing=list))
     workers._open_on_ranks(options, Namespace(rank=0, world_size=2, device=torch.device("cpu")))
