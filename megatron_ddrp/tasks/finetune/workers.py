@@ -69,12 +69,13 @@ def run_on_ranks(options: SweepOptions) -> None:
     with process_group.agreed_errors_told_once(options.suite.program):
         while stage is not None:
             sweep, store = _open_on_ranks(stage, ranks)
-            following = stage.suite.next_stage(sweep)
+            is_done = stage.machine.dry_run or do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+            if not is_done:
+                if ranks.rank == 0:
+                    print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
+                break
+            following = stage.suite.next_stage(sweep)  # after the runs, which choose the folders of kept models
             if not stage.machine.dry_run:
-                if not do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell):
-                    if ranks.rank == 0:
-                        print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
-                    break
                 if ranks.rank == 0:
                     report(sweep, store, shown=following is None)
                 lines += stage.suite.finish(sweep, store)

@@ -11,6 +11,7 @@ run on the same test set exist.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Mapping
@@ -21,13 +22,14 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile, write_text
 from megatron_ddrp.pages.markdown import percent
+from megatron_ddrp.parallel.process_group import gather_objects
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task import Examples
 from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
-from megatron_ddrp.tasks.jobs.store import Store, digest
+from megatron_ddrp.tasks.jobs.store import Store, digest, one_at_a_time
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
 """Files that the server wants, including those of tasks that were not run."""
@@ -42,8 +44,13 @@ def write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str])
 
     The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
     encoder's predictions. `made_from` is the folder of an encoder that --start-from-task made → the fingerprint of the
-    encoder that it was made from; both share a submission.
+    encoder that it was made from; both share a submission. Other commands with the same output folder wait meanwhile.
     """
+    with one_at_a_time(sweep.options.output_dir, "submission") if sweep.speaks else contextlib.nullcontext():
+        return _write_submissions(sweep, store, made_from)
+
+
+def _write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
     store.refresh()
     output, alone = sweep.options.output_dir, len(sweep.encoders) == 1
     owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
@@ -56,7 +63,9 @@ def write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str])
             run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
             jobs.append((folders[run.encoder], run))
     digests = {run.task: _digest(sweep.data[run.task].tests) for _, run in jobs}
-    todo = [job for job in jobs if not _is_there(*job, digests[job[1].task])]  # before any rank writes
+    todo = [job for job in jobs if not _is_there(*job, digests[job[1].task])]
+    if sweep.ranks:
+        todo = gather_objects(todo)[0]  # found after the first rank has the lock, and before it writes
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]
         train, dev = sweep.encoded(run)

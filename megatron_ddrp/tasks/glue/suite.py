@@ -94,9 +94,10 @@ class Glue(Suite):
             return None
         from megatron_ddrp.tasks.finetune.saving import model_folder
 
-        before, task = sweep.options, sweep.data[self.start_from_task].task
+        before, data = sweep.options, sweep.data[self.start_from_task]
+        task, output = data.task, before.output_dir
         made = {
-            encoder.folder if before.machine.dry_run else model_folder(before.output_dir, task, encoder): encoder
+            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
             for encoder in sweep.encoders.values()
         }
         names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
