@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_ddrp.tasks.finetune import answers as qa
-from megatron_ddrp.tasks.finetune.entities import score_entities
+from megatron_ddrp.tasks.finetune.entities import STRICT, score_entities
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
 from megatron_ddrp.tasks.finetune.metrics import rounding_error
@@ -162,7 +162,7 @@ def _correlation(drawn: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _entities(gold: Tags, predicted: Tags, strict: bool) -> Terms:
     """Return numerator and denominator of the entities' F1 per sentence."""
     pairs = zip(gold.by_sentence(), predicted.by_sentence(), strict=True)
-    found = [score_entities([expected], [tags], strict) for expected, tags in pairs]
+    found = [score_entities([expected], [tags], strict, gold.labels) for expected, tags in pairs]
     return np.array([2.0 * one.correct for one in found]), np.array([1.0 * one.gold + one.predicted for one in found])
 
 
@@ -191,7 +191,7 @@ RESAMPLED: dict[str, dict[str, Resampled]] = {
     "regression": {"pearson": Resampled(_numbers, _pearson), "spearman": Resampled(_numbers, _spearman)},
     "tokens": {
         "seqeval": Resampled(partial(_entities, strict=False), _share),
-        "seqeval-strict": Resampled(partial(_entities, strict=True), _share),
+        STRICT: Resampled(partial(_entities, strict=True), _share),
         "accuracy": Resampled(partial(_of_words, terms=_right), _share),
         "macro-f1": Resampled(partial(_of_words, terms=_by_number), _macro_f1),
     },

@@ -3,16 +3,50 @@
 A predicted entity is correct if its type, first word and last word are all correct (CoNLL-2003, Tjong Kim Sang and
 De Meulder, arXiv:cs/0306050). Counts are summed over all sentences and types (micro average). Precision, recall and
 F1 = 2·correct / (gold + predicted) are None (undefined) if their denominator is 0; seqeval gives 0 there.
+
+The rules are regular expressions over the prefixes of a group, which is neighbouring tags of one type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 OUTSIDE = "O"
-PREFIXES = ("B", "I", "E", "S")
-"""Prefixes of tags: begin, inside, end (last word) and single (only word). IOB2 has the first two, IOBES all."""
+STRICT = "seqeval-strict"
+LENIENT = re.compile("[BI]I*E?|[ES]")
+"""Entity of seqeval's default mode and of conlleval. Every tag other than O belongs to one; B and S always begin one, E
+and S always end one."""
+PREFIXES = tuple("BIESLU")
+"""Begin, inside, end (last word) and single (only word), the last two also named last and unit."""
+
+
+class Scheme(NamedTuple):
+    """Way to write entities as tags that has strict rules. Tags that belong to no entity count as O."""
+
+    prefixes: str
+    needed: str
+    """Prefixes without which there is no entity of several words."""
+    single: str
+    """Prefix that may be the only one."""
+    entity: re.Pattern[str]
+    alike: tuple[str, str] = ("", "(?!)")
+    """Name and groups of another scheme with the same prefixes."""
+
+    @property
+    def entities(self) -> str:
+        """Groups of whole entities."""
+        return f"(?:{self.entity.pattern})+"
+
+
+SCHEMES = {
+    "IOB2": Scheme("BI", "B", "", re.compile("BI*"), ("IOB1", "I.*")),
+    "IOE2": Scheme("IE", "E", "", re.compile("I*E"), ("IOE1", ".*I")),
+    "IOBES": Scheme("BIES", "BE", "S", re.compile("BI*E|S")),
+    "BILOU": Scheme("BILU", "BL", "U", re.compile("BI*L|U")),
+}
 
 Entity = tuple[str, int, int]
 """Type, first word and end (exclusive)."""
@@ -43,59 +77,86 @@ class EntityScores(NamedTuple):
 
 
 def score_entities(
-    gold: Iterable[Sequence[str]], predicted: Iterable[Sequence[str]], strict: bool = False
+    gold: Iterable[Sequence[str]],
+    predicted: Iterable[Sequence[str]],
+    strict: bool = False,
+    tags: Iterable[str] | None = None,
 ) -> EntityScores:
-    """Count the entities of all sentences, given the tags of each. `entities_of` explains `strict`."""
+    """Count the entities of all sentences, given the tags of each.
+
+    `rules` explains `strict`. It finds the scheme from all `tags` of the task, by default from those of the sentences.
+    """
+    pairs = list(zip(gold, predicted, strict=True))
+    entity = rules({tag for pair in pairs for side in pair for tag in side} if tags is None else tags, strict)
     counts = [0, 0, 0]
-    for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
-        expected, found = set(entities_of(gold_tags, strict)), set(entities_of(predicted_tags, strict))
+    for pair in pairs:
+        expected, found = (set(entities_of(side, entity)) for side in pair)
         counts = [a + len(b) for a, b in zip(counts, (expected, found, expected & found), strict=True)]
     return EntityScores(*counts)
 
 
-def entities_of(tags: Sequence[str], strict: bool = False) -> list[Entity]:
-    """Return the entities of a sentence in order.
+def entities_of(tags: Sequence[str], entity: re.Pattern[str] = LENIENT) -> list[Entity]:
+    """Return the entities of a sentence in order. `entity`, from `rules`, matches the prefixes of one."""
+    return [
+        (kind, begin + match.start(), begin + match.end())
+        for kind, begin, prefixes in _groups(tags)
+        for match in entity.finditer(prefixes)
+    ]
 
-    By default the rules are the lenient ones of seqeval and conlleval: every tag other than O belongs to an entity, and
-    an entity begins at B, at S, after E or S, after O, and at a change of type. `strict` applies the rules of IOB2: an
-    entity is a B and the I of the same type that follow it; other tags count as O.
+
+def prefix_groups(sentences: Iterable[Sequence[str]]) -> list[str]:
+    """Return the prefixes of each group of all sentences."""
+    return [prefixes for tags in sentences for _, _, prefixes in _groups(tags)]
+
+
+def _groups(tags: Sequence[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield type, first word and prefixes of each group."""
+    begin = 0
+    for kind, group in groupby(tags, entity_type):
+        prefixes = "".join(tag[0] for tag in group)
+        if kind:
+            yield kind, begin, prefixes
+        begin += len(prefixes)
+
+
+def rules(tags: Iterable[str], strict: bool) -> re.Pattern[str]:
+    """Return the rules for a task with these tags: the lenient ones, or the strict ones of the scheme of the tags.
+
+    Raises `ValueError` with the reason for a tag that names no entity, and for tags without such rules.
     """
-    found: list[Entity] = []
-    begin, before = 0, OUTSIDE
-    for position, tag in enumerate([*tags, OUTSIDE]):
-        if _continues(before, tag, strict):
-            before = tag
-            continue
-        if before != OUTSIDE:
-            found.append((entity_type(before), begin, position))
-        starts = tag != OUTSIDE and not (strict and _prefix(tag) != "B")
-        begin, before = position, tag if starts else OUTSIDE
-    return found
+    if strict:
+        return SCHEMES[scheme_of(tags)].entity
+    if not _prefixes(tags).isdisjoint("LU"):
+        raise ValueError(f"tags of BILOU have only strict rules; use --metric {STRICT}")
+    return LENIENT
 
 
-def check_tags(tags: Iterable[str]) -> None:
-    """Raise `ValueError` with the reason for a tag that names no entity type, such as a part of speech."""
-    for tag in tags:
-        if tag != OUTSIDE and not (_prefix(tag) in PREFIXES and tag[1:2] == "-" and tag[2:]):
+def scheme_of(tags: Iterable[str]) -> str:
+    """Return the scheme of some tags, found from their prefixes as in seqeval. Raises `ValueError` if there is none."""
+    found = _prefixes(tags)
+    for name, scheme in SCHEMES.items():
+        if found <= set(scheme.single) or set(scheme.needed) <= found <= set(scheme.prefixes):
+            return name
+    known = ", ".join(f"{name} ({_dashed(scheme.prefixes)})" for name, scheme in SCHEMES.items())
+    raise ValueError(f"tags with {_dashed(sorted(found))} have no strict rules, expected {known}; use --metric seqeval")
+
+
+def _prefixes(tags: Iterable[str]) -> set[str]:
+    """Return the prefixes of the tags other than O. Raises `ValueError` for a tag without a prefix and a type."""
+    named = [tag for tag in tags if tag != OUTSIDE]
+    for tag in named:
+        if not (tag[:1] in PREFIXES and tag[1:2] == "-" and tag[2:]):
             raise ValueError(
-                f"tag {tag!r}, expected O, or B- or I- and a type, such as B-PER (also E- and S-); for tags of single "
-                "words use --metric accuracy or macro-f1"
+                f"tag {tag!r}, expected O, or B- or I- and a type, such as B-PER (also E- and S-, or L- and U-); for "
+                "tags of single words use --metric accuracy or macro-f1"
             )
+    return {tag[0] for tag in named}
+
+
+def _dashed(prefixes: Iterable[str]) -> str:
+    return " ".join(f"{prefix}-" for prefix in prefixes)
 
 
 def entity_type(tag: str) -> str:
-    """Return the type in a tag: PER of B-PER."""
+    """Return the type in a tag: PER of B-PER, nothing of O."""
     return tag[2:]
-
-
-def _prefix(tag: str) -> str:
-    return tag[:1]
-
-
-def _continues(before: str, tag: str, strict: bool) -> bool:
-    """Return whether a tag belongs to the entity of the tag before it."""
-    if OUTSIDE in (before, tag) or entity_type(before) != entity_type(tag):
-        return False
-    if strict:
-        return _prefix(tag) == "I"
-    return _prefix(before) in "BI" and _prefix(tag) in "IE"

@@ -24,6 +24,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.known_files import KnownFile
 from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_batch, told_cut
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
@@ -131,9 +132,10 @@ def predict_file(
     model = load_finetuned(folder, device, texts)
     _check_ending(output, (model.task.kind,))
     kind = KINDS[model.task.kind]
-    rows = read_rows(str(source), text_columns(model.columns))
+    wanted, file = text_columns(model.columns), None if is_stream(str(source)) else KnownFile.of(source)
+    rows = file.rows(wanted) if file else read_rows(str(source), wanted)
     count = cut = 0
-    expected = None if is_stream(str(source)) else count_unlabelled(source, kind, model.columns)
+    expected = count_unlabelled(file, kind, model.columns) if file else None
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns, model.task.kind)
         for some in chunks(rows, _TOGETHER):

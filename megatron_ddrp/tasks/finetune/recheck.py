@@ -62,6 +62,7 @@ def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str)
         return "changed since the run wrote it (its sum does not match)"
     try:
         found = read_predictions(content, task)
+        scores = {name: KINDS[task.kind].score(task.metric, *sides) or 0.0 for name, sides in found.items()}
     except ValueError as error:
         return f"no predictions of {program} ({error})"
     others = row.get("other_scores", {})
@@ -69,8 +70,7 @@ def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str)
     told = {scoring: row["score"]} | others
     if found.keys() != told.keys():
         return f"holds predictions for {', '.join(found) or 'nothing'}, not for {', '.join(told)}"
-    for name, (targets, predictions) in found.items():
-        score = KINDS[task.kind].score(task.metric, targets, predictions) or 0.0
+    for name, score in scores.items():
         if told[name] is None or not math.isclose(score, told[name], rel_tol=0, abs_tol=1e-9):
             return f"gives {name} a {task.metric} of {score:.6f}, runs.jsonl says {told[name]}"
     if len(found[scoring][0]) != row["dev_examples"]:

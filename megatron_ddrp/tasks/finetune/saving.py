@@ -1,8 +1,8 @@
 """Fine-tuned model of a task's best run, kept as a Hugging Face folder.
 
 config.json has the key "finetuned" with the facts that `megatron-ddrp finetune predict` needs: the task, its columns,
-the length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with
-the highest score; among equal scores, the run whose name comes first.
+the length of a row, and the run. For each encoder, task and data of a task the disk has the model of the best run so
+far: the run with the highest score; among equal scores, the run whose name comes first.
 """
 
 from __future__ import annotations
@@ -39,25 +39,37 @@ FINETUNED = "finetuned"
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 
 
-def model_folder(output: Path, task: Task, encoder: Encoder) -> Path:
-    """Return the folder of the best model of an encoder on a task."""
-    return output / "models" / f"{task.name}-{encoder.fingerprint[:8]}"
+def model_name(task: Task, encoder: Encoder) -> str:
+    """Return the name of the best model of an encoder on a task, and of the lock of its folders."""
+    return f"{task.name}-{encoder.fingerprint[:8]}"
+
+
+def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
+    """Return the folder of the best model of an encoder on a task with the fingerprint `data`.
+
+    The first data of a task get OUT/models/NAME, other data OUT/models/NAME-DATA.
+    """
+    plain = output / "models" / model_name(task, encoder)
+    own = plain.with_name(f"{plain.name}-{data[:8]}")
+    found = (folder for folder in (plain, own) if (facts := kept(folder)) and facts["data"] == data)
+    return next(found, own if plain.exists() else plain)
 
 
 def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) -> None:
-    """Write a run's model unless the folder has a better one for the same data. A lock makes other processes wait.
+    """Write a run's model unless there is a better one for the same data. A lock makes other processes wait.
 
     A model that diverged is not written.
     """
     if not all(weight.isfinite().all() for weight in model.parameters()):
         return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
-    folder = model_folder(sweep.options.output_dir, data.task, encoder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(sweep.options.output_dir, folder.name):
+    output = sweep.options.output_dir
+    with one_at_a_time(output, model_name(data.task, encoder)):
+        folder = model_folder(output, data.task, encoder, run.data)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         facts = finetuned_facts(encoder, data, run, row)
         before = kept(folder)
-        if before and before["data"] == run.data and _rank(before) >= _rank(facts):
+        if before and _rank(before) >= _rank(facts):
             return
         head = write_model(encoder, model, data.task, facts, folder)
         write_text(folder / CARD, finetuned_card(folder, encoder, data.task, head, run, row))

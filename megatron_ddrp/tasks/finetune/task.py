@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from megatron_ddrp.tasks.finetune.known_files import KnownFile
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ class TaskData(NamedTuple):
     """Columns of a user's own task; None for GLUE."""
     baseline: float | None = None
     """Score of always predicting the most frequent label."""
+    unlabelled: KnownFile | None = None
+    """Test file without labels of a user's own task, to be predicted."""
+    tests: Mapping[str, Examples] = MappingProxyType({})
+    """Name of a test set of GLUE in a submission → its examples, if they are to be predicted."""
 
     @property
     def fingerprint(self) -> str:

@@ -1,7 +1,7 @@
 """Reader of the files of a user's own task.
 
 Each file is read twice: first to check it before training starts, then to make the model's rows. Only lengths and
-labels stay in memory, a few bytes per row.
+labels stay in memory, a few bytes per row. A file that has changed in between is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import numpy as np
 
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.entities import check_tags
+from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, prefix_groups, rules, scheme_of
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.known_files import KnownFile
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
 from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
@@ -33,7 +34,6 @@ from megatron_ddrp.tasks.finetune.unlabelled import count_unlabelled
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
-_BLOCK = 1 << 20
 SHOWN_LABELS = 10
 
 
@@ -62,26 +62,30 @@ def read_task(files: TaskFiles) -> TaskData:
     _check_labels(files, kind_name, metric, labels)
     task = Task(files.called, metric, kind_name, labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
-    unlabelled = []
+    unlabelled, to_predict = [], None
     if files.test is not None:
         if columns.label in (found := columns_of(str(files.test))):
             dev["test"] = _Reading(files.test, kind, columns, task)
         else:
-            count = count_unlabelled(files.test, kind, columns)
+            to_predict = KnownFile.of(files.test)
+            count = count_unlabelled(to_predict, kind, columns)
             missing = f"no column {columns.label!r}, it has {', '.join(found)}"
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
-    digest = hashlib.sha256(json.dumps([task.facts, list(columns)]).encode())
+    scheme = scheme_of(labels) if metric == STRICT else "IOB2"
+    told_anew = [] if scheme == "IOB2" else [scheme]  # earlier versions scored all tags as IOB2
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
     for reading in (train, *dev.values()):
-        digest.update(reading.digest)
+        digest.update(reading.file.digest)
     return TaskData(
         task,
         train.examples(task),
         {name: reading.examples(task) for name, reading in dev.items()},
         digest.hexdigest(),
-        (*_facts(task, columns, train, dev, baseline), *unlabelled),
+        (*_facts(task, columns, train, dev, baseline), *_stray_tags(files, task, dev), *unlabelled),
         columns,
         baseline,
+        to_predict,
     )
 
 
@@ -100,6 +104,7 @@ class _Reading:
     """Labels of the rows; empty for the training file."""
 
     def __post_init__(self) -> None:
+        self.file = KnownFile.of(self.path)
         self.lengths = array("q")
         for row in self._rows():
             cell = row.cells[self.columns.label]
@@ -111,10 +116,9 @@ class _Reading:
                     self.labels.append(self.kind.label(cell, self.task))
             self.counts.update(names)
             self.lengths.append(sum(map(len, texts)))
-        self.digest = _digest(self.path)
 
     def _rows(self) -> Iterator[Row]:
-        return read_rows(str(self.path), [name for name in self.columns if name])
+        return self.file.rows([name for name in self.columns if name])
 
     def examples(self, task: Task) -> Examples:
         """Return the rows as examples of the task."""
@@ -125,14 +129,6 @@ class _Reading:
                 yield Example(self.kind.texts(row.cells, self.columns), self.kind.label(cell, task))
 
         return Examples(read, np.frombuffer(self.lengths, np.int64))
-
-
-def _digest(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.digest()
 
 
 def _likely_kind(files: TaskFiles, known: Sequence[str]) -> str:
@@ -206,9 +202,34 @@ def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, .
     check_metric(metric, kind, len(labels))
     if metric.startswith("seqeval"):
         try:
-            check_tags(labels)
+            rules(labels, metric == STRICT)
         except ValueError as error:
             raise UserError(f"{files.train}: {error}") from None
+
+
+def _stray_tags(files: TaskFiles, task: Task, dev: dict[str, _Reading]) -> Iterator[str]:
+    """Yield a warning for each file with tags that the strict rules count as O.
+
+    Raises `UserError` for validation tags of IOB1 or IOE1, whose prefixes are those of IOB2 or IOE2.
+    """
+    if task.metric != STRICT:
+        return
+    name = scheme_of(task.labels)
+    other, alike = SCHEMES[name].alike
+    for file, reading in dev.items():
+        groups = prefix_groups([task.labels[int(number)] for number in row] for row in reading.labels)
+        broken = [prefixes for prefixes in groups if not re.fullmatch(SCHEMES[name].entities, prefixes)]
+        if file == "valid" and groups and all(re.fullmatch(alike, prefixes) for prefixes in groups):
+            raise UserError(
+                f"{files.valid}: its tags are of {other}, for which --metric {STRICT} is not defined; use --metric "
+                f"seqeval, or write them as {name}"
+            )
+        if broken:
+            yield (
+                f"{file}: WARNING, {len(broken):,} of {len(groups):,} groups of neighbouring tags of one type break "
+                f"the rules of {name}, such as {' '.join(f'{prefix}-' for prefix in broken[0][:SHOWN_LABELS])}; their "
+                "tags outside whole entities count as O"
+            )
 
 
 def _facts(
@@ -216,7 +237,8 @@ def _facts(
 ) -> Iterator[str]:
     """Yield sentences about the data for the plan."""
     read = " + ".join(filter(None, (columns.text, columns.pair)))
-    yield f"{task.kind}, {task.score_name}; text from {read}, label from {columns.label}"
+    scheme = f" ({scheme_of(task.labels)})" if task.metric == STRICT else ""
+    yield f"{task.kind}, {task.score_name}{scheme}; text from {read}, label from {columns.label}"
     for name, reading in {"train": train, **dev}.items():
         if task.labels:
             few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
@@ -230,7 +252,7 @@ def _facts(
             told = ", ".join(map(ascii, same))
             yield f"WARNING, labels that differ only in blanks or Unicode form are different classes: {told}"
     for name, reading in dev.items():
-        if reading.digest == train.digest:
+        if reading.file.digest == train.file.digest:
             yield f"{name}: WARNING, the same file as train; its score says nothing about new rows"
     if baseline is not None:
         yield f"score of always the most frequent label: {100 * baseline:.2f}"

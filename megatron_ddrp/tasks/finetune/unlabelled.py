@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
-from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, read_rows
+from megatron_ddrp.tasks.finetune.known_files import KnownFile
+from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on
 from megatron_ddrp.tasks.finetune.task import Columns
 
 PREDICTION = "prediction"
@@ -31,14 +30,14 @@ def texts_to_predict(row: Row, kind: Kind, columns: Columns) -> tuple[str, ...]:
     return texts
 
 
-def count_unlabelled(path: Path, kind: Kind, columns: Columns) -> int:
+def count_unlabelled(file: KnownFile, kind: Kind, columns: Columns) -> int:
     """Read a file that is to be predicted and return its number of rows.
 
     Raises:
         UserError: a row cannot be predicted; the message names file and line.
     """
     count = 0
-    for row in read_rows(str(path), text_columns(columns)):
+    for row in file.rows(text_columns(columns)):
         texts_to_predict(row, kind, columns)
         count += 1
     return count

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import agreed_by_all
+from megatron_ddrp.errors import UserError, agreed_by_all
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.options import SweepOptions
@@ -16,6 +16,7 @@ from megatron_ddrp.tasks.finetune.plan import ResultLines, encoder_lines, plan_t
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.sweep import Sweep
+from megatron_ddrp.tasks.finetune.task import TaskData
 from megatron_ddrp.tasks.jobs.queue import drain
 from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import device_of, share_out
@@ -53,7 +54,8 @@ def _do_here(sweep: Sweep, store: RunStore) -> None:
         return
     lines = ResultLines(sweep, store, workers)
     if workers > 1:
-        share_out(_work, (options,), workers, sweep.runs, store, lines.tell, options.suite.program)
+        digests = {name: data.digest for name, data in sweep.data.items()}
+        share_out(_work, (options, digests), workers, sweep.runs, store, lines.tell, options.suite.program)
     else:
         drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
 
@@ -67,12 +69,13 @@ def run_on_ranks(options: SweepOptions) -> None:
     with process_group.agreed_errors_told_once(options.suite.program):
         while stage is not None:
             sweep, store = _open_on_ranks(stage, ranks)
-            following = stage.suite.next_stage(sweep)
+            is_done = stage.machine.dry_run or do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+            if not is_done:
+                if ranks.rank == 0:
+                    print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
+                break
+            following = stage.suite.next_stage(sweep)  # after the runs, which choose the folders of kept models
             if not stage.machine.dry_run:
-                if not do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell):
-                    if ranks.rank == 0:
-                        print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
-                    break
                 if ranks.rank == 0:
                     report(sweep, store, shown=following is None)
                 lines += stage.suite.finish(sweep, store)
@@ -84,6 +87,8 @@ def run_on_ranks(options: SweepOptions) -> None:
 
 def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
     data = process_group.agree(lambda: options.suite.read())
+    first = process_group.gather_objects({name: task.digest for name, task in data.items()})[0]
+    process_group.agree(lambda: _check_alike(data, first))
     sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
     store = process_group.agree(lambda: open_store(options))
     if ranks.rank == 0:
@@ -104,9 +109,20 @@ def report(sweep: Sweep, store: RunStore, shown: bool) -> None:
         print(text, flush=True)
 
 
-def _work(number: int, options: SweepOptions) -> None:
-    sweep = Sweep(options, options.suite.read(), device_of(number), show_bar=False)
+def _work(number: int, options: SweepOptions, digests: dict[str, str]) -> None:
+    data = options.suite.read()
+    _check_alike(data, digests)
+    sweep = Sweep(options, data, device_of(number), show_bar=False)
     drain(sweep.runs, open_store(options), sweep.perform, wait=options.machine.wait)
+
+
+def _check_alike(data: dict[str, TaskData], digests: dict[str, str]) -> None:
+    """Raise `UserError` if a task was read from other files than in the process that has these `digests`."""
+    if changed := [name for name in digests if data[name].digest != digests[name]]:
+        raise UserError(
+            f"{changed[0]}: its files changed after this command had read them; finished runs are kept; run the same "
+            "command again to go on with the new rows, or put the old files back first"
+        )
 
 
 def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> bool:

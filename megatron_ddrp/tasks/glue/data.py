@@ -27,11 +27,14 @@ def read_task(task: GlueTask, data_dir: Path) -> TaskData:
                 + _remedy(data_dir)
             )
     digest = hashlib.sha256()
-    for name in names:
-        digest.update((folder / name).read_bytes())
-    train = Examples.of(read_examples(task, folder / "train.tsv", task.broken_rows))
-    dev = {Path(name).stem: Examples.of(read_examples(task, folder / name)) for name in task.dev_files}
-    return TaskData(task, train, dev, digest.hexdigest())
+    found = []
+    for name in names:  # each file is read once, so that the digest is that of the rows
+        raw = (folder / name).read_bytes()
+        digest.update(raw)
+        broken_rows = task.broken_rows if name == names[0] else 0
+        found.append(Examples.of(_examples(task, folder / name, raw, broken_rows)))
+    dev = dict(zip((Path(name).stem for name in task.dev_files), found[1:], strict=True))
+    return TaskData(task, found[0], dev, digest.hexdigest())
 
 
 def _files(task: GlueTask) -> tuple[str, ...]:
@@ -79,7 +82,11 @@ def read_examples(task: GlueTask, path: Path, broken_rows: int = 0, labelled: bo
 
     Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
     """
-    lines = _read_lines(path)
+    return _examples(task, path, path.read_bytes(), broken_rows, labelled)
+
+
+def _examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
+    lines = _lines(path, raw)
     wanted = (*task.text_columns, task.label_column) if labelled else task.text_columns
     has_header = not labelled or task.columns is None
     columns = _header(path, lines, wanted) if has_header else task.columns or ()
@@ -116,8 +123,7 @@ def _header(path: Path, lines: list[str], wanted: Sequence[str]) -> tuple[str, .
     return header
 
 
-def _read_lines(path: Path) -> list[str]:
-    raw = path.read_bytes()
+def _lines(path: Path, raw: bytes) -> list[str]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

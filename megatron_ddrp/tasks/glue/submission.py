@@ -6,11 +6,12 @@ Each folder has the predictions of one encoder; its file encoder.json says of wh
 
 A sweep keeps scores, not weights. Therefore each task's best run (the best seed at the best grid point) is repeated;
 its seed makes it the same run. At its end it predicts the test set. A task is skipped if the predictions of its best
-run exist.
+run on the same test set exist.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Mapping
@@ -21,13 +22,14 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile, write_text
 from megatron_ddrp.pages.markdown import percent
+from megatron_ddrp.parallel.process_group import gather_objects
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.sweep import Sweep
-from megatron_ddrp.tasks.glue.data import read_test
+from megatron_ddrp.tasks.finetune.task import Examples
 from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.store import Store, digest, one_at_a_time
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
 """Files that the server wants, including those of tasks that were not run."""
@@ -37,13 +39,18 @@ OWNER = "encoder.json"
 """File of a folder that names the encoder of its predictions."""
 
 
-def write_submissions(sweep: Sweep, store: Store, data_dir: Path, made_from: Mapping[Path, str]) -> list[str]:
-    """Write a folder and a zip archive per encoder from the test sets in `data_dir`; return lines that name them.
+def write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
+    """Write a folder and a zip archive per encoder from the test sets; return lines that name them.
 
     The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
     encoder's predictions. `made_from` is the folder of an encoder that --start-from-task made → the fingerprint of the
-    encoder that it was made from; both share a submission.
+    encoder that it was made from; both share a submission. Other commands with the same output folder wait meanwhile.
     """
+    with one_at_a_time(sweep.options.output_dir, "submission") if sweep.speaks else contextlib.nullcontext():
+        return _write_submissions(sweep, store, made_from)
+
+
+def _write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
     store.refresh()
     output, alone = sweep.options.output_dir, len(sweep.encoders) == 1
     owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
@@ -55,11 +62,14 @@ def write_submissions(sweep: Sweep, store: Store, data_dir: Path, made_from: Map
         for cell in tasks.values():
             run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
             jobs.append((folders[run.encoder], run))
-    todo = [(folder, run) for folder, run in jobs if not _is_there(folder, run)]  # before any rank writes
+    digests = {run.task: _digest(sweep.data[run.task].tests) for _, run in jobs}
+    todo = [job for job in jobs if not _is_there(*job, digests[job[1].task])]
+    if sweep.ranks:
+        todo = gather_objects(todo)[0]  # found after the first rank has the lock, and before it writes
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]
         train, dev = sweep.encoded(run)
-        test = {name: sweep.encode(run, rows, name) for name, rows in read_test(task, data_dir).items()}
+        test = {name: sweep.encode(run, rows, name) for name, rows in sweep.data[run.task].tests.items()}
         result = sweep.finetune(run, train, dev, test)
         if not sweep.speaks:
             continue
@@ -68,7 +78,7 @@ def write_submissions(sweep: Sweep, store: Store, data_dir: Path, made_from: Map
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
         score = result.scores[next(iter(dev))][-1] or 0.0  # an undefined score counts as 0
-        _write_object(_marker(folder, run), {"run": run.name, "dev_score": score})
+        _write_object(_marker(folder, run), {"run": run.name, "dev_score": score, "test": digests[run.task]})
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
     lines = []
     for folder, run in dict(jobs).items() if sweep.speaks else ():
@@ -116,8 +126,14 @@ def _marker(folder: Path, run: Run) -> Path:
     return folder / f"{run.task}.json"
 
 
-def _is_there(folder: Path, run: Run) -> bool:
-    return _says(_marker(folder, run), "run", run.name)
+def _is_there(folder: Path, run: Run, test: str) -> bool:
+    marker = _marker(folder, run)
+    return _says(marker, "run", run.name) and _says(marker, "test", test)
+
+
+def _digest(tests: Mapping[str, Examples]) -> str:
+    """Return the fingerprint of a task's test sets."""
+    return digest({name: [row.texts for row in rows] for name, rows in tests.items()})
 
 
 def _says(path: Path, key: str, value: str) -> bool:

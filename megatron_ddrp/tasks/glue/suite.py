@@ -66,13 +66,11 @@ class Glue(Suite):
         return tuple(task for task in dict.fromkeys(self.tasks) if first and task in STARTED and task != first)
 
     def read(self) -> dict[str, TaskData]:
-        """Read and check all files of this stage's tasks; with --predict-test check the test sets too."""
+        """Read and check all files of this stage's tasks; with --predict-test the test sets too."""
         first = (self.start_from_task,) if self.start_from_task else ()
         tasks = [TASKS[name] for name in dict.fromkeys((*self.tasks, *first)) if name not in self.started]
-        if self.predict_test:
-            for task in tasks:
-                read_test(task, self.data_dir)
-        return {task.name: read_task(task, self.data_dir) for task in tasks}
+        tests = {task.name: read_test(task, self.data_dir) for task in tasks} if self.predict_test else {}
+        return {task.name: read_task(task, self.data_dir)._replace(tests=tests.get(task.name, {})) for task in tasks}
 
     def task(self, row: dict[str, Any]) -> Task:
         """Return the task of a line of runs.jsonl."""
@@ -84,7 +82,7 @@ class Glue(Suite):
             return []
         from megatron_ddrp.tasks.glue.submission import write_submissions
 
-        return write_submissions(sweep, store, self.data_dir, self.made_from)
+        return write_submissions(sweep, store, self.made_from)
 
     def keeps_model(self, task: str) -> bool:
         """Return whether other tasks start from this task's best model."""
@@ -96,9 +94,10 @@ class Glue(Suite):
             return None
         from megatron_ddrp.tasks.finetune.saving import model_folder
 
-        before, task = sweep.options, sweep.data[self.start_from_task].task
+        before, data = sweep.options, sweep.data[self.start_from_task]
+        task, output = data.task, before.output_dir
         made = {
-            encoder.folder if before.machine.dry_run else model_folder(before.output_dir, task, encoder): encoder
+            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
             for encoder in sweep.encoders.values()
         }
         names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}

@@ -1,9 +1,13 @@
 """Labels as people write them in tables: what is refused, what is warned of, and which of two is positive."""
 
+import hashlib
+import json
+
 import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
+from megatron_ddrp.tasks.finetune.recheck import _disagreement
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
@@ -57,3 +61,82 @@ def test_f1_of_two_classes_names_the_positive_one(read):
     assert Cell("t", [{"metric": "f1", "facts": data.task.facts}]).score_name == "f1 of 'nein'"
     assert Cell("MRPC", [{"metric": "f1"}]).score_name == "f1"
     assert Task("t", "f1", "multi-label", ("a", "b")).score_name == "f1"
+
+
+@pytest.fixture
+def read_tags(tmp_path):
+    """Read a task whose training rows are `train`, and whose validation rows are `valid`: tags with blanks between."""
+
+    def read_tags(train, valid, metric="seqeval-strict"):
+        paths = [tmp_path / f"{name}.jsonl" for name in ("train", "valid")]
+        for path, rows in zip(paths, (train, valid), strict=True):
+            tags = [[tag if tag == "O" else f"{tag}-PER" for tag in row.split()] for row in rows]
+            path.write_text("".join(json.dumps({"tokens": ["x"] * len(row), "tags": row}) + "\n" for row in tags))
+        return read_task(TaskFiles(*paths, metric=metric))
+
+    read_tags.folder = tmp_path
+    return read_tags
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "scheme", "broken"),
+    [
+        ("O B I B", "B I O B B", "IOB2", ""),
+        ("B I O", "B I O I I B", "IOB2", "1 of 2, such as I- I- B-"),
+        ("O I E E", "I E O E", "IOE2", ""),
+        ("O I E", "I E O E I", "IOE2", "1 of 2, such as E- I-"),
+        ("B I E S O", "S O B E", "IOBES", ""),
+        ("B I E S O", "S I O I I", "IOBES", "2 of 2"),
+        ("B I L U O", "B O U", "BILOU", "1 of 2"),
+        ("O B I", "O O", "IOB2", ""),
+    ],
+)  # fmt: skip
+def test_the_plan_names_the_scheme_of_tags_and_counts_what_breaks_it(read_tags, train, valid, scheme, broken):
+    facts = read_tags([train], [valid]).facts
+    assert facts[0] == f"tokens, seqeval-strict ({scheme}); text from tokens, label from tags"
+    told = [fact for fact in facts if "break the rules" in fact]
+    count, _, example = broken.partition(",")
+    told_count = (
+        f"valid: WARNING, {count} groups of neighbouring tags of one type break the rules of {scheme},{example}"
+    )
+    assert len(told) == bool(broken) and all(fact.startswith(told_count) for fact in told)
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "metric", "reason"),
+    [
+        ("O B I", "I O I I B O I", "seqeval-strict", "valid.jsonl: its tags are of IOB1, for which --metric seqeval-"),
+        ("O I E", "I O I E I O I", "seqeval-strict", "valid.jsonl: its tags are of IOE1, for which --metric seqeval-"),
+        ("O I", "I O", "seqeval-strict", "train.jsonl: tags with I- have no strict rules, expected IOB2 (B- I-), IOE2"),
+        ("B I E L", "B E", "seqeval-strict", "train.jsonl: tags with B- E- I- L- have no strict rules, expected IOB2"),
+        ("O B M E", "O", "seqeval-strict", "train.jsonl: tag 'M-PER', expected O, or B- or I- and a type, such as"),
+        (
+            "O B M E",
+            "O",
+            "seqeval",
+            "train.jsonl: tag 'M-PER', expected O, or B- or I- and a type, such as B-PER (also",
+        ),
+        ("B L U O", "B", "seqeval", "train.jsonl: tags of BILOU have only strict rules; use --metric seqeval-strict"),
+    ],
+)
+def test_tags_without_rules_are_refused_by_name(read_tags, train, valid, metric, reason):
+    with pytest.raises(UserError) as refused:
+        read_tags([train], [valid], metric)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_runs_that_earlier_versions_scored_by_other_rules_are_done_again(read_tags):
+    """They scored all tags as IOB2, and the digest of a task was that of its facts, columns and files."""
+    for rows, is_same in ((["B I O"], True), (["B E O"], False)):
+        data = read_tags(rows, rows)
+        before = hashlib.sha256(json.dumps([data.task.facts, list(data.columns)]).encode())
+        before.update(2 * hashlib.sha256((read_tags.folder / "train.jsonl").read_bytes()).digest())
+        assert (data.digest == before.hexdigest()) == is_same
+
+
+def test_a_run_of_tags_without_rules_is_left_out_of_a_report():
+    """An earlier version has given it a number."""
+    task = Task("ner", "seqeval-strict", "tokens", ("B-A", "O", "S-A"))
+    content = b'file\tindex\tprediction\tlabel\nvalid\t0\t["B-A", "O"]\t["B-A", "S-A"]\n'
+    row = {"score": 0.5, "dev_examples": 1}
+    assert "tags with B- S- have no strict rules" in (_disagreement(row, content, task, "megatron-ddrp finetune") or "")

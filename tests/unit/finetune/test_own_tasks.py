@@ -319,23 +319,61 @@ def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_
     assert "| topics (test) |" in (out / "table.md").read_text()
 
 
-def test_after_a_change_of_the_files_and_back_table_and_model_are_of_the_files_that_were_given(
-    topics, bert_folder, tmp_path, capsys
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("valid", '"label": "other"', '"label": "animal"'), ("train", "red", "blue"), ("setting", "accuracy", "macro-f1")],
+)
+def test_runs_on_other_data_keep_a_model_table_and_predictions_of_their_own(
+    topics, bert_folder, tmp_path, capsys, name, old, new
 ):
-    out = tmp_path / "out"
-    path, command = topics / "valid.jsonl", words(topics, bert_folder, out, *GLANCE, "--test", topics / "new.jsonl")
-    first = path.read_text()
-    main(command)
-    table = (out / "table.md").read_text()
-    path.write_text(first.replace('"label": "other"', '"label": "animal"'))
-    main(command)
-    assert (out / "table.md").read_text() != table
-    path.write_text(first)
+    out, path, metric = tmp_path / "out", topics / f"{name}.jsonl", old if name == "setting" else "accuracy"
+    command = words(topics, bert_folder, out, *GLANCE, "--test", topics / "new.jsonl")
+    before = path.read_text() if path.exists() else ""
+    main([*command, "--metric", metric])
+    first, table = model_of(out), (out / "table.md").read_text()
+    kept = {file.name: file.read_bytes() for file in first.iterdir()}
+    predicted = (out / "predictions" / f"{first.name}-test.jsonl").read_bytes()
+    if before:
+        path.write_text(before.replace(old, new))
     capsys.readouterr()
-    main(command)
-    assert (out / "table.md").read_text() == table
+    main([*command, "--metric", new if name == "setting" else metric])
+    assert name == "train" or (out / "table.md").read_text() != table  # few other rows may give the same score
+    (second,) = (folder for folder in (out / "models").iterdir() if folder != first)
+    data = json.loads((second / "config.json").read_text())["finetuned"]["data"]
+    assert second.name == f"{first.name}-{data[:8]}" and data == rows(out)[1]["data"] != rows(out)[0]["data"]
     said = capsys.readouterr().out
-    assert "from other files or settings of this task" in said and "predictions for" not in said
+    assert f"is in {second} ({first} keeps that of other files or settings); to use it: megatron-ddrp" in said
+    assert f"predictions for {topics / 'new.jsonl'} are in {out}/predictions/{second.name}-test.jsonl" in said
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == kept
+    assert (out / "predictions" / f"{first.name}-test.jsonl").read_bytes() == predicted
+    if before:
+        path.write_text(before)
+    main([*command, "--metric", metric])
+    assert (out / "table.md").read_text() == table
+    assert f"the best model of {bert_folder} is in {first}; to use it: " in capsys.readouterr().out
+    assert len(rows(out)) == 2
+
+
+def test_a_model_on_other_data_keeps_its_folder_after_the_first_is_gone(topics, bert_folder, tmp_path, capsys):
+    out, path = tmp_path / "out", topics / "valid.jsonl"
+    main(words(topics, bert_folder, out, *GLANCE))
+    first = model_of(out)
+    path.write_text(path.read_text().replace('"label": "other"', '"label": "animal"'))
+    main(words(topics, bert_folder, out, *GLANCE))
+    shutil.rmtree(first)
+    second = model_of(out)
+    main(words(topics, bert_folder, out, *GLANCE))
+    assert model_of(out) == second and f"is in {second} ({first} keeps" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_folder, tmp_path):
+    out = tmp_path / "out"
+    theirs = out / "models" / f"topics-{load_encoder(bert_folder).fingerprint[:8]}"
+    theirs.mkdir(parents=True)
+    (theirs / "notes.txt").write_text("mine")
+    main(words(topics, bert_folder, out, *GLANCE))
+    assert (theirs / "notes.txt").read_text() == "mine" and [path.name for path in theirs.iterdir()] == ["notes.txt"]
+    assert len([path for path in (out / "models").iterdir() if path.is_dir()]) == 2
 
 
 def test_the_most_frequent_tag_is_that_of_most_words(tmp_path):
@@ -359,6 +397,7 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is(monkeypatch, cap
     twin = Namespace(name="twin", fingerprint="a")
     found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin])
     monkeypatch.setattr(workers.process_group, "agree", lambda action: action())
+    monkeypatch.setattr(workers.process_group, "gather_objects", lambda item: [item])
     monkeypatch.setattr(workers, "Sweep", lambda *_: found)
     monkeypatch.setattr(workers, "open_store", lambda _: Namespace(missing=list))
     workers._open_on_ranks(options, Namespace(rank=0, world_size=2, device=torch.device("cpu")))

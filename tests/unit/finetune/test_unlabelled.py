@@ -3,12 +3,14 @@
 import datetime
 import io
 import json
+import threading
 
 import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
-from megatron_ddrp.tasks.finetune.predict import _JsonLines, _Table
+from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
+from megatron_ddrp.tasks.finetune.predict import FineTuned, _JsonLines, _Table
 from megatron_ddrp.tasks.finetune.task import Columns
 from tests.unit.finetune.test_own_tasks import GLANCE, words
 
@@ -56,3 +58,35 @@ def test_times_of_a_parquet_file_are_written_as_text(writer):
         {"day": datetime.date(2026, 1, 2)}, "red"
     )
     assert "2026-01-02" in stream.getvalue().decode() and "red" in stream.getvalue().decode()
+
+
+def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
+    """The second one comes to its predictions while the first is writing the same file."""
+    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", OwnTasks.finish, []
+
+    def finish_twice(self, sweep, store):
+        predict = FineTuned.predict
+
+        def predict_beside_another(model, encoded):
+            monkeypatch.setattr(FineTuned, "predict", predict)
+            other.start()
+            other.join(1)  # without a lock it fails at once
+            return predict(model, encoded)
+
+        def also_finish():
+            try:
+                ends.append(finish(self, sweep, store))
+            except UserError as error:
+                ends.append(str(error))
+
+        other = threading.Thread(target=also_finish)
+        monkeypatch.setattr(FineTuned, "predict", predict_beside_another)
+        lines = finish(self, sweep, store)
+        other.join()
+        assert ends == [lines]
+        return lines
+
+    monkeypatch.setattr(OwnTasks, "finish", finish_twice)
+    assert main(words(topics, bert_folder, out, *GLANCE, "--test", path)) == 0
+    (told,) = (out / "predictions").glob("*-test.jsonl")
+    assert len(told.read_text().splitlines()) == 9 and len(ends) == 1

@@ -60,3 +60,16 @@ def test_tasks_that_start_from_another_share_the_submission(three_tasks, bert_fo
     for folder in folders:
         assert sorted(archived(folder)) == ["CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "STS-B.tsv"]
     assert {json.loads((folder / "encoder.json").read_text())["name"] for folder in folders} == set(loads)
+
+
+def test_a_test_set_that_changed_is_predicted_anew(three_tasks, bert_folder, tmp_path, capsys):
+    out, path = tmp_path / "out", three_tasks / "CoLA" / "test.tsv"
+    command = arguments(three_tasks, bert_folder, out, *QUICK)
+    main(command)
+    assert "test predictions [1/1]" in capsys.readouterr().out
+    main(command)
+    assert "test predictions [" not in capsys.readouterr().out
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    main(command)
+    assert "test predictions [1/1]" in capsys.readouterr().out
+    assert len(archived(out / "submission")["CoLA.tsv"].splitlines()) == 8

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.tasks.finetune.entities import score_entities
+from megatron_ddrp.tasks.finetune.entities import STRICT, score_entities
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
 from megatron_ddrp.tasks.finetune.metrics import METRICS
@@ -168,7 +168,8 @@ class Tokens(Kind):
             return METRICS[metric](answers.classes, predictions.classes)
         if not np.isfinite(predictions.classes).all():
             return None
-        return score_entities(answers.by_sentence(), predictions.by_sentence(), metric == "seqeval-strict").f1
+        sides = answers.by_sentence(), predictions.by_sentence()
+        return score_entities(*sides, metric == STRICT, answers.labels).f1
 
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the name of the words' accuracy, unless it is the task's metric."""

@@ -1,0 +1,146 @@
+"""Files that change while a command runs: it stops in one line, and no run has other rows than its fingerprint says."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune import predict, workers
+from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.sweep import Sweep
+from megatron_ddrp.tasks.finetune.task_files import read_task
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles
+from megatron_ddrp.tasks.glue.data import read_task as read_glue
+from megatron_ddrp.tasks.glue.tasks import TASKS
+from tests.unit.finetune.test_own_tasks import GLANCE, rows, words
+
+CHANGED = "changed after this command had read it; finished runs are kept; run the same command again"
+ROW = json.dumps({"text": "red dog runs", "label": "colour"}) + "\n"
+CHANGES = {
+    "a row more": lambda text: text + ROW,
+    "another label": lambda text: text.replace("animal", "colour", 1),
+    "another text of equal length": lambda text: text.replace("red", "bed", 1),
+    "a new label": lambda text: text.replace("animal", "robot", 1),
+    "rows in another order": lambda text: "".join(text.splitlines(keepends=True)[::-1]),
+    "half a row": lambda text: text[:-20],
+    "nothing": lambda text: "",
+}
+
+
+@pytest.fixture
+def files(topics):
+    (topics / "test.jsonl").write_text(3 * ROW)
+    return TaskFiles(*(topics / f"{name}.jsonl" for name in ("train", "valid", "test")))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", ["train", "valid", "test"])
+def test_rows_are_refused_once_their_file_has_changed(files, name, change):
+    path = getattr(files, name)
+    path.write_text(3 * path.read_text().replace("bird", "red") + ROW.replace("colour", "animal"))
+    data = read_task(files)
+    examples = data.train if name == "train" else data.dev[name]
+    before = list(examples)
+    assert list(examples) == before
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UserError, match=CHANGED) as refused:
+        list(examples)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_change_within_a_pass_is_noticed_at_its_end(files):
+    data = read_task(files)
+    passing = iter(data.train)
+    next(passing)
+    with files.train.open("a") as stream:
+        stream.write(ROW)
+    with pytest.raises(UserError, match=CHANGED):
+        list(passing)
+
+
+def test_a_file_that_is_gone_is_named(files):
+    data = read_task(files)
+    files.valid.unlink()
+    with pytest.raises(UserError, match=r"valid\.jsonl: No such file or directory; give a readable file"):
+        list(data.dev["valid"])
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_sweep_stops_before_a_run_on_changed_rows(
+    topics, bert_folder, checkpoint_folder, tmp_path, monkeypatch, name
+):
+    """The second encoder reads the rows again."""
+    perform, path = Sweep.perform, topics / f"{name}.jsonl"
+
+    def perform_and_change(self, run):
+        row = perform(self, run)
+        path.write_text(CHANGES["another label"](path.read_text()))
+        return row
+
+    monkeypatch.setattr(Sweep, "perform", perform_and_change)
+    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--load", str(bert_folder), str(checkpoint_folder))
+    with pytest.raises(UserError, match=rf"{name}\.jsonl: {CHANGED}"):
+        main(command)
+    assert len(rows(tmp_path / "out")) == 1
+    monkeypatch.setattr(Sweep, "perform", perform)
+    main(command)
+    found = rows(tmp_path / "out")
+    assert [row["data"] == found[0]["data"] for row in found] == [True, False, False]
+
+
+def test_a_worker_and_a_rank_that_read_other_files_stop(files):
+    first = {"topics": read_task(files)}
+    digests = {"topics": first["topics"].digest}
+    workers._check_alike(first, digests)
+    files.train.write_text(files.train.read_text() + ROW)
+    options = Namespace(suite=Namespace(read=lambda: {"topics": read_task(files)}))
+    with pytest.raises(UserError, match="topics: its files changed after this command had read them; finished runs"):
+        workers._work(0, options, digests)
+
+
+def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, tmp_path, monkeypatch, capsys):
+    path, perform = topics / "new.jsonl", Sweep.perform
+
+    def perform_and_change(self, run):
+        path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n')
+        return perform(self, run)
+
+    monkeypatch.setattr(Sweep, "perform", perform_and_change)
+    with pytest.raises(UserError, match=rf"new\.jsonl: {CHANGED}"):
+        main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", path))
+    assert not list((tmp_path / "out" / "predictions").glob("*test*"))
+    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_a_file_that_changes_while_it_is_labelled_leaves_no_output(topics, tmp_path, monkeypatch):
+    path = topics / "new.jsonl"
+
+    class Model(Namespace):
+        def encode(self, texts):
+            path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n')
+            return Namespace(cut=0)
+
+        def predict(self, encoded):
+            return ["colour"] * 3
+
+    task, columns = Namespace(kind="classification"), Namespace(text="text", pair=None, label="label")
+    model = Model(task=task, columns=columns, max_length=8)
+    monkeypatch.setattr(predict, "load_finetuned", lambda *_: model)
+    monkeypatch.setattr(predict, "_TOGETHER", 3)
+    with pytest.raises(UserError, match=CHANGED):
+        predict.predict_file(tmp_path, path, tmp_path / "told.csv", torch.device("cpu"))
+    assert not (tmp_path / "told.csv").exists()
+
+
+def test_glue_reads_each_file_once(glue_dir, monkeypatch):
+    read_bytes, asked = Path.read_bytes, []
+    monkeypatch.setattr(Path, "read_bytes", lambda self: asked.append(self.name) or read_bytes(self))
+    data = read_glue(TASKS["CoLA"], glue_dir)
+    assert asked == ["train.tsv", "dev.tsv"]
+    before = list(data.train), list(data.dev["dev"])
+    for name in asked:
+        (glue_dir / "CoLA" / name).unlink()
+    assert (list(data.train), list(data.dev["dev"])) == before
