@@ -6,10 +6,12 @@ Library code raises `UserError`; command-line entry points end in `run_command(m
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import errno
 import io
+import locale
 import os
 import re
 import sys
@@ -147,8 +149,12 @@ def _code_of(main: Callable[[], object], program: str | None) -> int | str:
 def repair_streams() -> None:
     """Make standard streams that a command can use: the null device for closed ones, escapes for foreign characters.
 
-    A closed stream also leaves its number to the next file that is opened, into which libraries would then print.
+    A closed stream also leaves its number to the next file that is opened, into which libraries would then print. In an
+    ASCII locale, libraries such as torch could not read their own files.
     """
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:

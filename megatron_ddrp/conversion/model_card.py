@@ -26,6 +26,7 @@ from megatron_ddrp.conversion.training_record import (
     progress,
     settings,
 )
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.pages.machine import versions
 from megatron_ddrp.pages.markdown import Table
@@ -64,7 +65,7 @@ class Described:
 
 def write_card(folder: Path, described: Described, publishing: Publishing) -> None:
     """Write README.md into a folder."""
-    (folder / CARD).write_text(_card(described, publishing), encoding="utf-8")
+    write_text(folder / CARD, _card(described, publishing))
 
 
 def _card(described: Described, publishing: Publishing) -> str:

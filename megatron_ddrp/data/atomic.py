@@ -89,8 +89,11 @@ class AtomicFile:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a file of text in UTF-8, whole or not at all. Raises `UserError` as `AtomicFile` does."""
-    write_bytes(path, text.encode())
+    """Write a file of text in UTF-8, whole or not at all. Raises `UserError` as `AtomicFile` does.
+
+    Names of files in the text are written as the bytes that they have on the disk, also if these are not UTF-8.
+    """
+    write_bytes(path, text.encode(errors="surrogateescape"))
 
 
 def write_bytes(path: AnyPath, content: bytes) -> None:

@@ -105,7 +105,7 @@ def test_a_command_succeeds_and_writes_its_files_alone(redirection: str, tmp_pat
         "    with AtomicFile(sys.argv[1]) as file:\n"
         "        os.system('echo spoken; echo spoken >&2')\n"
         "        file.write(b'written')\n"
-        "    print('→')\n"
+        "    print('→', open(sys.argv[0]).read())  # as libraries read their files, in the locale's encoding\n"
         "run_command(main)\n"
     )
     (tmp_path / "program.py").write_text(code, encoding="utf-8")

@@ -9,6 +9,7 @@ While one of them writes the file, the others leave it to that one.
 from __future__ import annotations
 
 import mmap
+import os
 import stat
 import struct
 import zlib
@@ -95,4 +96,4 @@ def check_seal(path: Path) -> None:
 
 
 def _sum(name: str, content: bytes | memoryview) -> int:
-    return zlib.crc32(content, zlib.crc32(name.encode()))
+    return zlib.crc32(content, zlib.crc32(os.fsencode(name)))

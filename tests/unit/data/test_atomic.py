@@ -208,6 +208,11 @@ def test_an_output_that_no_file_can_replace_is_refused(tmp_path, kind):
     assert [item.name for item in tmp_path.iterdir()] == before
 
 
+def test_names_that_are_not_utf_8_are_written_as_they_are(tmp_path):
+    write_text(tmp_path / os.fsdecode(b"h\xe9"), os.fsdecode(b"of h\xe9"))
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("h\udce9", b"of h\xe9")]
+
+
 @pytest.mark.parametrize("umask, expected", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_permissions_are_those_of_the_umask_or_of_the_file_before(tmp_path, umask, expected):
     before = os.umask(umask)
