@@ -14,6 +14,8 @@ from megatron_ddrp.data.dataset.shuffling import shuffle
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
 from tests.conftest import TinyCorpus, write_vocabulary
+from tests.unit.data.test_special_roles import NAMES, byte_bpe
+from tests.unit.data.test_special_roles import write as write_tokenizer_folder
 
 
 @pytest.fixture(scope="module")
@@ -353,6 +355,21 @@ def test_a_vocabulary_that_marks_no_words_is_said_where_words_are_read(tmp_path)
         assert not Corpus.open(config.replace(objective={"masking": "token"})).remarks
         if notes:
             assert "marks neither begins nor ends of words" in Corpus.open(config).remarks[0]
+
+
+@pytest.mark.parametrize("role", ["pad", "mask"])
+def test_a_dataset_of_a_tokenizer_whose_roles_share_a_piece_is_refused(tmp_path, role):
+    """The dataset may be of a version that did not look; its tokenizer's fingerprint does not know the roles."""
+    made = write_tokenizer_folder(tmp_path / "tokenizer", byte_bpe())
+    (tmp_path / "in.jsonl").write_text('{"text": "some text of bytes"}\n' * 20, encoding="utf-8")
+    flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(made)}
+    [prefix] = preprocess(PreprocessConfig((str(tmp_path / "in.jsonl"),), str(tmp_path / "o"), **flags)).prefixes
+    config = Config().replace(data={"data_path": prefix, "split": "1,1"}, model={"seq_length": 48})
+    assert not Corpus.open(config).remarks
+    write_tokenizer_folder(made, byte_bpe(), NAMES | {role: "<c>"})
+    with pytest.raises(UserError, match=r"'<c>' is \[CLS\] and") as refused:
+        Corpus.open(config)
+    assert refused.value.exit_code == 2
 
 
 def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):

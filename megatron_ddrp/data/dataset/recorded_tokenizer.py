@@ -90,12 +90,12 @@ def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
 
 
 def _folders(manifest: Path) -> list[str]:
-    """Return the folders, resolved, in which a manifest lies: that of its name, then those to which links lead."""
+    """Return the folders, resolved, in which a manifest lies: that of the file itself, then those of links to it."""
     folders = [os.path.realpath(manifest.parent)]
     while manifest.is_symlink() and len(folders) <= MOST_LINKS:
         manifest = manifest.parent / os.readlink(manifest)
         folders.append(os.path.realpath(manifest.parent))
-    return folders
+    return folders[::-1]
 
 
 def path_entry(prefixes: Sequence[AnyPath], output_prefix: AnyPath) -> dict[str, str]:

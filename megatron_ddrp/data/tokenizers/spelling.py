@@ -1,4 +1,4 @@
-"""Treatment of text for which a vocabulary has no piece: it is spelt by bytes, becomes [UNK], is dropped, or fails."""
+"""Treatment of text for which a vocabulary has no piece: it is spelled by bytes, becomes [UNK], is dropped or fails."""
 
 from __future__ import annotations
 
