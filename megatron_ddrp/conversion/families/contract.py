@@ -167,7 +167,7 @@ class Family:
         roles = [role for role in SPECIAL_PIECES if getattr(tokenizer, f"{role}_id") == padding]
         if padding is not None and roles != ["pad"]:
             raise UserError(
-                f"{path}: pad_token_id is {padding}, and its tokenizer pads with {shown(piece)}, {tokenizer.pad_id}: "
+                f"{path}: pad_token_id is {padding}, but its tokenizer pads with {tokenizer.pad_id} ({shown(piece)}): "
                 "transformers gives every token with pad_token_id the position of padding, so it must be the padding "
                 "and no other piece; put the tokenizer of the model's training into the folder, or correct pad_token_id"
             )
