@@ -30,6 +30,19 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+class RepeatedKey(ValueError):
+    """Error for a JSON object with the same key twice."""
+
+
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object from its keys and values, as `object_pairs_hook` of `json.loads`; raise `RepeatedKey`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise RepeatedKey(f"key {next(key for key in keys if keys.count(key) > 1)!r} is twice in one object")
+    return found
+
+
 def object_sum(value: Mapping[str, Any]) -> str:
     """Return the CRC-32 of a JSON object with sorted keys and without spaces, as eight hexadecimal digits."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))

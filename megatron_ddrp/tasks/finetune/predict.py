@@ -106,6 +106,8 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
     logging.disable_progress_bar()
     config = read_config_file(folder)
     trained = Columns(*facts["columns"])
+    columns = Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label)
+    columns.check_distinct()
     task = Task.of(facts["task"])
     with_head = head_class(config["model_type"], KINDS[task.kind].head)
     model = with_head.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -113,7 +115,7 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
         FamilyModel(model).to(device).eval(),
         load_tokenizer(folder),
         task,
-        Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label),
+        columns,
         facts["max_seq_length"],
         facts["pair_separators"],
         device,
@@ -134,7 +136,7 @@ def predict_file(
     kind = KINDS[model.task.kind]
     wanted, file = text_columns(model.columns), None if is_stream(str(source)) else KnownFile.of(source)
     rows = file.rows(wanted) if file else read_rows(str(source), wanted)
-    count = cut = 0
+    count = cut = lacking = 0
     expected = count_unlabelled(file, kind, model.columns) if file else None
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns, model.task.kind)
@@ -142,7 +144,9 @@ def predict_file(
             read = [texts_to_predict(row, kind, model.columns) for row in some]
             encoded = model.encode(read)
             cut += encoded.cut
-            for row, prediction in zip(some, model.predict(encoded), strict=True):
+            predictions = model.predict(encoded)
+            lacking += sum(told is None or (isinstance(told, list) and None in told) for told in predictions)
+            for row, prediction in zip(some, predictions, strict=True):
                 with blamed_on(row):
                     writer.write(row.cells, prediction)
             count += len(some)
@@ -150,6 +154,11 @@ def predict_file(
         writer.finish()
     if told := told_cut(cut, count, model.max_length):
         print(f"{source}: {told}", file=sys.stderr)
+    if lacking:
+        print(
+            f"{output}: rows without a prediction, because the model's outputs are not finite: {lacking:,}",
+            file=sys.stderr,
+        )
     if writer.changed:
         print(f"{output}: cells whose tabs and line breaks became blanks: {writer.changed:,}", file=sys.stderr)
     return count

@@ -21,6 +21,7 @@ from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInp
 from megatron_ddrp.data.preprocess.packed import PACKINGS
 from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
 from megatron_ddrp.errors import UserError, nearest
+from megatron_ddrp.json_files import RepeatedKey, distinct_keys
 from megatron_ddrp.tasks.finetune.conll import read_conll, read_conllu
 from megatron_ddrp.tasks.finetune.squad_files import is_squad, questions
 
@@ -138,7 +139,7 @@ def _read_json(file: InputFile) -> Iterator[Placed]:
 
 def _parsed(path: str, number: int, text: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=distinct_keys)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -146,6 +147,9 @@ def _parsed(path: str, number: int, text: str) -> Any:
         raise UserError(
             f"{path}, line {line}: not JSON ({error.msg} at column {error.colno}); expected one object per line"
         ) from None
+    except RepeatedKey as error:
+        where = path if "\n" in text else f"{path}, line {number}"
+        raise UserError(f"{where}: {error}; remove one") from None
     except UnicodeEncodeError:
         raise UserError(f"{path}, line {number}: holds half a surrogate pair, which is no character") from None
     except RecursionError:
@@ -202,8 +206,7 @@ def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> 
             header = cells
             if len(header) == 1 and (wrong := next((name for mark, name in _MARKS.items() if mark in cells[0]), "")):
                 raise UserError(f"{path}, line {line}: {wrong}-separated; save it with commas, or as .tsv with tabs")
-            if twice := [name for name in header if header.count(name) > 1]:
-                raise UserError(f"{path}, line {line}: column {twice[0]!r} is twice in the header; rename one")
+            check_distinct(f"{path}, line {line}", header)
         elif len(cells) != len(header):
             raise UserError(
                 f"{path}, line {line}: {len(cells)} columns, expected {len(header)} ({', '.join(header)}); "
@@ -213,15 +216,29 @@ def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> 
             yield f"line {line}", dict(zip(header, cells, strict=True))
 
 
+def check_distinct(where: str, columns: Sequence[str]) -> None:
+    """Raise `UserError` for a column that is twice in a header."""
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise UserError(f"{where}: column {twice[0]!r} is twice in the header; rename one")
+
+
 def _read_parquet(file: InputFile) -> Iterator[Placed]:
     if file.packing:
         raise UserError(f"{file.path}: compressed Parquet; uncompress the file")
     if is_stream(file.path):
         raise UserError(f"{file.path}: a pipe, but Parquet cannot be read in one pass; give a file")
     with OpenInput(file), open_parquet(file.path) as table:
+        check_distinct(file.path, table.schema_arrow.names)
         batches = table.iter_batches(ROWS, use_threads=False)
-        for number, cells in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+        for number, cells in enumerate(chain.from_iterable(_cells(file.path, batch) for batch in batches), 1):
             yield f"row {number}", cells
+
+
+def _cells(path: str, batch: Any) -> list[dict[str, Any]]:
+    try:
+        return list(batch.to_pylist())
+    except ValueError as error:  # such as a struct with a field twice
+        raise UserError(f"{path}: {error}; write these columns in another form") from None
 
 
 FORMATS: dict[str, Callable[[InputFile], Iterator[Placed]]] = {

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.known_files import KnownFile
 
 
@@ -87,6 +88,19 @@ class Columns(NamedTuple):
     pair: str | None
     """Column of the second text of a pair."""
     label: str
+
+    def check_distinct(self) -> None:
+        """Raise `UserError` for a column with two uses, such as a label that is the text as well."""
+        flags = {"--text-column": self.text, "--text-pair-column": self.pair, "--label-column": self.label}
+        used: dict[str | None, str] = {None: ""}
+        for flag, column in flags.items():
+            if column and column in used:
+                raise UserError(
+                    f"column {column!r} is {used[column]} and {flag} at once, expected different columns; name another "
+                    "by one of the two flags",
+                    WRONG_ARGUMENTS,
+                )
+            used[column] = flag
 
 
 class TaskData(NamedTuple):

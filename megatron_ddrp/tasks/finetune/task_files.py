@@ -180,7 +180,9 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
     pair = files.text_pair_column or kind.usual_columns.pair
     if pair is None and files.text_column is None and PAIR_COLUMNS.get(text) in known:
         pair = PAIR_COLUMNS[text]
-    return Columns(text, pair, label)
+    columns = Columns(text, pair, label)
+    columns.check_distinct()
+    return columns
 
 
 def _ordered(counts: Counter[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.table_files import check_distinct
 from megatron_ddrp.tasks.finetune.task import Example, Examples, TaskData
 from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 
@@ -115,6 +116,7 @@ def _examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, labe
 
 def _header(path: Path, lines: list[str], wanted: Sequence[str]) -> tuple[str, ...]:
     header = tuple(lines[0].split("\t")) if lines else ()
+    check_distinct(f"{path}, line 1", header)
     if missing := [name for name in wanted if name not in header]:
         raise UserError(
             f"{path}, line 1: no column {missing[0]!r} among {list(header)}; expected a tab-separated header line "

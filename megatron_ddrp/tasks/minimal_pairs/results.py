@@ -92,6 +92,11 @@ class Result:
         return statistics.fmean(cell.accuracy for cell in self.cells.values())
 
     @property
+    def undefined(self) -> int:
+        """Number of pairs with a score that is not finite."""
+        return sum(cell.undefined for cell in self.cells.values())
+
+    @property
     def standard_error(self) -> float | None:
         """Standard error of the macro average over pairs; None if a paradigm has only one pair."""
         cells = self.cells.values()

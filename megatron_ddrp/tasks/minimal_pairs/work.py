@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_ddrp.data.progress import progress
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.queue import drain
@@ -142,7 +143,12 @@ def run_here(options: argparse.Namespace) -> None:
     names = {key: subject.name for key, subject in plan.subjects.items()}
     report = report_of(names, plan.paradigms, plan.jobs, store, published, options.ties)
     with one_at_a_time(options.output_dir, "report"):
-        print(write_report(report, options.output_dir))
+        print(write_report(report, options.output_dir), flush=True)
+    if undefined := [f"{result.name} ({result.undefined:,})" for result in report.results if result.undefined]:
+        raise UserError(
+            f"scores that are not finite, in pairs out of {plan.num_pairs():,}: {', '.join(undefined)}; they count as "
+            "wrong, so these accuracies are no results; weights with nan or inf give them: use an earlier checkpoint"
+        )
 
 
 def work(

@@ -140,3 +140,23 @@ def test_a_run_of_tags_without_rules_is_left_out_of_a_report():
     content = b'file\tindex\tprediction\tlabel\nvalid\t0\t["B-A", "O"]\t["B-A", "S-A"]\n'
     row = {"score": 0.5, "dev_examples": 1}
     assert "tags with B- S- have no strict rules" in (_disagreement(row, content, task, "megatron-ddrp finetune") or "")
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"text_column": "label"}, "column 'label' is --text-column and --label-column at once"),
+        ({"label_column": "text"}, "column 'text' is --text-column and --label-column at once"),
+        ({"text_pair_column": "label"}, "column 'label' is --text-pair-column and --label-column at once"),
+        ({"text_pair_column": "text"}, "column 'text' is --text-column and --text-pair-column at once"),
+        ({"text_column": "x", "label_column": "x", "kind": "tokens"}, "column 'x' is --text-column and --label-column"),
+        (
+            {"text_pair_column": "question", "kind": "qa", "text_column": "question"},
+            "column 'question' is --text-column",
+        ),
+    ],
+)
+def test_a_column_with_two_uses_is_refused(read, columns, told):
+    with pytest.raises(UserError, match=told) as refused:
+        read(["A", "B"], **columns)
+    assert refused.value.exit_code == 2

@@ -96,3 +96,15 @@ def test_a_file_is_checked_before_its_first_row_is_predicted(write, monkeypatch)
     monkeypatch.setattr(predict, "chunks", lambda *_: pytest.fail("a row was predicted"))
     told = "new.jsonl, line 2: text is empty, expected text; fill it in or remove the row"
     assert fault(write, [{"text": "one"}, {"text": " "}], ".csv") == told
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("classification", None), ("multi-label", None), ("tokens", ["O", None])])
+def test_rows_without_a_prediction_are_counted(write, monkeypatch, capsys, kind, answer):
+    monkeypatch.setitem(KINDS, "tokens", (Columns("tokens", None, "tags"), ["O", "O"]))
+    rows = [{"text": "one", "tokens": ["a", "b"]}] * 3
+    write(rows, ".jsonl", kind)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(KINDS, kind, (KINDS[kind][0], answer))
+    path = write(rows, ".jsonl", kind)
+    told = f"{path}: rows without a prediction, because the model's outputs are not finite: 3\n"
+    assert capsys.readouterr().err == told

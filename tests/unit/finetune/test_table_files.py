@@ -102,6 +102,17 @@ def test_parquet(write, tmp_path):
     assert fault(path, ["txt"]) == ", row 1: no column 'txt', it has n, tags, text; did you mean 'text'?"
 
 
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, ["text", "label", "text"]), path)
+    assert fault(path) == ": column 'text' is twice in the header; rename one"
+    struct = pyarrow.StructArray.from_arrays([pyarrow.array(["a"])] * 2, ["t", "t"])
+    parquet.write_table(pyarrow.Table.from_arrays([struct], ["answers"]), path)
+    assert "duplicate field names" in fault(path)
+
+
 CONLL = "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP B-PER\r\n \nlast X X O"
 
 
@@ -198,6 +209,14 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
         ("a.csv", "a;b\nc, d;e\n", ", line 1: semicolon-separated; save it with commas, or as .tsv with tabs"),
         ("a.csv", "a\tb\nc\td\n", ", line 1: tab-separated; save it with commas, or as .tsv with tabs"),
         ("a.csv", "a,b,a\n1,2,3\n", ", line 1: column 'a' is twice in the header; rename one"),
+        ("a.tsv", "a\tb\tb\n1\t2\t3\n", ", line 1: column 'b' is twice in the header; rename one"),
+        ("a.csv", "a,,b,\n1,2,3,4\n", ", line 1: column '' is twice in the header; rename one"),
+        ("a.jsonl", '{"a": 1}\n{"a": 1, "a": 1}', ", line 2: key 'a' is twice in one object; remove one"),
+        ("a.jsonl", '{"b": {"a": 1, "a": 2}}', ", line 1: key 'a' is twice in one object; remove one"),
+        ("a.jsonl", '{"b": 1, "\\u0062": 2}', ", line 1: key 'b' is twice in one object; remove one"),
+        ("a.json", '[{"a": 1}, {"a": 1, "a": 2}]', ", line 1: key 'a' is twice in one object; remove one"),
+        ("a.json", '[\n{"a": 1,\n"a": 2}\n]', ": key 'a' is twice in one object; remove one"),
+        ("a.json", '{"data": [{"paragraphs": [], "paragraphs": []}]}', ", line 1: key 'paragraphs' is twice in one"),
         ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
         ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),
         ("a.conll", "a O\nb X O\n", ", line 2: 3 columns, expected 2 as in the lines before: a token first, its tag"),

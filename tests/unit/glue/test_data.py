@@ -50,6 +50,12 @@ def test_cola_has_no_header_and_quotes_are_text(tmp_path):
     assert list(data.dev) == ["dev"]
 
 
+def test_a_column_twice_in_a_header_is_refused(tmp_path):
+    text = "index\tsentence1\tsentence2\tsentence1\tlabel\n0\ta\tb\tc\tentailment\n"
+    with pytest.raises(UserError, match=r"train\.tsv, line 1: column 'sentence1' is twice in the header; rename one"):
+        read_task(TASKS["RTE"], write(tmp_path, "RTE", train=text, dev=RTE))
+
+
 def test_sts_b_labels_stay_floats(tmp_path):
     data = read_task(TASKS["STS-B"], write(tmp_path, "STS-B", train=STSB, dev=STSB))
     assert [example.label for example in data.train] == [4.75, 0.0]

@@ -5,6 +5,7 @@ import shutil
 from importlib.util import find_spec
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import load_encoder
@@ -169,3 +170,24 @@ def test_workers_share_the_jobs_and_score_the_same(words, tmp_path):
     main(shared)
     assert len(lines(tmp_path / "shared")) == 4
     assert json.loads((tmp_path / "shared" / "results.json").read_text()) == alone
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", ["everywhere", "one word"])
+def test_scores_that_are_not_finite_end_with_1_after_the_tables(words, tmp_path, tokenizer, capsys, value, place):
+    """The weights of one word reach only the pairs with that word."""
+    run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="rope")
+    (path,) = run.rglob("*.safetensors")
+    weights = load_file(path)
+    name = next(name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) >= len(tokenizer.pieces))
+    weights[name][slice(None) if place == "everywhere" else tokenizer.pieces.index("red")] = value
+    save_file(weights, path)
+    with pytest.raises(
+        UserError, match=r"scores that are not finite, in pairs out of 7: .*; they count as wrong"
+    ) as told:
+        main([*words[:-2], str(run), words[-1]])
+    assert f"{run} (" in str(told.value) and words[-1] not in str(told.value) and told.value.exit_code == 1
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "undefined" in table and "written to" in capsys.readouterr().out
+    with pytest.raises(UserError, match="scores that are not finite"):
+        main([*words[:-2], str(run), words[-1]])

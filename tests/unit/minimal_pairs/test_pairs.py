@@ -25,6 +25,11 @@ GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
         (GOOD + "[" * 100_000 + "\n", "line 2: not JSON"),
         (GOOD + '{"sentence_good": "\xe9", "sentence_bad": "b"}\n', "line 2: not UTF-8"),
         (GOOD[:-2] + ', "UID": 7}\n', "line 1: UID is 7"),
+        (
+            GOOD + GOOD[:-2] + ', "sentence_bad": "b"}\n',
+            "line 2: key 'sentence_bad' is twice in one object; remove one",
+        ),
+        (GOOD[:-2] + ', "UID": "a", "UID": "b"}\n', "line 1: key 'UID' is twice in one object; remove one"),
     ],
 )
 def test_a_bad_file_is_one_line_with_its_name_and_line(tmp_path, content, reason):
