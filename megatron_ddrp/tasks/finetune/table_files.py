@@ -219,6 +219,9 @@ def _read_parquet(file: InputFile) -> Iterator[Placed]:
     if is_stream(file.path):
         raise UserError(f"{file.path}: a pipe, but Parquet cannot be read in one pass; give a file")
     with OpenInput(file), open_parquet(file.path) as table:
+        names = table.schema_arrow.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{file.path}: the column {twice[0]!r} is there twice; rename one")
         batches = table.iter_batches(ROWS, use_threads=False)
         for number, cells in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
             yield f"row {number}", cells
