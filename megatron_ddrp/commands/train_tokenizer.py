@@ -60,15 +60,16 @@ def main() -> None:
             pieces, alphabet = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write("".join(f"{piece}\n" for piece in pieces).encode())
             size, cut, warning = len(pieces), alphabet.summary(), warn_of_stripped(alphabet.stripped)
+            note = alphabet.left_out()
         else:
-            model, size = train_sentencepiece(texts, arguments.vocab_size, not arguments.cased)
+            model, size, note = train_sentencepiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write(model)
     reason = "" if cut else "the text gives no more; "
     fewer = f" ({reason}{arguments.vocab_size:,} were asked for)" if size < arguments.vocab_size else ""
     left_out = f", {len(skipped):,} unreadable records skipped (first: {skipped[0]})" if skipped else ""
     print(f"{size:,} pieces{fewer}{left_out} → {arguments.output}")
-    if cut:
-        print(cut)
+    for line in filter(None, (cut, note)):
+        print(line)
     if warning:
         print(warning, file=sys.stderr)
     print(f"next: {next_command(arguments)}")

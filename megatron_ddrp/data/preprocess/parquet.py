@@ -11,26 +11,31 @@ from megatron_ddrp.errors import UserError
 ROWS = 512  # decoded at once; pages, not rows, are what pyarrow keeps in memory
 
 
-Row = tuple[bytes | None, ...]
+Row = tuple[bytes | str | None, ...]
+"""Cell of each column: its UTF-8, None for null, or why the file cannot give it, as a `str`."""
 
 
 def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator[tuple[list[Row], float]]:
-    """Yield parts of about `part_bytes` bytes: rows as the UTF-8 of each column (None for null), and the fraction read.
+    """Yield parts of about `part_bytes` bytes: rows, and the fraction of the file's rows read.
 
-    The fraction is of the file's rows. Raises `UserError` without pyarrow, for a damaged file, and for columns that are
-    missing or hold no strings.
+    Columns that are missing or hold no strings are faults of every row. Raises `UserError` without pyarrow, and for a
+    damaged file.
     """
     with open_parquet(path) as file:
         import pyarrow
 
-        _check_columns(path, file.schema_arrow, columns)
+        faults = [_column_fault(file.schema_arrow, column) for column in columns]
+        sound = [column for column, fault in zip(columns, faults, strict=True) if not fault]
         total = max(1, file.metadata.num_rows)
         rows: list[Row] = []
         size = done = 0
-        for batch in file.iter_batches(ROWS, columns=list(columns), use_threads=False):
-            cells = [batch.column(column).cast(pyarrow.large_binary()).to_pylist() for column in columns]
+        for batch in file.iter_batches(ROWS, columns=sound, use_threads=False):
+            cells = [
+                [fault] * batch.num_rows if fault else batch.column(column).cast(pyarrow.large_binary()).to_pylist()
+                for column, fault in zip(columns, faults, strict=True)
+            ]
             rows += zip(*cells, strict=True)
-            size += batch.nbytes
+            size += batch.nbytes + batch.num_rows * sum(map(len, faults))
             done += batch.num_rows
             if size >= part_bytes:
                 yield rows, done / total
@@ -59,14 +64,17 @@ def open_parquet(path: str) -> Iterator[Any]:
         raise UserError(f"{path}: damaged, or not a Parquet file ({reason}); copy it again") from None
 
 
-def _check_columns(path: str, schema: Any, columns: Sequence[str]) -> None:
+def _column_fault(schema: Any, column: str) -> str:
+    """Return why a column gives no strings; empty if it does."""
     import pyarrow.types as types
 
-    for column in columns:
-        if column not in schema.names:
-            known = ", ".join(schema.names[:8]) or "none"
-            raise UserError(f"{path}: no column {column!r}, it has {known} (see --json-keys)")
-        kind = schema.field(column).type
-        plain = kind.value_type if types.is_dictionary(kind) else kind
-        if str(plain) not in ("string", "large_string", "string_view"):
-            raise UserError(f"{path}: column {column!r} holds {kind}, expected strings")
+    count = schema.names.count(column)
+    if count == 0:
+        return f"no column {column!r}, it has {', '.join(schema.names[:8]) or 'none'} (see --json-keys)"
+    if count > 1:
+        return f"column {column!r} is there {count} times, expected once"
+    kind = schema.field(column).type
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    if str(plain) not in ("string", "large_string", "string_view", "null"):
+        return f"column {column!r} holds {kind}, expected strings"
+    return ""

@@ -35,8 +35,8 @@ class Chunk(NamedTuple):
 
     format: str
     """Format: `json`, `text`, `wiki` or `rows`."""
-    data: bytes | list[tuple[bytes | None, ...]]
-    """Uncompressed bytes; for a Parquet file its rows, with the UTF-8 of each key or None."""
+    data: bytes | list[tuple[bytes | str | None, ...]]
+    """Uncompressed bytes; for a Parquet file its rows, as in parquet.py."""
     read: int
     """Bytes of the file, as stored on the disk, read since the previous chunk."""
     file: int = 0
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
         """Bytes of the records."""
         if isinstance(self.data, bytes):
             return len(self.data)
-        return sum(len(cell or b"") for row in self.data for cell in row)
+        return sum(len(cell) for row in self.data for cell in row if isinstance(cell, bytes))
 
 
 class Fault(NamedTuple):
@@ -170,6 +170,8 @@ def _find_rows(rows: list[Any]) -> Iterator[Span]:
 
 def _read_row(rows: list[Any], keys: Sequence[str]) -> Text:
     (row,) = rows
+    if fault := next((cell for cell in row if isinstance(cell, str)), ""):
+        raise ValueError(fault)
     if None in row:
         raise ValueError(f"column {keys[row.index(None)]!r} holds null, expected a string")
     try:

@@ -16,9 +16,10 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES
 from megatron_ddrp.data.tokenizers.vocabulary_fit import count_stripped
-from megatron_ddrp.data.tokenizers.wordpiece import WORDS
+from megatron_ddrp.data.tokenizers.wordpiece import LONGEST_WORD, WORDS
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
+NO_TEXT = "no text to learn a vocabulary from, give files that hold some"
 SPECIALS = [SPECIAL_PIECES[role][0] for role in ("pad", "unk", "cls", "sep", "mask")]
 """First pieces of every vocabulary, in the order of their ids."""
 
@@ -27,6 +28,7 @@ ALPHABET_SIZE = 1000
 ALPHABET_COVERAGE = 0.9995
 """Share of the text's characters that an alphabet covers if it fits into half of the vocabulary."""
 SENTENCE_BYTES = 1 << 16  # the SentencePiece trainer skips longer lines, so they are cut
+RESERVED = "\u2585"  # the SentencePiece trainer's own character: it skips every line that holds it
 SENTENCEPIECE_THREADS = 4  # fixed, because sums over threads depend on their number
 
 
@@ -43,6 +45,8 @@ class Alphabet(NamedTuple):
     """Share of the text, in characters, that the alphabet covers."""
     stripped: float = 0.0
     """Share of the text's letters that lose a mark with the accents; see `count_stripped`."""
+    long_words: int = 0
+    """Number of words of more than `LONGEST_WORD` characters, which are left out."""
 
     def summary(self) -> str:
         """Return a line about the characters left out; empty if there are none."""
@@ -50,6 +54,11 @@ class Alphabet(NamedTuple):
             return ""
         share = min(self.coverage, 0.9999)  # never rounded to all of the text
         return f"alphabet: {self.characters:,} of {self.of:,} characters, {share:.2%} of the text; others become [UNK]"
+
+    def left_out(self) -> str:
+        """Return a line about the words left out; empty if there are none."""
+        count = f"{self.long_words:,} word{'s' * (self.long_words > 1)} of more than {LONGEST_WORD} characters left out"
+        return f"{count}: WordPiece makes such words [UNK]" if self.long_words else ""
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[list[str], Alphabet]:
@@ -59,10 +68,11 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
     fewer only if no more pairs of pieces occur twice in the text. Raises `UserError` if there is no text or
     `vocab_size` is too small for the alphabet.
     """
-    words, stripped = _count_words(texts, lower)
+    words, stripped, long_words = _count_words(texts, lower)
     if not words:
-        raise UserError("no text to learn a vocabulary from; give files that hold some")
-    alphabet = _alphabet(words, vocab_size)._replace(stripped=stripped)
+        longer = f": all its words have more than {LONGEST_WORD} characters; try --type sentencepiece"
+        raise UserError(f"{NO_TEXT}{longer if long_words else ''}")
+    alphabet = _alphabet(words, vocab_size)._replace(stripped=stripped, long_words=long_words)
     fixed = SPECIALS + alphabet.pieces
     backend = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -81,17 +91,19 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
     return sorted(ids, key=ids.__getitem__), alphabet
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int]:
-    """Learn a SentencePiece unigram model, special pieces first; return (bytes of its .model file, number of pieces).
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int, str]:
+    """Learn a SentencePiece unigram model, special pieces first.
 
-    The model has at most `vocab_size` pieces. Raises `UserError` if there is no text or `vocab_size` is too small.
+    Return the bytes of its .model file, its number of pieces, at most `vocab_size`, and a line about characters left
+    out, empty if there are none. Raises `UserError` if there is no text or `vocab_size` is too small.
     """
     import sentencepiece
 
-    lines = _lines(texts)
+    reserved: Counter[str] = Counter()
+    lines = _lines(texts, reserved)
     first = next(lines, None)
     if first is None:
-        raise UserError("no text to learn a vocabulary from; give files that hold some")
+        raise UserError(NO_TEXT)
 
     stopped: list[UserError] = []
 
@@ -126,15 +138,20 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     except RuntimeError as error:
         if stopped:
             raise stopped[0] from None
+        if "all_chars_count" in str(error):  # normalization leaves nothing of the text
+            raise UserError(NO_TEXT) from None
         reason = str(error).rpartition("] ")[2].partition(" Increase ")[0] or str(error)
         raise UserError(f"--vocab-size {vocab_size}: {reason} Give another --vocab-size.", WRONG_ARGUMENTS) from None
-    return model.getvalue(), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
+    size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
+    held = f"{reserved.total():,} characters {RESERVED} (U+2585) left out"
+    return model.getvalue(), size, f"{held}: SentencePiece reserves them, they become [UNK]" if reserved else ""
 
 
-def _count_words(texts: Iterable[str], lower: bool) -> tuple[Counter[str], float]:
-    """Return the counts of words after BERT's normalization and splitting, and the share of letters that lose a mark.
+def _count_words(texts: Iterable[str], lower: bool) -> tuple[Counter[str], float, int]:
+    """Return the counts of words after BERT's normalization and splitting.
 
-    Each distinct word is normalized once.
+    Also return the share of letters that lose a mark, and the number of words that are left out because they have more
+    than `LONGEST_WORD` characters. Each distinct word is normalized once.
     """
     raw: Counter[str] = Counter()
     for text in texts:
@@ -142,13 +159,16 @@ def _count_words(texts: Iterable[str], lower: bool) -> tuple[Counter[str], float
     normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
     splitter = pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
-    letters = stripped = 0
+    letters = stripped = long_words = 0
     for word, count in raw.items():
         in_word, lost = count_stripped(word) if lower else (0, 0)
         letters, stripped = letters + count * in_word, stripped + count * lost
         for part, _ in splitter.pre_tokenize_str(normalizer.normalize_str(word)):
-            words[part] += count
-    return words, stripped / max(1, letters)
+            if len(part) > LONGEST_WORD:
+                long_words += count
+            else:
+                words[part] += count
+    return words, stripped / max(1, letters), long_words
 
 
 def _alphabet(words: Counter[str], vocab_size: int) -> Alphabet:
@@ -194,10 +214,16 @@ def _repeated(words: Counter[str], batch: int = 10_000) -> Iterator[str]:
             yield f"{word} " * min(batch, count - start)
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of the texts that are not blank; very long ones are cut between characters."""
+def _lines(texts: Iterable[str], reserved: Counter[str]) -> Iterator[str]:
+    """Yield the lines of the texts that are not blank; very long ones are cut between characters.
+
+    A reserved character becomes a space, and is counted in `reserved`.
+    """
     width = SENTENCE_BYTES // 4  # a character has at most four bytes
     for text in texts:
+        if RESERVED in text:
+            reserved[RESERVED] += text.count(RESERVED)
+            text = text.replace(RESERVED, " ")
         for line in text.splitlines():
             if line.strip():
                 yield from (line[start : start + width] for start in range(0, len(line), width))

@@ -25,6 +25,8 @@ from megatron_ddrp.errors import UserError
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 _IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002f800-\U0002fa1f"
 AROUND_IDEOGRAPHS = re.compile(f"[{_IDEOGRAPHS}]|[^{_IDEOGRAPHS}]+")
+LONGEST_WORD = 100
+"""Number of characters above which a word becomes [UNK] as a whole, as in BERT."""
 CACHED_WORDS = 500_000  # about 100 MB per process
 CACHED_WORD_LENGTH = 64  # characters; a longer word (a URL) hardly repeats
 
@@ -51,7 +53,8 @@ class WordPieceTokenizer(Tokenizer):
             content="".join(f"{piece}\n" for piece in pieces).encode(),
         )
         self._lower = lower = tokenizer_type == "BertWordPieceLowerCase"
-        self._backend = RustTokenizer(models.WordPiece(ids, unk_token=pieces[self.unk_id]))
+        model = models.WordPiece(ids, unk_token=pieces[self.unk_id], max_input_chars_per_word=LONGEST_WORD)
+        self._backend = RustTokenizer(model)
         self._backend.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
         self._backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._backend.decoder = decoders.WordPiece()

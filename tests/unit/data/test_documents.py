@@ -6,6 +6,7 @@ import itertools
 import json
 import lzma
 import random
+import re
 import sys
 
 import pytest
@@ -236,6 +237,48 @@ def test_parquet_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"needs pyarrow.*pip install 'megatron-ddrp\[parquet\]'"):
         texts(path)
+
+
+def parquet_shards():
+    """Return name → table of 3 rows without a text, and the reason; pyarrow is imported on use."""
+    pyarrow = pytest.importorskip("pyarrow")
+    numbers, words = pyarrow.array([1, 2, 3]), pyarrow.array(["a", "b", "c"])
+    nulls = pyarrow.nulls(3)
+    coded = pyarrow.DictionaryArray.from_arrays(pyarrow.array([None, None, None], pyarrow.int32()), words)
+    expected = "expected a string"
+    return {
+        "null type": (pyarrow.table({"text": nulls, "id": numbers}), f"column 'text' holds null, {expected}"),
+        "null strings": (pyarrow.table({"text": nulls.cast("string")}), f"column 'text' holds null, {expected}"),
+        "null codes": (pyarrow.table({"text": coded}), f"column 'text' holds null, {expected}"),
+        "no column": (pyarrow.table({"body": words, "id": numbers}), "no column 'text', it has body, id (see --json"),
+        "numbers": (pyarrow.table({"text": numbers}), "column 'text' holds int64, expected strings"),
+        "lists": (pyarrow.table({"text": pyarrow.array([["a"]] * 3)}), "column 'text' holds list<"),
+        "bytes": (pyarrow.table({"text": words.cast("binary")}), "column 'text' holds binary, expected strings"),
+        "twice": (
+            pyarrow.Table.from_arrays([words, words], ["text", "text"]),
+            "column 'text' is there 2 times, expected once",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["null type", "null strings", "null codes", "no column", "numbers", "lists", "bytes", "twice"]
+)
+def test_a_parquet_shard_without_texts_stops_or_is_skipped_row_by_row_as_json_is(tmp_path, kind):
+    table, reason = parquet_shards()[kind]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(table, tmp_path / "b.parquet")
+    for name in ("a", "c"):
+        text = parquet_shards()["null type"][0].select(["id"]).append_column("text", [[name, name, name]])
+        parquet.write_table(text, tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match=rf"b\.parquet:1: {re.escape(reason)}.*; fix the file, or skip such .* skip"):
+        texts(tmp_path)
+    skipped = []
+    assert texts(tmp_path, on_error="skip", on_skip=skipped.append) == ["a"] * 3 + ["c"] * 3
+    assert [line.split(": ")[0].rpartition(":")[2] for line in skipped] == ["1", "2", "3"]
+    assert all(f": {reason}" in line for line in skipped)
+    found = list(iter_documents([str(tmp_path / "a.parquet")], ["text", "body"], "skip", skipped.append))
+    assert found == [] and len(skipped) == 6, "rows that lack one of two columns"
 
 
 @pytest.mark.parametrize("chunk_bytes", [7, 100, 10**6])

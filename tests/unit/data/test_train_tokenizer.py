@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
@@ -113,19 +114,85 @@ def test_the_command_warns_of_a_script_that_loses_its_vowels(tmp_path):
 
 
 def test_sentencepiece_has_berts_ids_for_the_specials(corpus, tmp_path):
-    model, size = train_sentencepiece(corpus, 120)
+    model, size, note = train_sentencepiece(corpus, 120)
     (tmp_path / "a.model").write_bytes(model)
     tokenizer = build_tokenizer("SentencePiece", tokenizer_model=tmp_path / "a.model")
-    assert tokenizer.pieces[:5] == SPECIALS and tokenizer.vocab_size == size == 120
+    assert tokenizer.pieces[:5] == SPECIALS and tokenizer.vocab_size == size == 120 and note == ""
     ids = tokenizer.encode("[CLS] Badoki [MASK]")
     assert not {tokenizer.cls_id, tokenizer.mask_id} & set(ids)
     assert tokenizer.encode("BADOKI") == tokenizer.encode("badoki")
 
 
+CHARACTERS = ["\u2585", "\u2581", "\u2047", "\ufffd", "\ufeff", "\u200b", "\u2028", "\x85", "\0", "\t", "\x01", "\x1f"]
+
+
+@pytest.mark.parametrize("form", ["{} lazy fox", "la{}zy fox", "lazy fox{}", "{0} lazy {0}{0} fox {0}"])
+@pytest.mark.parametrize(
+    "inserted",
+    [*CHARACTERS, "[CLS]", "[UNK]", "<unk>", "</s>", "quick brown lazy fox " * 3500],
+    ids=lambda text: ascii(text[:6]),
+)
+def test_sentencepiece_learns_from_every_line(inserted, form):
+    """Its trainer skips lines with U+2585 and lines of many bytes without a word."""
+    model, _, note = train_sentencepiece(["quick brown", form.format(inserted)] * 4, 80)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    letters = {letter for i in range(processor.GetPieceSize()) for letter in processor.IdToPiece(i)[-9:]}
+    assert set("quickbrownlazyfox") <= letters
+    count = form.format(inserted).count("\u2585") * 4
+    assert note.startswith(f"{count} characters \u2585 (U+2585) left out") if count else note == ""
+
+
+@pytest.mark.parametrize("lower", [True, False], ids=["lower", "cased"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "a" * 101,
+        random.Random(0).randbytes(1_000_000).hex(),  # a trainer that reads it does not end
+        "B" * 300 + "é",
+        "\u0e17\u0e35" * 101,  # Thai has no spaces between words
+        "".join(random.Random(0).choices("acgt", k=5000)),
+    ],
+    ids=["a", "hex", "accent", "thai", "dna"],
+)
+def test_wordpiece_does_not_learn_from_words_that_tokenization_makes_unknown(corpus, word, lower, tmp_path):
+    pieces, alphabet = train_wordpiece([*corpus, f"{word} Do {word}"], 300, lower)
+    same, without = train_wordpiece([*corpus, "Do"], 300, lower)
+    assert pieces == same and alphabet.pieces == without.pieces
+    assert (alphabet.long_words, without.long_words, without.left_out()) == (2, 0, "")
+    assert alphabet.left_out().startswith(
+        "2 words of more than 100 characters left out: WordPiece makes such words [UNK]"
+    )
+
+
+@pytest.mark.parametrize(
+    "word", ["a" * 100, "e\u0301" * 100, "ab." * 90, "\u4e2d" * 200, "a-" * 500], ids=lambda text: ascii(text[:3])
+)
+def test_wordpiece_learns_from_words_that_tokenization_divides(word, tmp_path):
+    """Marks that are stripped do not count, and punctuation marks and ideographs are words of their own."""
+    pieces, alphabet = train_wordpiece([word] * 3, 100)
+    assert alphabet.long_words == 0
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
+    assert tokenizer.unk_id not in tokenizer.encode(word)
+
+
+def test_the_command_says_what_it_leaves_out(tmp_path):
+    (tmp_path / "in.txt").write_text(f"red {'green' * 40}\n\nred \u2585\u2585 blue", encoding="utf-8")
+    flags = ("--input", tmp_path / "in.txt", "--vocab-size", 60, "--overwrite", "--output", tmp_path / "v")
+    assert "\n1 word of more than 100 characters left out: " in run(*flags).stdout
+    assert "\n2 characters \u2585 (U+2585) left out: " in run(*flags, "--type", "sentencepiece").stdout
+
+
+def test_text_that_is_nothing_but_long_words_is_told():
+    with pytest.raises(UserError, match="no text .* all its words have more than 100 characters; try --type sentence"):
+        train_wordpiece(["a" * 101], 100)
+
+
 @pytest.mark.parametrize("train", [train_wordpiece, train_sentencepiece])
 def test_mistakes_are_told(train, corpus):
-    with pytest.raises(UserError, match="no text to learn"):
-        train(["", " \n "], 100)
+    for nothing in (" \n ", "\u200b\u200b", "\x01\x02 \x7f"):
+        with pytest.raises(UserError, match="no text to learn"):
+            train(["", nothing], 100)
     with pytest.raises(UserError, match="--vocab-size 8") as caught:
         train(corpus, 8)
     assert caught.value.exit_code == 2
