@@ -244,15 +244,6 @@ def test_columns_that_a_row_lacks(write):
     assert fault(write("a.conll", "only\ntokens"), ["tags"]) == ", line 1: no column 'tags', it has tokens"
 
 
-def test_a_parquet_column_that_is_there_twice(tmp_path):
-    """A row's cells by name would keep one of the two without a word."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = [pyarrow.array([letter]) for letter in "abc"]
-    parquet.write_table(pyarrow.Table.from_arrays(columns, ["text", "label", "text"]), tmp_path / "a.parquet")
-    assert fault(str(tmp_path / "a.parquet")) == ": the column 'text' is there twice; rename one"
-
-
 def test_a_missing_file_a_folder_and_a_cut_off_one(write, tmp_path):
     assert fault(str(tmp_path / "none.csv")) == ": No such file or directory; give a readable file"
     assert fault(str(tmp_path / "none.parquet")) == ": No such file or directory; give a readable file"
