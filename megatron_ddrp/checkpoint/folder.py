@@ -142,7 +142,8 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
             raise UserError(
                 f"{name} {folder} holds checkpoints of Megatron-LM, which are not read: give a folder of its own"
             )
-    is_foreign = load and any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin"))
+    foreign = (name + ending for name in (WEIGHTS, "pytorch_model.bin") for ending in ("", ".index.json"))
+    is_foreign = load and any((load / name).is_file() for name in foreign)
     if load and not candidates(load).paths and is_foreign:
         raise UserError(
             f"--load {load} is a Hugging Face folder: import it, megatron-ddrp convert "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_ddrp.conversion.huggingface_weights import PICKLED_WEIGHTS, SAFE_WEIGHTS
+from megatron_ddrp.conversion.weight_files import INDEX, PICKLED_WEIGHTS, SAFE_WEIGHTS
 from megatron_ddrp.errors import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -26,14 +26,19 @@ def local_folder(given: Path) -> Path:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, SAFE_WEIGHTS]))
-        if not (folder / SAFE_WEIGHTS).is_file():
-            folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, PICKLED_WEIGHTS]))
+        folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, *_files(SAFE_WEIGHTS)]))
+        if not any((folder / name).is_file() for name in (SAFE_WEIGHTS, SAFE_WEIGHTS + INDEX)):
+            folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, *_files(PICKLED_WEIGHTS)]))
     except ImportError:
         raise _advice(given, "huggingface_hub is not installed") from None
     except Exception as error:  # errors of the hub's library and of the network libraries below it
         raise _advice(given, str(error).strip().split("\n")[0][:200] or type(error).__name__) from None
     return folder
+
+
+def _files(name: str) -> tuple[str, str]:
+    """Return the patterns of the file `name` and of its shards, as transformers names them."""
+    return name, "-*.".join(name.rsplit(".", 1))
 
 
 def _advice(name: Path, reason: str) -> UserError:

@@ -25,11 +25,12 @@ from megatron_ddrp.conversion.huggingface_weights import (
     Weights,
     change_rows,
     fill,
-    read_weights,
+    refuse_homeless,
     refuse_sizes,
     rename,
 )
 from megatron_ddrp.conversion.vocabulary_transfer import Transfer, plan_transfer
+from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model, on_meta_device
@@ -107,6 +108,7 @@ def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, F
     wanted = dict(shapes.named_parameters()) | checkpoint.persistent_buffers(shapes)
     weights = rename(family.from_folder(tensors, values), family.our_name, wanted, source)
     _refuse_other_tables(config, weights, source)
+    refuse_homeless(weights.encoder, weights.left_out, family.prefix, source)
     return config, objective, family, weights, values
 
 

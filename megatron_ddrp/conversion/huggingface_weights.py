@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face folder's weights: tensors only, renamed and copied into a model of ours.
+"""A Hugging Face folder's tensors, renamed and copied into a model of ours.
 
 Every family ties the output matrix to the word embedding, as our models do.
 """
@@ -6,12 +6,11 @@ Every family ties the output matrix to the word embedding, as our models do.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_ddrp import checkpoint
@@ -23,12 +22,11 @@ from megatron_ddrp.model import on_meta_device
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
 EMBEDDING_DIFFERENCE = "embeddings.difference.weight"
 """Name of E_Δ of `model/rtd.py`, which starts at 0."""
-SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
-NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
-"""Reason given for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
 """Ends of the names of weights with one row per piece of the vocabulary."""
+UNREAD = re.compile(r"(position_ids|position_embeddings\.weight|inv_freq)$")
+"""Names of an encoder's weights that transformers does not read: constants, and positions of DeBERTa's mask decoder."""
 DIFFERENCE = "difference of the embeddings"
 DRAWN = {
     r"head\.own\.": "modules of the objective",
@@ -47,37 +45,18 @@ class Weights:
     """Tensors in fp32, under our names."""
     left_out: list[str] = field(default_factory=list)
     """Names in the folder that have no counterpart here."""
+    encoder: list[str] = field(default_factory=list)
+    """Names in the folder of the encoder's weights."""
     initialised: list[str] = field(default_factory=list)
     """Parts of our model that the folder lacks, with their initial values; known after `fill`."""
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, else of pytorch_model.bin, which is unpickled without running code.
-
-    Raise `UserError` if neither exists, if it cannot be read without running its code, or if a tensor is not finite.
-    """
-    safe, pickled = folder / SAFE_WEIGHTS, folder / PICKLED_WEIGHTS
-    path = safe if safe.is_file() else pickled
-    if not path.is_file():
-        raise UserError(f"{folder}: it holds neither {safe.name} nor {pickled.name}; save the model as one of them")
-    try:
-        loaded = load_file(str(safe)) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may raise any error
-        reason = str(error).split("\n")[0] if path == safe else NOT_TENSORS
-        raise UserError(f"{path} cannot be read: {reason}") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} holds a {type(loaded).__name__}; expected named tensors")
-    tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-    for name, tensor in tensors.items():
-        if tensor.is_complex() or not torch.isfinite(tensor.float()).all():
-            raise UserError(f"{path}: {name} contains a value that is not a finite number; copy the folder again")
-    return tensors
 
 
 def rename(
     tensors: Mapping[str, Tensor], our_name: Callable[[str], str | None], wanted: Collection[str], source: Path
 ) -> Weights:
     """Return a folder's tensors under our names; all but the `wanted` are left out.
+
+    A folder may store the matrix that is word embedding and output matrix under either name.
 
     Raise `UserError` for a tensor that occurs twice with different values, and for an untied output matrix.
     """
@@ -86,12 +65,30 @@ def rename(
         ours = our_name(name)
         if ours is None or (ours not in wanted and ours != OUTPUT_MATRIX):
             weights.left_out.append(name)
-        elif not torch.equal(weights.ours.setdefault(ours, tensor.float()), tensor.float()):
+            continue
+        if not ours.startswith("head."):
+            weights.encoder.append(name)
+        if not torch.equal(weights.ours.setdefault(ours, tensor.float()), tensor.float()):
             raise UserError(f"{source}: {name} occurs under two names, with different values")
-    matrix = weights.ours.pop(OUTPUT_MATRIX, None)  # exists in files that store tied weights twice
-    if matrix is not None and not torch.equal(matrix, weights.ours.get(TOKEN_EMBEDDING, matrix)):
+    matrix = weights.ours.pop(OUTPUT_MATRIX, None)
+    if matrix is not None and not torch.equal(matrix, weights.ours.setdefault(TOKEN_EMBEDDING, matrix)):
         raise UserError(f"{source}: its output matrix differs from its word embedding; here the two are always tied")
     return weights
+
+
+def refuse_homeless(encoder: Iterable[str], unused: Iterable[str], prefix: str, source: Path) -> None:
+    """Raise `UserError` if an unused weight belongs to a part of the encoder, such as a layer too many.
+
+    `encoder` are names of weights that the encoder of config.json has, with or without `prefix`.
+    """
+    parts = {name.removeprefix(prefix).partition(".")[0] for name in encoder}
+    of_parts = (name for name in unused if name.removeprefix(prefix).partition(".")[0] in parts)
+    homeless = [name for name in of_parts if not UNREAD.search(name)]
+    if homeless:
+        raise UserError(
+            f"{source}: the encoder that config.json describes has no place for the weight {min(homeless)}, nor for "
+            f"{len(homeless) - 1} more: they do not match; copy the folder again, or correct config.json"
+        )
 
 
 def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> None:

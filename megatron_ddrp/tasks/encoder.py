@@ -57,6 +57,8 @@ class Encoder:
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     weights: str = ""
     """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
+    fallback: str = ""
+    """Sentence, also in `origin`, if damaged checkpoints were passed over; otherwise empty."""
 
     def known_as(self, earlier: Container[str]) -> Encoder:
         """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
@@ -119,9 +121,9 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
     return replace(encoder, origin="; ".join((*warn_of_vocabulary(encoder.tokenizer), encoder.origin)))
 
 
-def tell_of_vocabulary(encoder: Encoder) -> None:
-    """Warn of an encoder's vocabulary, in the name of the code that called our caller."""
-    for line in warn_of_vocabulary(encoder.tokenizer):
+def warn_of(encoder: Encoder) -> None:
+    """Warn of damaged checkpoints and of an encoder's vocabulary, in the name of the code that called our caller."""
+    for line in (*filter(None, [encoder.fallback]), *warn_of_vocabulary(encoder.tokenizer)):
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
 
 
@@ -129,7 +131,10 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     from megatron_ddrp.model import build_model
 
     remarks: list[str] = []  # part of the origin: every worker and rank loads, but only one prints it
-    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
+    chosen = choose_checkpoint(folder, tell=remarks.append)
+    if remarks:
+        remarks.append(f"loaded {chosen.name}")
+    model, tokenizer, config = read_model(chosen)
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
     model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
@@ -142,9 +147,10 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
-        "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init, masked_lm))),
+        "; ".join((*remarks, _origin(len(names) - len(unused), unused, random_init, masked_lm))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
+        fallback="; ".join(remarks),
     )
 
 
@@ -157,14 +163,12 @@ def pair_separators(config: Any, tokenizer: Tokenizer) -> int:
 
 
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
-    found = load_folder(folder, raw_config, masked_lm)
+    found = load_folder(folder, raw_config, masked_lm, random_init)
     tokenizer = load_tokenizer(folder)
     _refuse_foreign_tokenizer(folder, tokenizer, found.config.vocab_size, PADDED_ROWS)
+    _refuse_missing(folder, found.weights.missing, f"{found.model.base_model_prefix}." if masked_lm else "")
     encoder = HuggingFaceEncoder(found.model)
-    names = {name for name, _ in encoder.model.named_parameters()}
-    missing = sorted(names & found.missing)
-    if 2 * len(missing) > len(names):
-        raise UserError(f"--load {folder}: its weights do not belong to its config.json; copy the folder again")
+    names = [name for name, _ in encoder.model.named_parameters()]
     is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
     weights = fingerprint = _fingerprint(
         encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None
@@ -173,8 +177,6 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
         facts = f"{weights} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    if masked_lm and missing:
-        raise NoMaskedLM(folder, f"the folder lacks {_names(missing)}; use the folder of a masked language model")
     return Encoder(
         _name(folder, random_init),
         folder,
@@ -183,12 +185,24 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         found.config.hidden_size,
         found.max_length,
         fingerprint,
-        _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
+        _origin(len(names), sorted(found.weights.unused), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=FamilyModel.on_top_of,
         weights="" if random_init else weights,
     )
+
+
+def _refuse_missing(folder: Path, missing: set[str], encoder: str) -> None:
+    """Raise `UserError` for missing weights of the encoder, whose names begin with `encoder`, else `NoMaskedLM`."""
+    if lacking := sorted(name for name in missing if name.startswith(encoder)):
+        raise UserError(
+            f"--load {folder}: its weights do not belong to its config.json: {_names(lacking)} of the encoder are "
+            "missing; copy the folder again"
+        )
+    if missing:
+        lacks = f"the folder lacks {_names(sorted(missing))}"
+        raise NoMaskedLM(folder, f"{lacks}; use the folder of a masked language model")
 
 
 def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spare: int) -> None:
@@ -199,11 +213,11 @@ def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spa
         )
 
 
-def _origin(loaded: int, missing: list[str], unused: list[str], random_init: bool, masked_lm: bool) -> str:
+def _origin(loaded: int, unused: list[str], random_init: bool, masked_lm: bool) -> str:
     if random_init:
         return "loaded: none, all weights are new and random in every run"
     whole = "of the masked language model" if masked_lm else "of the encoder"
-    parts = [f"loaded: {loaded} weights {whole}", f"missing: {_names(missing)}", f"not used: {_names(unused)}"]
+    parts = [f"loaded: {loaded} weights {whole}", "missing: none", f"not used: {_names(unused)}"]
     return "; ".join(parts if masked_lm else [*parts, "new in every run: the task's head"])
 
 

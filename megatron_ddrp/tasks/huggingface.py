@@ -6,7 +6,8 @@ Our classes load folders that megatron-ddrp convert wrote; the classes of transf
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from torch import nn
 from megatron_ddrp.conversion.families import FAMILIES, FINE_TUNED
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
-from megatron_ddrp.conversion.huggingface_weights import NOT_TENSORS, PICKLED_WEIGHTS, SAFE_WEIGHTS, read_weights
+from megatron_ddrp.conversion.huggingface_weights import refuse_homeless
+from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
@@ -117,6 +119,15 @@ def _model_with_head(config: Any, head: str) -> Any:
         raise UserError(f"transformers has no AutoModelFor{FINE_TUNED[head]} for {config.model_type} models") from None
 
 
+class Filled(NamedTuple):
+    """Account of a folder's weights in a model."""
+
+    missing: set[str] = set()
+    """Names of the model's weights that the folder lacks."""
+    unused: set[str] = set()
+    """Names of the folder's weights that the model does not use."""
+
+
 @dataclass(frozen=True)
 class Folder:
     """A loaded Hugging Face folder."""
@@ -125,9 +136,8 @@ class Folder:
     model: Any
     build: Callable[[Any], nn.Module]
     """Function that builds a model with random weights from `config`."""
-    missing: set[str]
-    unexpected: set[str]
-    """Names of weights that the encoder does not use, including its pooler's."""
+    weights: Filled
+    """Account of the folder's weights, a pooler's among the unused; empty for random weights."""
     max_length: int
     """Longest sequence that the model has positions for, in tokens."""
 
@@ -135,10 +145,13 @@ class Folder:
     """Number of separators between the two texts of a pair."""
 
 
-def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
+def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
     """Load the model of a folder in fp32 on the CPU, with `masked_lm` under its masked-LM head.
 
-    `values` are the content of config.json. Raises `UserError`, one line, if the folder cannot be loaded.
+    `values` are the content of config.json. With `random_init` the folder's weights are not read.
+
+    Raises:
+        UserError: one line, if the folder cannot be loaded, or if its weights do not fit its config.json.
     """
     try:
         from transformers import logging
@@ -148,40 +161,107 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder
     logging.disable_progress_bar()
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
+    with _told_by_transformers(folder):
+        return _load(folder, values, masked_lm, random_init)
+
+
+@contextmanager
+def _told_by_transformers(folder: Path) -> Iterator[None]:
+    """Turn any error of transformers, to which a damaged folder may lead, into a `UserError` of one line."""
     try:
-        return _load(folder, values, masked_lm)
+        yield
     except UserError:
         raise
-    except Exception as error:  # a damaged folder may make transformers raise anything
-        raise UserError(f"--load {folder}: transformers cannot load it: {_reason(error)}") from None
+    except Exception as error:
+        lines = " ".join((str(error) or type(error).__name__).split())
+        reason = lines if len(lines) <= 300 else lines[:297] + "..."
+        raise UserError(f"--load {folder}: transformers cannot load it: {reason}") from None
 
 
-def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
-    build: Callable[[Any], nn.Module]
+def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
+    build: Callable[[Any], Any]
+    config = _read_config(folder, values["model_type"])
     if values["model_type"] == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpForMaskedLM, DdrpModel
+        from megatron_ddrp.conversion.modeling_ddrp import DdrpForMaskedLM, DdrpModel
 
-        own: Any = DdrpForMaskedLM if masked_lm else DdrpModel
-        config, build = DdrpConfig.from_pretrained(folder), own
-        model, report = own.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+        build = DdrpForMaskedLM if masked_lm else DdrpModel
     else:
-        from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+        from transformers import AutoModel, AutoModelForMaskedLM
 
-        auto: Any = AutoModelForMaskedLM if masked_lm else AutoModel
-        safely = {"local_files_only": True, "trust_remote_code": False}
-        config, build = AutoConfig.from_pretrained(folder, **safely), auto.from_config
+        build = (AutoModelForMaskedLM if masked_lm else AutoModel).from_config
         if config.is_encoder_decoder or getattr(config, "is_decoder", False):
             raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
-        if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
-            read_weights(folder)  # refuses an unsafe pickle with our own message
-        model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
-    for known in (config, model.config):
-        known.dtype = torch.float32  # otherwise new models of a half-precision folder would be in half precision
-    missing = set(report["missing_keys"])
-    unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
+    model, weights = (build(config), Filled()) if random_init else _fill(folder, config, build)
+    pooler = set() if random_init else _pooler_weights(model)  # every run creates its own
+    weights = Filled(weights.missing - pooler, weights.unused | (pooler - weights.missing))
     separators = 2 if config.model_type in ROBERTA_FAMILY else 1
-    return Folder(config, model.float(), build, missing, unexpected, _longest(config), separators)
+    return Folder(config, model.float(), build, weights, _longest(config), separators)
+
+
+def load_with_head(folder: Path, model_type: str, head: str) -> tuple[Any, Filled]:
+    """Return the model of a folder with a head of `FINE_TUNED`, in fp32 on the CPU, and an account of its weights.
+
+    Raises:
+        UserError: as in `load_folder`.
+    """
+    with _told_by_transformers(folder):
+        config = _read_config(folder, model_type)
+        return _fill(folder, config, lambda known: _model_with_head(known, head), finite=False)
+
+
+def _read_config(folder: Path, model_type: str) -> Any:
+    """Return the configuration of a folder as transformers reads it, for a model in fp32."""
+    if model_type == OWN_MODEL_TYPE:
+        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig
+
+        config: Any = DdrpConfig.from_pretrained(folder)
+    else:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config.dtype = torch.float32  # otherwise models of a half-precision folder would be in half precision
+    return config
+
+
+def _fill(folder: Path, config: Any, build: Callable[[Any], Any], finite: bool = True) -> tuple[Any, Filled]:
+    """Return the model that `build` makes of `config` with a folder's weights, and an account of them.
+
+    Raises:
+        UserError: the weights cannot be read, one has another shape than the model's, or the encoder has no place for
+            one. With `finite`, also if a number is not finite.
+    """
+    with torch.device("meta"):
+        empty = build(config)
+    base = f"{empty.base_model_prefix}."
+    tensors = _with_word_embedding(read_weights(folder, finite), config, base)
+    model, report = type(empty).from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    for name, theirs, ours in sorted(report["mismatched_keys"]):
+        raise UserError(f"{folder}: the weight for {name} is {list(theirs)}, but config.json requires {list(ours)}")
+    unused = set(report["unexpected_keys"])
+    refuse_homeless(model.base_model.state_dict(), unused, base, folder)
+    return model, Filled(set(report["missing_keys"]), unused)
+
+
+def _with_word_embedding(tensors: dict[str, torch.Tensor], config: Any, base: str) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors with the word embedding, if the folder has it only as the masked LM's output matrix."""
+    if config.model_type == OWN_MODEL_TYPE:
+        return tensors
+    from transformers import AutoModelForMaskedLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForMaskedLM.from_config(config)
+    except ValueError:  # the family has no masked LM
+        return tensors
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    pair = (model.get_input_embeddings(), model.get_output_embeddings())
+    word, output = (names.get(id(module), "") for module in pair)
+    if output not in tensors or {word, word.removeprefix(base)} & tensors.keys():
+        return tensors
+    return {**tensors, word: tensors[output]} if tensors[output].shape == pair[0].weight.shape else tensors
 
 
 def _longest(config: Any) -> int:
@@ -220,14 +300,6 @@ def _check_sizes(folder: Path, config: Any) -> None:
         whole_number(path, found, key, most=LARGEST_SIZE)
     layers = {"num_hidden_layers": getattr(config, "num_hidden_layers", 1)}
     whole_number(path, layers, "num_hidden_layers", most=MOST_LAYERS)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    if "weights_only" in text or "nsafe" in text:
-        return f"its weights are {NOT_TENSORS}"
-    lines = " ".join(text.split())
-    return lines if len(lines) <= 300 else lines[:297] + "..."
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

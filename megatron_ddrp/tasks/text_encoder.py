@@ -62,8 +62,8 @@ def load_encoder(
     """Load an encoder, ready for inference.
 
     Args:
-        path: the `--save` folder of a run (its newest checkpoint), one DIR/iter_N in it, our export, or any Hugging
-            Face folder of a BERT-class encoder. Nothing is downloaded, and no code in the folder is run.
+        path: the `--save` folder of a run (a warning names damaged checkpoints), one DIR/iter_N in it, our export, or
+            any Hugging Face folder of a BERT-class encoder. Nothing is downloaded, and no code in the folder is run.
         device: such as "cpu" or "cuda:0"; by default the GPU if there is one, else the CPU.
         dtype: float32 by default; "bfloat16" or "float16" halve the memory. Results are float32 arrays in any case.
         plugins: files that the run was given as `--plugin`. Their code is run.
@@ -82,7 +82,7 @@ def load_encoder(
         encoder = loading.load_encoder(folder)
     except UserError as error:
         raise UserError(str(error).removeprefix("--load "), error.exit_code) from None
-    loading.tell_of_vocabulary(encoder)
+    loading.warn_of(encoder)
     return TextEncoder(encoder, chosen, kind)
 
 

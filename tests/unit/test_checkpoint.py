@@ -280,6 +280,15 @@ def glue(folder):
     return load_encoder(folder).origin
 
 
+def python(folder):
+    from megatron_ddrp import load_encoder as load
+
+    with pytest.warns(UserWarning, match=r"skipped .*; loaded iter_0000004$") as told:
+        load(folder, device="cpu")
+    assert told[0].filename == __file__
+    return str(told[0].message)
+
+
 def analysis_of_all(folder):
     assert find_snapshots([folder], every=True)[-1].iteration == 4
     return ""
@@ -294,7 +303,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("reader", [*READERS.values(), python], ids=[*READERS, "python"])
 def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys):
     flip(run / "iter_0000006" / FILE)
     told = reader(run) + capsys.readouterr().err

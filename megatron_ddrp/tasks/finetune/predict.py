@@ -30,7 +30,7 @@ from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, count_unlabelled, text_columns, texts_to_predict
-from megatron_ddrp.tasks.huggingface import FamilyModel, head_class, load_tokenizer
+from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer, load_with_head
 
 OUTPUTS = (".jsonl", ".csv", ".tsv")
 OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
@@ -109,8 +109,11 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
     columns = Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label)
     columns.check_distinct()
     task = Task.of(facts["task"])
-    with_head = head_class(config["model_type"], KINDS[task.kind].head)
-    model = with_head.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model, weights = load_with_head(folder, config["model_type"], KINDS[task.kind].head)
+    if weights.missing:
+        raise UserError(
+            f"--load {folder}: it lacks the weight {min(weights.missing)}; fine-tune again, or copy it again"
+        )
     return FineTuned(
         FamilyModel(model).to(device).eval(),
         load_tokenizer(folder),

@@ -282,6 +282,35 @@ def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp
     assert {json.loads(line)["prediction"] for line in told.open()} == {None}
 
 
+@pytest.mark.parametrize("encoder", ["bert", "checkpoint"])
+def test_a_kept_model_that_lacks_anything_is_refused(topics, bert_folder, checkpoint_folder, tmp_path, encoder):
+    """Its encoder, its pooler, its classifier; or a classifier of other labels."""
+    from safetensors.torch import load_file, save_file
+
+    out, told = tmp_path / "out", tmp_path / "told.jsonl"
+    main(words(topics, {"bert": bert_folder, "checkpoint": checkpoint_folder}[encoder], out, *GLANCE))
+    path = model_of(out) / "model.safetensors"
+    tensors = load_file(path)
+    (model_of(out) / "export_sums.json").unlink(missing_ok=True)
+    predict = ["predict", "--load", model_of(out), "--input", topics / "new.jsonl", "--output", told]
+    for name in ("classifier.weight", "classifier.bias", "pooler.dense.bias", *list(tensors)[::7]):
+        (dropped,) = (key for key in tensors if key.endswith(name))
+        save_file({key: tensor for key, tensor in tensors.items() if key != dropped}, path)
+        with pytest.raises(UserError, match=f"it lacks the weight {dropped}; fine-tune again") as refused:
+            main(list(map(str, predict)))
+        assert refused.value.exit_code == 1 and not told.exists()
+    for changed, said in (
+        ({"classifier.bias": torch.zeros(7)}, r"the weight for classifier.bias is \[7\], but config.json requires"),
+        (
+            {next(key for key in tensors if ".0." in key).replace(".0.", ".9."): torch.zeros(2)},
+            "has no place for the weight",
+        ),
+    ):
+        save_file(tensors | changed, path)
+        with pytest.raises(UserError, match=said):
+            main(list(map(str, predict)))
+
+
 def test_the_command_line_needs_no_torch():
     code = "import sys\nfrom megatron_ddrp.tasks.finetune.command import main\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -114,18 +114,8 @@ def test_a_damaged_configuration_is_refused(checkpoint_folder):
 
 
 def test_the_origin_says_what_was_loaded_missing_and_unused(bert_folder, checkpoint_folder):
-    from safetensors.torch import load_file, save_file
-
     assert "missing: none; not used: " in load_encoder(bert_folder).origin
     assert "cls.predictions" in load_encoder(bert_folder).origin
-    path = bert_folder / "model.safetensors"
-    weights = load_file(path)
-    total = int(load_encoder(bert_folder).origin.split("loaded: ")[1].split()[0])
-    del weights["bert.embeddings.LayerNorm.weight"]
-    save_file(weights, path, {"format": "pt"})
-    origin = load_encoder(bert_folder).origin
-    assert f"loaded: {total - 1} weights" in origin
-    assert "missing: 1 (embeddings.LayerNorm.weight)" in origin
     assert "not used: 5 (head.dense.weight" in load_encoder(checkpoint_folder).origin
     assert "random in every run" in load_encoder(checkpoint_folder, random_init=True).origin
 

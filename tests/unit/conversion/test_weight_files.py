@@ -1,0 +1,291 @@
+"""The weights of a folder in every form that people store, and folders that lack some or have too many."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.encoder import NoMaskedLM, load_encoder
+from tests.unit.conversion.conftest import READERS
+from tests.unit.conversion.test_from_huggingface import DEBERTA, change_config, write_folder
+
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
+FAMILIES = {
+    "bert": ("BertForMaskedLM", {}),
+    "roberta": ("RobertaForMaskedLM", {"pad_token_id": 0}),
+    "camembert": ("CamembertForMaskedLM", {"pad_token_id": 0}),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", {"pad_token_id": 0}),
+    "electra": ("ElectraForMaskedLM", {"embedding_size": 16}),
+    "deberta": ("DebertaForMaskedLM", DEBERTA),
+    "deberta-v2": (
+        "DebertaV2ForMaskedLM",
+        {**DEBERTA, "max_relative_positions": -1, "position_buckets": 8, "share_att_key": True}
+        | {"norm_rel_ebd": "layer_norm", "type_vocab_size": 0},
+    ),
+    "modernbert": ("ModernBertForMaskedLM", {"pad_token_id": 0}),
+}
+OTHERS = {
+    "distilbert": ("DistilBertForMaskedLM", {}),
+    "albert": ("AlbertForMaskedLM", {}),
+    "mpnet": ("MPNetForMaskedLM", {"pad_token_id": 0}),
+}
+"""Families that transformers alone reads."""
+EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight")
+OUTPUTS = ("decoder.weight", "generator_lm_head.weight", "vocab_projector.weight")
+
+
+def write(folder, vocab, family):
+    """A folder of a family whose tensors lie in one file."""
+    class_name, settings = (FAMILIES | OTHERS)[family]
+    return write_folder(folder, vocab, class_name, **settings)
+
+
+def renamed(change):
+    return lambda folder, model: save_file(
+        {change(name): tensor for name, tensor in load_file(folder / SAFE).items()}, folder / SAFE
+    )
+
+
+def tied_as(kept, dropped):
+    """Store a tied matrix under names that end in `kept`, and not under those that end in `dropped`."""
+
+    def change(folder, model):
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert any(name.endswith(kept) for name in tensors)
+        save_file({name: tensor for name, tensor in tensors.items() if not name.endswith(dropped)}, folder / SAFE)
+
+    return change
+
+
+def with_save_model(folder, model):
+    save_model(model, str(folder / SAFE))
+
+
+def decoder_behind_wrappers(folder, model):
+    tied_as(OUTPUTS, EMBEDDINGS)(folder, model)
+    renamed(lambda name: f"_orig_mod.module.{name}")(folder, model)
+
+
+def shard(folder, _, name=SAFE, write=save_file):
+    """Split the weights over three files and an index, as transformers names them."""
+    tensors = load_file(folder / SAFE)
+    (folder / SAFE).unlink()
+    stem, _, ending = name.rpartition(".")
+    places = {weight: f"{stem}-0000{1 + n % 3}-of-00003.{ending}" for n, weight in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        write({weight: tensors[weight] for weight in places if places[weight] == file}, folder / file)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / f"{name}.index.json").write_text(json.dumps(index))
+
+
+def shards_in_a_folder(folder, model):
+    shard(folder, model)
+    (folder / "parts").mkdir()
+    for file in folder.glob("model-*"):
+        file.rename(folder / "parts" / file.name)
+    path = folder / f"{SAFE}.index.json"
+    path.write_text(path.read_text().replace('"model-', '"parts/model-'))
+
+
+def a_weight_that_no_index_names(folder, model):
+    shard(folder, model)
+    path = folder / f"{SAFE}.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"][sorted(index["weight_map"])[0]]
+    path.write_text(json.dumps(index))
+
+
+FORMS = {
+    "save_model": with_save_model,
+    "decoder": tied_as(OUTPUTS, EMBEDDINGS),
+    "embedding": tied_as(EMBEDDINGS, OUTPUTS),
+    "both": tied_as(OUTPUTS, "none"),
+    "module": renamed(lambda name: f"module.{name}"),
+    "compiled": renamed(lambda name: f"_orig_mod.{name}"),
+    "compiled in parallel": renamed(lambda name: f"module._orig_mod.{name}"),
+    "parallel, compiled": renamed(lambda name: f"_orig_mod.module.{name}"),
+    "twice parallel": renamed(lambda name: f"module.module.{name}"),
+    "compiled layers": renamed(lambda name: name.replace(".0.", ".0._orig_mod.", 1)),
+    "fsdp": renamed(lambda name: f"_fsdp_wrapped_module.{name}".replace(".0.", ".0._checkpoint_wrapped_module.", 1)),
+    "decoder, wrapped": decoder_behind_wrappers,
+    "shards": shard,
+    "shards of pickles": lambda folder, model: shard(folder, model, PICKLE, torch.save),
+    "shards in a folder": shards_in_a_folder,
+    "shards with more": a_weight_that_no_index_names,
+}
+
+
+@pytest.fixture
+def vocab(tmp_path, tokenizer, offline):
+    return tmp_path / "vocab.txt"
+
+
+@pytest.fixture
+def hf(tmp_path):
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("family", FAMILIES | OTHERS)
+def test_every_form_of_the_same_weights_is_the_same_encoder(tmp_path, hf, vocab, family):
+    model = write(hf, vocab, family)
+    expected = load_encoder(hf).weights, load_encoder(hf, masked_lm=True).weights
+    ours = load_hugging_face(hf)[0].state_dict() if family in FAMILIES else {}
+    for name, change in FORMS.items():
+        folder = shutil.copytree(hf, tmp_path / name)
+        change(folder, model)
+        assert (load_encoder(folder).weights, load_encoder(folder, masked_lm=True).weights) == expected, name
+        if ours:
+            again = load_hugging_face(folder)[0].state_dict()
+            assert all(torch.equal(tensor, again[key]) for key, tensor in ours.items()), name
+
+
+def change_index(change):
+    def changed(folder):
+        shard(folder, None)
+        path = folder / f"{SAFE}.index.json"
+        index = json.loads(path.read_text())
+        path.write_text(json.dumps(change(index["weight_map"])))
+
+    return changed
+
+
+def point(name):
+    """Let the index name the file `name` for one weight."""
+    return change_index(lambda places: {"weight_map": places | {min(places): name}})
+
+
+def lose_a_shard(folder):
+    shard(folder, None)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def damage_a_shard(folder):
+    shard(folder, None)
+    (folder / "model-00002-of-00003.safetensors").write_bytes(b"x" * 40)
+
+
+def name_twice(folder):
+    tensors = load_file(folder / SAFE)
+    first = min(tensors)
+    save_file(tensors | {f"module.{first}": tensors[first] + 1}, folder / SAFE)
+
+
+def put(name, like):
+    """Add a weight `name` of the shape of the first one whose name ends with `like`."""
+
+    def changed(folder):
+        tensors = load_file(folder / SAFE)
+        save_file(
+            tensors | {name: next(t.clone() for n, t in tensors.items() if n.endswith(like))},
+            folder / SAFE,
+        )
+
+    return changed
+
+
+BROKEN = {
+    "shard missing": (lose_a_shard, "names 'model-00002-of-00003.safetensors', which is missing"),
+    "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors cannot be read"),
+    "weight not in its shard": (
+        point("model-00003-of-00003.safetensors"),
+        "it lacks bert.*, which model.*index.json names there",
+    ),
+    "above": (point("../model.safetensors"), "names the file '../model.safetensors'; expected a file in its own"),
+    "inside and above": (point("x/../../model.safetensors"), "expected a file in its own folder"),
+    "absolute": (point("/etc/passwd"), "names the file '/etc/passwd'; expected a file in its own folder"),
+    "nothing": (point(""), "expected a file in its own folder"),
+    "too long a name": (point("x" * 5000), "which is missing"),
+    "NUL": (point("x\0"), "which is missing"),
+    "no map": (change_index(lambda places: {"metadata": {}}), "it has no weight_map"),
+    "empty map": (change_index(lambda places: {"weight_map": {}}), "it has no weight_map"),
+    "map of numbers": (change_index(lambda places: {"weight_map": dict.fromkeys(places, 1)}), "it has no weight_map"),
+    "a list": (change_index(lambda places: list(places)), "expected a JSON object"),
+    "two values": (name_twice, "occurs under two names, with different values"),
+    "a layer too many": (put("bert.encoder.layer.2.output.dense.bias", "output.dense.bias"), "has no place for the w"),
+    "a map too many": (
+        put("bert.encoder.layer.0.attention.self.distance_embedding.weight", "dense.weight"),
+        "no place for the weight bert.encoder.layer.0.attention.self.distance_embedding.weight, nor for 0 more",
+    ),
+    "fewer layers": (lambda folder: change_config(folder, num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
+    "more layers": (lambda folder: change_config(folder, num_hidden_layers=3), "missing"),
+    "narrower": (lambda folder: change_config(folder, intermediate_size=40), "config.json requires"),
+    "shorter": (lambda folder: change_config(folder, max_position_embeddings=20), "config.json requires"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", BROKEN)
+def test_weights_that_do_not_fit_are_refused_in_one_line(hf, vocab, kind, reader):
+    write(hf, vocab, "bert")
+    change, words = BROKEN[kind]
+    change(hf)
+    with pytest.raises(UserError, match=words) as refused:
+        READERS[reader](hf)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 1
+
+
+WITHOUT = (
+    "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight", "embeddings.LayerNorm.weight",
+    "embeddings.LayerNorm.bias", "layer.0.attention.self.key.weight", "layer.1.output.dense.bias", "layer.1.",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("part", WITHOUT)
+def test_missing_weights_of_the_encoder_are_refused(hf, vocab, part, reader):
+    write(hf, vocab, "bert")
+    drop(hf, part)
+    with pytest.raises(UserError, match="missing|no word embedding") as refused:
+        READERS[reader](hf)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 1
+    with pytest.raises(UserError, match="of the encoder are missing") as refused:
+        load_encoder(hf, masked_lm=True)
+    assert not isinstance(refused.value, NoMaskedLM)
+    assert "all weights are new and random" in load_encoder(hf, random_init=True).origin
+
+
+def drop(folder, part):
+    tensors = load_file(folder / SAFE)
+    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / SAFE)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "deberta", "modernbert", "distilbert", "mpnet"])
+def test_a_missing_norm_is_refused_in_every_family(hf, vocab, family):
+    write(hf, vocab, family)
+    drop(hf, "embeddings.norm.weight" if family == "modernbert" else "embeddings.LayerNorm.weight")
+    with pytest.raises(UserError, match=r"1 \(embeddings.(LayerNorm|norm).weight\) of the encoder are missing"):
+        load_encoder(hf)
+
+
+def test_heads_and_poolers_are_not_missed(tmp_path, hf, vocab):
+    for name, class_name in {"pooler": "BertModel", "none": "BertForTokenClassification"}.items():
+        write_folder(tmp_path / name, vocab, class_name)
+        for read in READERS.values():
+            read(tmp_path / name)
+    with pytest.raises(NoMaskedLM, match="no masked-LM head; the folder lacks"):
+        load_encoder(tmp_path / "pooler", masked_lm=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "tensor"),
+    [
+        ("bert", "bert.embeddings.position_ids", torch.arange(24)[None]),
+        ("roberta", "roberta.embeddings.position_ids", torch.arange(24)[None]),
+        ("deberta", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
+        ("deberta-v2", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
+        ("bert", "bert.pooler.dense.weight", torch.zeros(32, 32)),
+        ("roberta", "roberta.pooler.dense.bias", torch.zeros(32)),
+        ("bert", "cls.seq_relationship.weight", torch.zeros(2, 32)),
+    ],
+)
+def test_what_released_folders_have_beside_the_encoder_is_left_out(hf, vocab, family, name, tensor):
+    write(hf, vocab, family)
+    save_file(load_file(hf / SAFE) | {name: tensor}, hf / SAFE)
+    for read in READERS.values():
+        read(hf)
