@@ -164,12 +164,12 @@ class ZeroClipping:
         self.zero, self.largest = zero, largest
 
     def __call__(self, optimizer: Any, *_step: Any) -> None:
-        norm = self.zero._global_grad_norm  # over all ranks; inf if any gradient is not finite
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        # Over all ranks; inf if any gradient is not finite, and a number before the first step.
+        norm = torch.as_tensor(self.zero._global_grad_norm, device=gradients[0].device)
         optimizer.found_inf = (~norm.isfinite()).float()
         if self.largest > 0:
-            factor = 1.0 / ((norm + 1e-6) / self.largest).clamp(min=1.0)
-            for group in optimizer.param_groups:
-                torch._foreach_mul_([parameter.grad for parameter in group["params"]], factor)
+            torch._foreach_mul_(gradients, 1.0 / ((norm + 1e-6) / self.largest).clamp(min=1.0))
 
 
 def _square_sum(gradients: list[Tensor]) -> Tensor:

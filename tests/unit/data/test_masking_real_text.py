@@ -39,7 +39,7 @@ def corpus(request, texts, tmp_path_factory):
         tokenizer = WordPieceTokenizer(folder / "vocab.txt", "BertWordPieceLowerCase")
         begins = np.array([not piece.startswith("##") for piece in tokenizer.pieces])
     else:
-        model, _ = train_sentencepiece(texts[:60], 1500)
+        model, *_ = train_sentencepiece(texts[:60], 1500)
         (folder / "spm.model").write_bytes(model)
         tokenizer = SentencePieceTokenizer(folder / "spm.model")
         begins = np.array([piece.startswith("▁") for piece in tokenizer.pieces])
