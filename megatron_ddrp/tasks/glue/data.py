@@ -116,7 +116,7 @@ def _examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, labe
 
 def _header(path: Path, lines: list[str], wanted: Sequence[str]) -> tuple[str, ...]:
     header = tuple(lines[0].split("\t")) if lines else ()
-    check_distinct(f"{path}, line 1", header)
+    check_distinct(f"{path}, line 1", [name for name in header if name in wanted])
     if missing := [name for name in wanted if name not in header]:
         raise UserError(
             f"{path}, line 1: no column {missing[0]!r} among {list(header)}; expected a tab-separated header line "
