@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +57,7 @@ class Encoder:
     weights: str = ""
     """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
     fallback: str = ""
-    """Sentence, also in `origin`, if damaged checkpoints were passed over; otherwise empty."""
+    """Damaged checkpoints that were skipped and the one that was loaded, also in `origin`; otherwise empty."""
 
     def known_as(self, earlier: Container[str]) -> Encoder:
         """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
@@ -142,6 +143,12 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         pair_separators=pair_separators(config.model, tokenizer),
         fallback="; ".join(remarks),
     )
+
+
+def warn_of_fallback(encoder: Encoder) -> None:
+    """Warn of an older checkpoint in place of a damaged one, in the name of the code that called our caller."""
+    if encoder.fallback:
+        warnings.warn(encoder.fallback, stacklevel=3)
 
 
 def pair_separators(config: Any, tokenizer: Tokenizer) -> int:

@@ -12,7 +12,6 @@ A text is a string, or a tuple of two strings for a pair; several texts come as 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from os import PathLike
@@ -63,9 +62,8 @@ def load_encoder(
     """Load an encoder, ready for inference.
 
     Args:
-        path: the `--save` folder of a run (its newest whole checkpoint; a warning names damaged ones), one DIR/iter_N
-            in it, our export, or any Hugging Face folder of a BERT-class encoder. Nothing is downloaded, and no code in
-            the folder is run.
+        path: the `--save` folder of a run (its newest whole checkpoint), one DIR/iter_N in it, our export, or any
+            Hugging Face folder of a BERT-class encoder. Nothing is downloaded, and no code in the folder is run.
         device: such as "cpu" or "cuda:0"; by default the GPU if there is one, else the CPU.
         dtype: float32 by default; "bfloat16" or "float16" halve the memory. Results are float32 arrays in any case.
         plugins: files that the run was given as `--plugin`. Their code is run.
@@ -79,13 +77,11 @@ def load_encoder(
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
-    folder = Path(path).expanduser()
     try:
-        encoder = loading.load_encoder(folder)
+        encoder = loading.load_encoder(Path(path).expanduser())
     except UserError as error:
         raise UserError(str(error).removeprefix("--load ")) from None
-    if encoder.fallback:
-        warnings.warn(encoder.fallback, stacklevel=2)
+    loading.warn_of_fallback(encoder)
     return TextEncoder(encoder, chosen, kind)
 
 
