@@ -1,9 +1,10 @@
 """Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits.
 
-From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin) and tokenizer
-becomes a folder that megatron-ddrp pretrain --load resumes from, with the command that this one prints. Families: BERT,
-RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT and our own exports. A
-name on the hub works if huggingface_hub is installed and there is a network. Code in a folder is never run.
+From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin, also in
+shards) and tokenizer becomes a folder that megatron-ddrp pretrain --load resumes from, with the command that this one
+prints. Families: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT
+and our own exports. A name on the hub works if huggingface_hub is installed and there is a network. Code in a folder is
+never run.
 
     megatron-ddrp convert --from-hf FacebookAI/roberta-base --output start
     megatron-ddrp convert --from-hf electra-base-discriminator --generator electra-base-generator \\

@@ -58,7 +58,7 @@ class Encoder:
     weights: str = ""
     """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
     fallback: str = ""
-    """Sentence, also in `origin`, if damaged checkpoints were passed over; otherwise empty."""
+    """Damaged checkpoints that were skipped and the one that was loaded, also in `origin`; otherwise empty."""
 
     def known_as(self, earlier: Container[str]) -> Encoder:
         """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
@@ -122,7 +122,7 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
 
 
 def warn_of(encoder: Encoder) -> None:
-    """Warn of damaged checkpoints and of an encoder's vocabulary, in the name of the code that called our caller."""
+    """Warn of an older checkpoint in place of a damaged one, and of an encoder's vocabulary, in the name of the code that called our caller."""
     for line in (*filter(None, [encoder.fallback]), *warn_of_vocabulary(encoder.tokenizer)):
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
 

@@ -18,11 +18,10 @@ from torch import nn
 from megatron_ddrp.conversion.families import FAMILIES, FINE_TUNED
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
-from megatron_ddrp.conversion.huggingface_weights import refuse_homeless
-from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.filling import Filled, fill
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
 """Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
@@ -119,15 +118,6 @@ def _model_with_head(config: Any, head: str) -> Any:
         raise UserError(f"transformers has no AutoModelFor{FINE_TUNED[head]} for {config.model_type} models") from None
 
 
-class Filled(NamedTuple):
-    """Account of a folder's weights in a model."""
-
-    missing: set[str] = set()
-    """Names of the model's weights that the folder lacks."""
-    unused: set[str] = set()
-    """Names of the folder's weights that the model does not use."""
-
-
 @dataclass(frozen=True)
 class Folder:
     """A loaded Hugging Face folder."""
@@ -154,15 +144,21 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
         UserError: one line, if the folder cannot be loaded, or if its weights do not fit its config.json.
     """
     try:
-        from transformers import logging
+        _silence_transformers()
     except ImportError:
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
-    logging.set_verbosity_error()  # transformers would list the weights of an unused head
-    logging.disable_progress_bar()
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
     with _told_by_transformers(folder):
         return _load(folder, values, masked_lm, random_init)
+
+
+def _silence_transformers() -> None:
+    """Let transformers print neither a table of weights, which we account for ourselves, nor a progress bar."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @contextmanager
@@ -192,7 +188,7 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
         if config.is_encoder_decoder or getattr(config, "is_decoder", False):
             raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
-    model, weights = (build(config), Filled()) if random_init else _fill(folder, config, build)
+    model, weights = (build(config), Filled()) if random_init else fill(folder, config, build)
     pooler = set() if random_init else _pooler_weights(model)  # every run creates its own
     weights = Filled(weights.missing - pooler, weights.unused | (pooler - weights.missing))
     separators = 2 if config.model_type in ROBERTA_FAMILY else 1
@@ -205,9 +201,10 @@ def load_with_head(folder: Path, model_type: str, head: str) -> tuple[Any, Fille
     Raises:
         UserError: as in `load_folder`.
     """
+    _silence_transformers()
     with _told_by_transformers(folder):
         config = _read_config(folder, model_type)
-        return _fill(folder, config, lambda known: _model_with_head(known, head), finite=False)
+        return fill(folder, config, lambda known: _model_with_head(known, head), finite=False)
 
 
 def _read_config(folder: Path, model_type: str) -> Any:
@@ -222,46 +219,6 @@ def _read_config(folder: Path, model_type: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.dtype = torch.float32  # otherwise models of a half-precision folder would be in half precision
     return config
-
-
-def _fill(folder: Path, config: Any, build: Callable[[Any], Any], finite: bool = True) -> tuple[Any, Filled]:
-    """Return the model that `build` makes of `config` with a folder's weights, and an account of them.
-
-    Raises:
-        UserError: the weights cannot be read, one has another shape than the model's, or the encoder has no place for
-            one. With `finite`, also if a number is not finite.
-    """
-    with torch.device("meta"):
-        empty = build(config)
-    base = f"{empty.base_model_prefix}."
-    tensors = _with_word_embedding(read_weights(folder, finite), config, base)
-    model, report = type(empty).from_pretrained(
-        None, config=config, state_dict=tensors, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    for name, theirs, ours in sorted(report["mismatched_keys"]):
-        raise UserError(f"{folder}: the weight for {name} is {list(theirs)}, but config.json requires {list(ours)}")
-    unused = set(report["unexpected_keys"])
-    refuse_homeless(model.base_model.state_dict(), unused, base, folder)
-    return model, Filled(set(report["missing_keys"]), unused)
-
-
-def _with_word_embedding(tensors: dict[str, torch.Tensor], config: Any, base: str) -> dict[str, torch.Tensor]:
-    """Return a folder's tensors with the word embedding, if the folder has it only as the masked LM's output matrix."""
-    if config.model_type == OWN_MODEL_TYPE:
-        return tensors
-    from transformers import AutoModelForMaskedLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForMaskedLM.from_config(config)
-    except ValueError:  # the family has no masked LM
-        return tensors
-    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    pair = (model.get_input_embeddings(), model.get_output_embeddings())
-    word, output = (names.get(id(module), "") for module in pair)
-    if output not in tensors or {word, word.removeprefix(base)} & tensors.keys():
-        return tensors
-    return {**tensors, word: tensors[output]} if tensors[output].shape == pair[0].weight.shape else tensors
 
 
 def _longest(config: Any) -> int:

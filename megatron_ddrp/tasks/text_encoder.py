@@ -77,9 +77,8 @@ def load_encoder(
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
-    folder = Path(path).expanduser()
     try:
-        encoder = loading.load_encoder(folder)
+        encoder = loading.load_encoder(Path(path).expanduser())
     except UserError as error:
         raise UserError(str(error).removeprefix("--load "), error.exit_code) from None
     loading.warn_of(encoder)

@@ -31,6 +31,4 @@ def test_the_table_counts_the_cases_of_its_tests(request: pytest.FixtureRequest)
         assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
     if not named <= cases.keys():
         pytest.skip("counts cases where all tests are collected: in the whole suite")
-    assert [(tests, number) for tests, number in rows()] == [
-        (tests, sum(cases[t] for t in tests)) for tests, _ in rows()
-    ]
+    assert rows() == [(tests, sum(cases[test] for test in tests)) for tests, _ in rows()]

@@ -101,9 +101,6 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
         found = _models_near(folder)
         there = f"expected one of {', '.join(map(str, found))}" if found else "expected a folder OUT/models/TASK-…"
         raise UserError(f"--load {folder}: {got}; {there}")
-    from transformers.utils import logging  # here, because its import takes seconds
-
-    logging.disable_progress_bar()
     config = read_config_file(folder)
     trained = Columns(*facts["columns"])
     columns = Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label)

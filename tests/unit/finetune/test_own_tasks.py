@@ -283,7 +283,7 @@ def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp
 
 
 @pytest.mark.parametrize("encoder", ["bert", "checkpoint"])
-def test_a_kept_model_that_lacks_anything_is_refused(topics, bert_folder, checkpoint_folder, tmp_path, encoder):
+def test_a_kept_model_that_lacks_anything_is_refused(topics, bert_folder, checkpoint_folder, tmp_path, capfd, encoder):
     """Its encoder, its pooler, its classifier; or a classifier of other labels."""
     from safetensors.torch import load_file, save_file
 
@@ -298,7 +298,7 @@ def test_a_kept_model_that_lacks_anything_is_refused(topics, bert_folder, checkp
         save_file({key: tensor for key, tensor in tensors.items() if key != dropped}, path)
         with pytest.raises(UserError, match=f"it lacks the weight {dropped}; fine-tune again") as refused:
             main(list(map(str, predict)))
-        assert refused.value.exit_code == 1 and not told.exists()
+        assert refused.value.exit_code == 1 and not told.exists() and "MISSING" not in capfd.readouterr().err
     for changed, said in (
         ({"classifier.bias": torch.zeros(7)}, r"the weight for classifier.bias is \[7\], but config.json requires"),
         (
