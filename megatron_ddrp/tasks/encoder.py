@@ -122,7 +122,7 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
 
 
 def warn_of(encoder: Encoder) -> None:
-    """Warn of an older checkpoint in place of a damaged one, and of an encoder's vocabulary, in the name of the code that called our caller."""
+    """Warn, in the name of our caller, of an older checkpoint in place of a damaged one and of the vocabulary."""
     for line in (*filter(None, [encoder.fallback]), *warn_of_vocabulary(encoder.tokenizer)):
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
 
