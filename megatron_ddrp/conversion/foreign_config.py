@@ -57,12 +57,14 @@ OWN_SETTINGS = (
 def read_config_file(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
-    Raise `UserError` if it cannot be read, if the model needs foreign code, or if an export of ours has changed since
-    it was written.
+    Raise `UserError` if it cannot be read, if the model needs foreign code or weights in a file of another name, or if
+    an export of ours has changed since it was written.
     """
     check_sums(folder)
     path = folder / "config.json"
     values = read_object(path)
+    if file := values.get("transformers_weights"):
+        raise UserError(f"{path}: transformers_weights is {shown(file)}; rename that file to model.safetensors instead")
     if values.get("model_type") != OWN_MODEL_TYPE:
         refuse_code(path, values)
     return values

@@ -31,7 +31,8 @@ def read_weights(folder: Path, finite: bool = True) -> dict[str, Tensor]:
     """Return the tensors of a folder by name, without the names of wrappers around the model.
 
     Raise `UserError` if the folder has no weights, if a file is missing, damaged or unreadable without running its
-    code, if a name occurs twice with different values, or, with `finite`, if a number is not finite.
+    code, if a name occurs twice with different values, if a weight is quantized, or, with `finite`, if a number is not
+    finite.
     """
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
@@ -47,11 +48,21 @@ def read_weights(folder: Path, finite: bool = True) -> dict[str, Tensor]:
         for name, tensor in held.items():
             if finite and (tensor.is_complex() or not torch.isfinite(tensor.float()).all()):
                 raise UserError(f"{file}: {name} contains a value that is not a finite number; copy the folder again")
+            if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
+                raise UserError(f"{file}: {name} is quantized, {tensor.dtype}; save the model in a floating-point type")
             plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
             if plain in tensors and not torch.equal(tensors[plain].float(), tensor.float()):
                 raise UserError(f"{file}: {plain} occurs under two names, with different values; copy the folder again")
             tensors[plain] = tensor
-    return tensors
+    return _without_shared_part(tensors)
+
+
+def _without_shared_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the parts with which all names begin, of a wrapper of any name or of the encoder."""
+    first = {name.partition(".")[0] for name in tensors}
+    if len(first) != 1 or first & tensors.keys():
+        return tensors
+    return _without_shared_part({name.partition(".")[2]: tensor for name, tensor in tensors.items()})
 
 
 def _shards(index: Path) -> dict[Path, set[str]]:

@@ -27,13 +27,16 @@ def fill(folder: Path, config: Any, build: Callable[[Any], Any], finite: bool = 
     """Return the model that `build` makes of `config` with a folder's weights, and an account of them.
 
     Raises:
-        UserError: the weights cannot be read, one has another shape than the model's, or the encoder has no place for
-            one. With `finite`, also if a number is not finite.
+        UserError: the weights cannot be read, one has another shape than the model's, two values, or no place in the
+            encoder. With `finite`, also if a number is not finite.
     """
     with torch.device("meta"):
         empty = build(config)
     base = f"{empty.base_model_prefix}."
     tensors = _with_word_embedding(read_weights(folder, finite), config, base)
+    for name in sorted(tensors.keys() & {name.removeprefix(base) for name in tensors if name.startswith(base)}):
+        if not torch.equal(tensors[name].float(), tensors[base + name].float()):
+            raise UserError(f"{folder}: {name} and {base}{name} have different values; copy the folder again")
     model, report = type(empty).from_pretrained(
         None, config=config, state_dict=tensors, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -45,8 +48,8 @@ def fill(folder: Path, config: Any, build: Callable[[Any], Any], finite: bool = 
 
 
 def _with_word_embedding(tensors: dict[str, torch.Tensor], config: Any, base: str) -> dict[str, torch.Tensor]:
-    """Return a folder's tensors with the word embedding, if the folder has it only as the masked LM's output matrix."""
-    if config.model_type == OWN_MODEL_TYPE:
+    """Return a folder's tensors with the word embedding, if it is tied and stored only as the output matrix."""
+    if config.model_type == OWN_MODEL_TYPE or not config.tie_word_embeddings:
         return tensors
     from transformers import AutoModelForMaskedLM
 

@@ -53,7 +53,7 @@ class HuggingFaceEncoder(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         if _pooler_weights(model):
-            model.pooler = None  # every run creates its own pooler
+            model.base_model.pooler = nn.Identity()  # every run creates its own pooler
         self.model = model
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -244,9 +244,10 @@ def longest_sequence(folder: Path) -> int | None:
 
 
 def _pooler_weights(model: Any) -> set[str]:
-    """Return the names of the pooler's weights; none for a model without a pooler."""
-    pooler = getattr(model, "pooler", None)
-    return set() if pooler is None else {f"pooler.{name}" for name, _ in pooler.named_parameters()}
+    """Return the names of the weights of the encoder's pooler; none for an encoder without one."""
+    encoder = model.base_model
+    pooler, prefix = getattr(encoder, "pooler", None), "" if encoder is model else f"{model.base_model_prefix}."
+    return set() if pooler is None else {f"{prefix}pooler.{name}" for name, _ in pooler.named_parameters()}
 
 
 def _check_sizes(folder: Path, config: Any) -> None:

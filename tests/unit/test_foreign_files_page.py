@@ -16,7 +16,7 @@ def rows() -> list[tuple[list[str], int]]:
     """Return (tests as `FILE::FUNCTION`, number of cases) of each row of the table."""
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        *_, tests, number = [cell.strip() for cell in line.strip("|").split("|")]
+        *_, tests, number = ["", *(cell.strip() for cell in line.strip("|").split("|"))]
         if line.startswith("|") and number.isdecimal():
             found.append((re.findall(r"`(\w+(?:/\w+)*\.py::\w+)`", tests), int(number)))
     return found

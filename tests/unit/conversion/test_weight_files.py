@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file, save_model
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import NoMaskedLM, load_encoder
+from megatron_ddrp.tasks.text_encoder import TextEncoder
 from tests.unit.conversion.conftest import READERS
 from tests.unit.conversion.test_from_huggingface import DEBERTA, change_config, write_folder
 
@@ -28,19 +29,33 @@ FAMILIES = {
     ),
     "modernbert": ("ModernBertForMaskedLM", {"pad_token_id": 0}),
 }
+UNTIED = {
+    "bert": ("BertForMaskedLM", {"tie_word_embeddings": False}),
+    "roberta": ("RobertaForMaskedLM", {"pad_token_id": 0, "tie_word_embeddings": False}),
+    "electra": ("ElectraForMaskedLM", {"tie_word_embeddings": False}),
+    "modernbert": ("ModernBertForMaskedLM", {"pad_token_id": 0, "tie_word_embeddings": False}),
+    "eurobert": ("EuroBertForMaskedLM", {"pad_token_id": 0, "num_key_value_heads": 4}),
+}
+"""Families with an output matrix of its own."""
+POOLED = {
+    "bigbird": ("BigBirdForMaskedLM", {"attention_type": "original_full"}),
+    "fnet": ("FNetForMaskedLM", {}),
+    "squeezebert": ("SqueezeBertForMaskedLM", {"embedding_size": 32}),
+}
+"""Families with a pooler in their masked LM."""
 OTHERS = {
     "distilbert": ("DistilBertForMaskedLM", {}),
     "albert": ("AlbertForMaskedLM", {}),
     "mpnet": ("MPNetForMaskedLM", {"pad_token_id": 0}),
 }
 """Families that transformers alone reads."""
-EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight")
-OUTPUTS = ("decoder.weight", "generator_lm_head.weight", "vocab_projector.weight")
+EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight")
+OUTPUTS = ("decoder.weight", "generator_lm_head.weight", "vocab_projector.weight", "lm_head.weight")
 
 
-def write(folder, vocab, family):
+def write(folder, vocab, family, table=FAMILIES | OTHERS | POOLED):
     """A folder of a family whose tensors lie in one file."""
-    class_name, settings = (FAMILIES | OTHERS)[family]
+    class_name, settings = table[family]
     return write_folder(folder, vocab, class_name, **settings)
 
 
@@ -108,6 +123,9 @@ FORMS = {
     "compiled": renamed(lambda name: f"_orig_mod.{name}"),
     "compiled in parallel": renamed(lambda name: f"module._orig_mod.{name}"),
     "parallel, compiled": renamed(lambda name: f"_orig_mod.module.{name}"),
+    "lightning": renamed(lambda name: f"model.{name}"),
+    "fabric": renamed(lambda name: f"_forward_module.module.model.{name}"),
+    "any name": renamed(lambda name: f"student.{name}"),
     "twice parallel": renamed(lambda name: f"module.module.{name}"),
     "compiled layers": renamed(lambda name: name.replace(".0.", ".0._orig_mod.", 1)),
     "fsdp": renamed(lambda name: f"_fsdp_wrapped_module.{name}".replace(".0.", ".0._checkpoint_wrapped_module.", 1)),
@@ -174,6 +192,25 @@ def name_twice(folder):
     save_file(tensors | {f"module.{first}": tensors[first] + 1}, folder / SAFE)
 
 
+def quantize(part, dtype):
+    """Store the weights whose names contain `part` as whole numbers."""
+
+    def changed(folder):
+        tensors = load_file(folder / SAFE)
+        whole = {name: (tensor * 9).to(dtype) for name, tensor in tensors.items() if part in name}
+        assert whole
+        save_file(tensors | whole, folder / SAFE)
+
+    return changed
+
+
+def put_other_encoder(folder):
+    """Store a second encoder beside the first, under names without its prefix."""
+    tensors = load_file(folder / SAFE)
+    others = {name.removeprefix("bert."): t + 1 for name, t in tensors.items() if name.startswith("bert.")}
+    save_file(tensors | others, folder / SAFE)
+
+
 def put(name, like):
     """Add a weight `name` of the shape of the first one whose name ends with `like`."""
 
@@ -205,6 +242,15 @@ BROKEN = {
     "map of numbers": (change_index(lambda places: {"weight_map": dict.fromkeys(places, 1)}), "it has no weight_map"),
     "a list": (change_index(lambda places: list(places)), "expected a JSON object"),
     "two values": (name_twice, "occurs under two names, with different values"),
+    "two encoders": (put_other_encoder, "have different values|occurs under two names, with different values"),
+    "int8": (quantize("query.weight", torch.int8), "query.weight is quantized, torch.int8; save the model in a flo"),
+    "packed": (quantize("layer.1.output.dense", torch.uint8), "output.dense.[a-z]* is quantized, torch.uint8"),
+    "int32": (quantize("LayerNorm.bias", torch.int32), "LayerNorm.bias is quantized, torch.int32"),
+    "scales": (put("bert.encoder.layer.0.output.dense.weight_scale", "dense.bias"), "has no place for the weight"),
+    "another file": (
+        lambda folder: change_config(folder, transformers_weights="other.safetensors"),
+        "transformers_weights is 'other.safetensors'; rename that file to model.safetensors",
+    ),
     "a layer too many": (put("bert.encoder.layer.2.output.dense.bias", "output.dense.bias"), "has no place for the w"),
     "a map too many": (
         put("bert.encoder.layer.0.attention.self.distance_embedding.weight", "dense.weight"),
@@ -261,6 +307,36 @@ def test_a_missing_norm_is_refused_in_every_family(hf, vocab, family):
     drop(hf, "embeddings.norm.weight" if family == "modernbert" else "embeddings.LayerNorm.weight")
     with pytest.raises(UserError, match=r"1 \(embeddings.(LayerNorm|norm).weight\) of the encoder are missing"):
         load_encoder(hf)
+
+
+@pytest.mark.parametrize("family", UNTIED)
+def test_an_output_matrix_of_its_own_is_no_word_embedding(hf, vocab, family):
+    model = write(hf, vocab, family, UNTIED)
+    tied_as(OUTPUTS, EMBEDDINGS)(hf, model)
+    for masked_lm in (False, True):
+        with pytest.raises(UserError, match=r"1 \(.*embed.*\) of the encoder are missing"):
+            load_encoder(hf, masked_lm=masked_lm)
+
+
+@pytest.mark.parametrize("family", POOLED)
+def test_a_masked_lm_needs_no_pooler(hf, vocab, family):
+    write(hf, vocab, family)
+    with_pooler = load_encoder(hf), load_encoder(hf, masked_lm=True)
+    drop(hf, ".pooler.")
+    without = load_encoder(hf), load_encoder(hf, masked_lm=True)
+    assert [encoder.weights for encoder in without] == [encoder.weights for encoder in with_pooler]
+    assert len(TextEncoder(without[0], torch.device("cpu"), torch.float32).pool("red cat").shape) == 1
+
+
+def test_a_masked_lm_that_lacks_a_bias_of_its_head_is_no_classifier(tmp_path, hf, vocab):
+    write(hf, vocab, "modernbert")
+    drop(hf, "decoder.bias")
+    for reader in ("convert", "analyze"):
+        with pytest.raises(UserError, match="the weight for head.decoder.bias is missing"):
+            READERS[reader](hf)
+    for class_name in ("ModernBertForTokenClassification", "ModernBertForSequenceClassification", "ModernBertModel"):
+        write_folder(tmp_path / class_name, vocab, class_name, pad_token_id=0)
+        READERS["convert"](tmp_path / class_name)
 
 
 def test_heads_and_poolers_are_not_missed(tmp_path, hf, vocab):
