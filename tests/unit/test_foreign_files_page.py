@@ -13,18 +13,16 @@ PAGE = ROOT / "docs" / "foreign-files.md"
 
 
 def rows() -> list[tuple[list[str], int]]:
-    """Return (tests as `FILE::FUNCTION`, number of cases) of each row of the table."""
-    found = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        *_, tests, number = ["", *(cell.strip() for cell in line.strip("|").split("|"))]
-        if line.startswith("|") and number.isdecimal():
-            found.append((re.findall(r"`(\w+(?:/\w+)*\.py::\w+)`", tests), int(number)))
-    return found
+    """Return (tests as `FILE::FUNCTION`, number of cases) of each row of the tables."""
+    cells = [line.strip("|").split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    counted = [(tests, number.strip()) for _, _, tests, number in cells]
+    named = re.compile(r"`(\w+(?:/\w+)*\.py::\w+)`")
+    return [(named.findall(tests), int(number)) for tests, number in counted if number.isdecimal()]
 
 
 def test_the_table_counts_the_cases_of_its_tests(request: pytest.FixtureRequest) -> None:
-    items = [item.nodeid.removeprefix("tests/") for item in request.session.items]
-    cases = Counter(name.split("[")[0].replace("::Test", "::") for name in items)
+    names = [item.nodeid.removeprefix("tests/") for item in request.session.items]
+    cases = Counter(name.split("[")[0] for name in names)
     named = {test for tests, _ in rows() for test in tests}
     for test in named:
         file, function = test.split("::")
