@@ -194,9 +194,10 @@ def _refuse(sentence: str) -> None:
 
 
 def _check_places(runs: Sequence[Run]) -> None:
-    """Check that no two runs have the same model, seed and rung, and that a name means one model."""
+    """Check that no two runs have the same model, seed and rung, and that a name means one model, of one size."""
     places: dict[tuple[object, ...], Run] = {}
     models: dict[tuple[str, str], Arm] = {}
+    sizes: dict[tuple[object, ...], Run] = {}
     for run in runs:
         place = (run.check, run.arm.label, run.seed, run.rung)
         other = places.setdefault(place, run)
@@ -210,6 +211,15 @@ def _check_places(runs: Sequence[Run]) -> None:
             raise UserError(
                 f"two models are called {run.arm.name!r}: {_description(first)} and {_description(run.arm)}; give each "
                 "model of the plans its own name"
+            )
+        if not run.facts.parameters:
+            continue
+        like = sizes.setdefault((run.check, run.arm.label, run.rung), run)
+        if like.facts.parameters != run.facts.parameters:
+            raise UserError(
+                f"the runs {like.name} and {run.name} of {run.arm.label}, {run.rung:,} tokens, have "
+                f"{like.facts.parameters:,} and {run.facts.parameters:,} parameters: they are not one model; delete the "
+                "rows of one, or give it another name"
             )
 
 

@@ -49,6 +49,10 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
             [row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],
             r"two models are called 'absolute': absolute mlm and absolute mth \(hcd_weight 0\); give each",
         ),
+        (
+            [row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)],
+            "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(write_rows, rows, message):
