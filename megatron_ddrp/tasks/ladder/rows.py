@@ -218,8 +218,8 @@ def _check_places(runs: Sequence[Run]) -> None:
         if like.facts.parameters != run.facts.parameters:
             raise UserError(
                 f"the runs {like.name} and {run.name} of {run.arm.label}, {run.rung:,} tokens, have "
-                f"{like.facts.parameters:,} and {run.facts.parameters:,} parameters: they are not one model; delete the "
-                "rows of one, or give it another name"
+                f"{like.facts.parameters:,} and {run.facts.parameters:,} parameters: they are not one model; delete "
+                "the rows of one, or give it another name"
             )
 
 
