@@ -150,7 +150,7 @@ class ModernBert(Family):
                 f"{place.removesuffix(whole)}{part}.{kind}": rows
                 for part, rows in zip(FUSED[whole], parts, strict=True)
             }
-        if "decoder.bias" not in split and "classifier.weight" in split:  # the head is a classifier's, no masked LM's
+        if any(name.startswith("classifier.") for name in split):  # the head is the classifier's, not the masked LM's
             return {f"classifier.{name}" if name.startswith("head.") else name: rows for name, rows in split.items()}
         return split
 

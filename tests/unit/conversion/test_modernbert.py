@@ -157,8 +157,8 @@ def test_a_classifier_gets_a_new_masked_lm_head(folder, tmp_path):
     for name in ("config.json", "vocab.txt"):
         (place / name).write_bytes((folder / "hf" / name).read_bytes())
     weights = load_file(folder / "hf" / "model.safetensors")
-    bias = weights.pop("decoder.bias")
-    save_file(weights | {"classifier.bias": bias[:2].clone()}, place / "model.safetensors")
+    weights["classifier.bias"] = weights.pop("decoder.bias")[:2].clone()
+    save_file(weights, place / "model.safetensors")
     read = import_folder(place, tmp_path / "start")
     assert read.weights.initialised == ["masked-LM head (drawn anew; the folder has none)"]
     assert read.weights.left_out == [f"classifier.{name}" for name in ("bias", "head.dense.weight", "head.norm.weight")]
