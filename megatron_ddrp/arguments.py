@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
@@ -19,7 +19,7 @@ from megatron_ddrp.config.deepspeed_values import check_against, decisions, glob
 from megatron_ddrp.config.idle import idle_settings
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.config.translation import HINTS, Found, Translated, differing_defaults, settle, translate
+from megatron_ddrp.config.translation import HINTS, Found, differing_defaults, translate
 from megatron_ddrp.run.launch import launched_world_size
 
 DESCRIPTION = """\
@@ -64,8 +64,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     words = sys.argv[1:] if words is None else words
     from_file = read_config(file) if (file := config_file_of(words)) else FromFile({})
     parser = build_parser()
-    theirs = translate(words)
-    parsed, unknown = parser.parse_known_args(theirs.words)
+    left, theirs = translate(words)
+    parsed, unknown = parser.parse_known_args(left)
     given = vars(parsed)
     refused = [(typed, parser.hint_for(typed)) for typed in flags_of(unknown)]
     if (file := given.pop("deepspeed", None)) is not None:
@@ -78,20 +78,23 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
     for done_with in ("local_rank", "plugin", "config"):
         given.pop(done_with, None)
-    for found, ours in theirs.renamed:
-        add_renamed(parser, given, found, ours)
+    taken = {found: found.ours({}) for found in theirs if not found.asks}
+    add_renamed(parser, given, taken)
     settings = Settings(under_flags(from_file.values, given))
     decided = decide_by_deepspeed(settings, assumed.get("world_size") or launched_world_size())
-    settled, not_settled = settle(theirs.asking, settings)
-    if refused or not_settled:
-        parser.refuse(refused + not_settled)
-    for found, text in settled:
-        add_renamed(parser, given, found, text.split())
+    for found in theirs:
+        try:
+            taken[found] = found.ours(settings)
+        except ValueError as error:
+            refused.append((found.typed, str(error)))
+    if refused:
+        parser.refuse(refused)
+    add_renamed(parser, given, taken)
     if {WARMUP_STEPS, WARMUP_SHARE} <= given.keys():
         parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
     settings = Settings(under_flags(settings, given))
     config = config_of(settings)
-    remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
+    remarks = (from_file.remark, *remarks_on(taken, settings, config), decided)
     remarks += (idle_remark(settings, config), warmup_remark(config))
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
 
@@ -103,14 +106,14 @@ def config_file_of(words: Sequence[str]) -> str | None:
     return scout.parse_known_args(words)[0].config
 
 
-def add_renamed(parser: ArgumentParser, given: dict[str, Any], found: Found, ours: Sequence[str]) -> None:
-    """Add the settings that Megatron-LM's flags stand for; refuse a contradiction."""
-    for name, value in vars(parser.parse_args(ours)).items():
-        if name in given and given[name] != value:
-            parser.error(
-                f"{found.typed} is {flag(name)} {value} here, but {flag(name)} is {given[name]}: give one of them"
-            )
-        given[name] = value
+def add_renamed(parser: ArgumentParser, given: dict[str, Any], taken: Mapping[Found, Sequence[str]]) -> None:
+    """Add the settings that Megatron-LM's flags stand for; refuse a contradiction. `taken` has our words for each."""
+    for found, ours in taken.items():
+        for name, value in vars(parser.parse_args(ours)).items():
+            if given.setdefault(name, value) != value:
+                parser.error(
+                    f"{found.typed} is {flag(name)} {value} here, but {flag(name)} is {given[name]}: give one of them"
+                )
 
 
 def decide_by_deepspeed(settings: Settings, world_size: int | None) -> str:
@@ -135,21 +138,18 @@ def decide_by_deepspeed(settings: Settings, world_size: int | None) -> str:
     return f"decided by --deepspeed-config {path}: " + ", ".join(f"{flag(name)} {value}" for name, value in new.items())
 
 
-def remarks_on(
-    theirs: Translated, settled: Sequence[tuple[Found, str]], settings: Settings, config: Config
-) -> list[str]:
+def remarks_on(taken: Mapping[Found, Sequence[str]], settings: Settings, config: Config) -> list[str]:
     """Return lines about Megatron-LM's flags: those without effect, renamed ones, and defaults that differ."""
-    without = [*theirs.without_effect, *(found.typed for found, ours in settled if not ours)]
-    renamed = [*((found, " ".join(ours)) for found, ours in theirs.renamed), *(pair for pair in settled if pair[1])]
-    lines = []
-    if without:
-        lines.append(f"taken from Megatron-LM and without effect here: {', '.join(without)}")
-    if renamed:
-        lines.append(f"taken from Megatron-LM: {', '.join(f'{found.typed} as {ours}' for found, ours in renamed)}")
-    if not lines:
+    without = [found.typed for found, ours in taken.items() if not ours]
+    renamed = [f"{found.typed} as {' '.join(ours)}" for found, ours in taken.items() if ours]
+    if not taken:
         return []
     resolved = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
-    return [*lines, differing_defaults(settings, resolved)]
+    return [
+        f"taken from Megatron-LM and without effect here: {', '.join(without)}" if without else "",
+        f"taken from Megatron-LM: {', '.join(renamed)}" if renamed else "",
+        differing_defaults(settings, resolved),
+    ]
 
 
 def idle_remark(settings: Settings, config: Config) -> str:

@@ -1,25 +1,17 @@
 """Read a command line that was written for Megatron-LM: take its flags out, and say which words of ours stand for them.
 
-`megatron_flags.py` has the tables. A flag that means something else here is refused, never read in silence.
+`foreign_flags.py` has the tables. A flag that is in none of them is refused, never read in silence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_ddrp.config import huggingface_flags
 from megatron_ddrp.config.deepspeed_values import load_file
-from megatron_ddrp.config.megatron_flags import (
-    ASKS_SETTINGS,
-    BY_VALUE,
-    FP16_FILE,
-    REFUSED,
-    RENAMED,
-    THEIR_DEFAULTS,
-    WITHOUT_EFFECT,
-)
+from megatron_ddrp.config.foreign_flags import BY_VALUE, REMEDIES, RENAMED, THEIR_DEFAULTS, WITHOUT_EFFECT, ByValue
 from megatron_ddrp.config.option import flag
 
 Rule = Callable[[str, Mapping[str, Any]], str]
@@ -29,85 +21,43 @@ Rule = Callable[[str, Mapping[str, Any]], str]
 class Found(NamedTuple):
     """A flag of Megatron-LM's on a command line."""
 
-    name: str
-    """Its name in the tables, without what follows it there."""
     typed: str
-    """It and its values, as they were typed."""
+    """It and its value, as they were typed."""
     value: str
+    meaning: str | Rule
+
+    @property
+    def asks(self) -> bool:
+        """True if its meaning depends on other settings."""
+        return not isinstance(self.meaning, str)
+
+    def ours(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return the words of ours that stand for it; raise `ValueError` with the reason if it is refused.
+
+        `settings` are the given ones by name, with the command line's; defaults are not among them.
+        """
+        if isinstance(self.meaning, str):
+            return [word.replace("{}", self.value) for word in self.meaning.split()]  # a value may hold spaces
+        return self.meaning(self.value, settings).split()
 
 
-class Translated(NamedTuple):
-    """A command line translated into our flags."""
-
-    words: list[str]
-    """The words that were not taken out, refused flags among them."""
-    renamed: list[tuple[Found, list[str]]]
-    """Flags with the words of ours that stand for them."""
-    without_effect: list[str]
-    """Flags as they were typed that change no number here."""
-    asking: list[Found]
-    """Flags whose meaning depends on other settings: see `settle`."""
-
-
-def _bare(name: str) -> str:
-    return name.rstrip("=*")
-
-
-def _tables() -> dict[str, str]:
-    """Return name → kind of every flag of the tables: "" takes no value, "=" one, "=*" any number."""
-    groups = [name for names in WITHOUT_EFFECT.values() for name in names.split()]
-    names = (*groups, *RENAMED, *BY_VALUE, *ASKS_SETTINGS, *REFUSED)
-    return {_bare(name): name[len(_bare(name)) :] for name in names}
-
-
-KINDS = _tables()
-"""Name of each flag of Megatron-LM's that we know → how many values follow it."""
-
-NO_EFFECT = {_bare(name) for names in WITHOUT_EFFECT.values() for name in names.split()}
-
-
-def translate(words: Sequence[str]) -> Translated:
+def translate(words: Sequence[str]) -> tuple[list[str], list[Found]]:
     """Take Megatron-LM's flags out of a command line; `_` counts as `-`. Words after `--` stay as they are."""
-    left, renamed, without_effect, asking = list[str](), [], [], []
+    left, taken = list[str](), list[Found]()
     position = 0
     while position < len(words) and words[position] != "--":
         begin, position = position, position + 1
-        name, _, value = words[begin].partition("=")
-        key = name[2:].replace("_", "-") if name.startswith("--") else ""
-        if "=" not in words[begin]:
-            position += _count_values(words[position:], KINDS.get(key, ""))
-            value = " ".join(words[begin + 1 : position])
-        found = Found(key, " ".join(words[begin:position]), value)
-        ours = _static(found)
-        if key in {_bare(name) for name in ASKS_SETTINGS}:
-            asking.append(found)
-        elif ours is None:
+        first, equals, value = words[begin].partition("=")
+        takes_value, meaning = KNOWN.get(first[2:].replace("_", "-") if first[:2] == "--" else "", (False, None))
+        if takes_value and not equals and position < len(words) and not words[position].startswith("--"):
+            value, position = words[position], position + 1
+        if isinstance(meaning, ByValue):
+            meaning = next((ours for usual, ours in meaning.words.items() if _same(usual, value)), None)
+        if meaning is None or (takes_value and not value):
             left += words[begin:position]
-        elif ours:
-            renamed.append((found, ours))
         else:
-            without_effect.append(found.typed)
-    return Translated([*left, *words[position:]], renamed, without_effect, asking)
-
-
-def _count_values(words: Sequence[str], kind: str) -> int:
-    """Return how many of the words that follow a flag are its values."""
-    until = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
-    return {"": 0, "=": min(1, until)}.get(kind, until)
-
-
-def _static(found: Found) -> list[str] | None:
-    """Return our words for a flag, none for one without effect, None for one that is ours or refused."""
-    if found.name not in KINDS or (KINDS[found.name] == "=" and not found.value):
-        return None
-    if found.name in NO_EFFECT:
-        return []
-    name = found.name + KINDS[found.name]
-    if name in BY_VALUE:
-        return next((ours.split() for value, ours in BY_VALUE[name].words.items() if _same(value, found.value)), None)
-    if name not in RENAMED:
-        return None
-    return [word.replace("{}", found.value) for word in RENAMED[name].split()]  # a value may hold spaces
+            taken.append(Found(" ".join(words[begin:position]), value, meaning))
+    return [*left, *words[position:]], taken
 
 
 def _same(value: str, other: str) -> bool:
@@ -116,22 +66,6 @@ def _same(value: str, other: str) -> bool:
         return float(value) == float(other)
     except ValueError:
         return value == other
-
-
-def settle(
-    asking: Iterable[Found], settings: Mapping[str, Any]
-) -> tuple[list[tuple[Found, str]], list[tuple[str, str]]]:
-    """Return the flags that other settings decide with our words, and those refused with the reason.
-
-    `settings` are the given ones by name, with the command line's; defaults are not among them.
-    """
-    taken, refused = [], []
-    for found in asking:
-        try:
-            taken.append((found, RULES[found.name](found.value, settings)))
-        except ValueError as error:
-            refused.append((found.typed, str(error)))
-    return taken, refused
 
 
 def _whole(value: str) -> int:
@@ -172,61 +106,43 @@ def _fp32_sums(value: str, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _steps_of(ours: str, whole: Callable[[float], int]) -> Rule:
-    """Return the rule of a number of samples, which is one of steps here."""
-
-    def rule(value: str, settings: Mapping[str, Any]) -> str:
-        return f"{ours} {whole(_whole(value) / max(1, settings['global_batch_size']))}"
-
-    return rule
+def _steps(ours: str, whole: Callable[[float], int], value: str, settings: Mapping[str, Any]) -> str:
+    """Return a number of samples as steps."""
+    return f"{ours} {whole(_whole(value) / max(1, settings['global_batch_size']))}"
 
 
-def _loss_scale(name: str, usual: int | None) -> Rule:
-    """Return the rule of a number of fp16's loss scaling, which DeepSpeed's file has; others do not read it."""
-
-    def rule(value: str, settings: Mapping[str, Any]) -> str:
-        if settings.get("fp16") and (usual is None or not _same(value, str(usual))):
-            raise ValueError(f"set fp16.{name} in --deepspeed-config" + (f"; it is {usual} here" if usual else ""))
-        return ""
-
-    return rule
+def _loss_scale(name: str, usual: int | None, value: str, settings: Mapping[str, Any]) -> str:
+    """Refuse a number of loss scaling under fp16: DeepSpeed's file has it. Other precisions do not read it."""
+    if settings.get("fp16") and (usual is None or not _same(value, str(usual))):
+        raise ValueError(f"set fp16.{name} in --deepspeed-config" + (f"; it is {usual} here" if usual else ""))
+    return ""
 
 
 RULES: dict[str, Rule] = {
-    "max-position-embeddings": _position_rows,
-    "kv-channels": _head_channels,
+    "max-position-embeddings=": _position_rows,
+    "kv-channels=": _head_channels,
     "accumulate-allreduce-grads-in-fp32": _fp32_sums,
     "fp32-allreduce": _fp32_sums,
-    "train-samples": _steps_of("--train-iters", math.floor),
-    "lr-decay-samples": _steps_of("--lr-decay-iters", round),
-    "lr-warmup-samples": _steps_of("--lr-warmup-iters", round),
-    **{_bare(name): _loss_scale(*place) for name, place in FP16_FILE.items()},
+    "train-samples=": partial(_steps, "--train-iters", math.floor),
+    "lr-decay-samples=": partial(_steps, "--lr-decay-iters", round),
+    "lr-warmup-samples=": partial(_steps, "--lr-warmup-iters", round),
+    "loss-scale=": partial(_loss_scale, "loss_scale", None),
+    "initial-loss-scale=": partial(_loss_scale, "initial_scale_power", 2**16),
+    "min-loss-scale=": partial(_loss_scale, "min_loss_scale", 1),
+    "loss-scale-window=": partial(_loss_scale, "loss_scale_window", 1000),
+    "hysteresis=": partial(_loss_scale, "hysteresis", 2),
 }
-"""Name → rule, for each of `ASKS_SETTINGS`."""
+"""Flag → the rule that other settings decide."""
 
+_MEANINGS: dict[str, str | ByValue | Rule] = {name: "" for names in WITHOUT_EFFECT.values() for name in names.split()}
+_MEANINGS |= {**RENAMED, **BY_VALUE, **RULES}
+KNOWN = {name.rstrip("="): (name.endswith("="), meaning) for name, meaning in _MEANINGS.items()}
+"""Name of each flag of Megatron-LM's that we know → whether it takes a value, and its meaning."""
 
-def _hints() -> dict[str, str]:
-    """Return name → the remedy for every foreign flag, for where it is not taken: refused values, YAML, plans."""
-    asking = {_bare(name): "set it in fp16 of --deepspeed-config" for name in FP16_FILE} | {
-        "max-position-embeddings": "use --seq-length",
-        "train-samples": "use --train-iters",
-        "lr-decay-samples": "use --lr-decay-iters",
-        "lr-warmup-samples": "use --lr-warmup-iters",
-    }
-    nothing = "it is Megatron-LM's and without effect here: leave it out"
-    return (
-        huggingface_flags.HINTS
-        | huggingface_flags.LAUNCHERS
-        | dict.fromkeys((*NO_EFFECT, *(_bare(name) for name in ASKS_SETTINGS)), nothing)
-        | {_bare(name): f"use {words.replace(' {}', '')}" for name, words in RENAMED.items()}
-        | {_bare(name): by_value.otherwise for name, by_value in BY_VALUE.items() if by_value.otherwise}
-        | {_bare(name): reason for name, reason in REFUSED.items()}
-        | asking
-    )
-
-
-HINTS = _hints()
-"""Name of a flag of Megatron-LM's or Hugging Face's, with dashes → what to do instead."""
+HINTS = dict.fromkeys(KNOWN, "it is Megatron-LM's and without effect here: leave it out")
+HINTS |= {name.rstrip("="): f"use {words.removesuffix(' {}')}" for name, words in RENAMED.items()}
+HINTS |= {name.rstrip("="): rule.otherwise for name, rule in BY_VALUE.items() if rule.otherwise} | REMEDIES
+"""Name of a foreign flag, with dashes → what to do where it is not taken: other values, YAML, plans."""
 
 
 def differing_defaults(settings: Iterable[str], ours: Mapping[str, Any]) -> str:

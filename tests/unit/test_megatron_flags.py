@@ -10,10 +10,9 @@ import pytest
 
 from megatron_ddrp.arguments import Arguments, build_parser, parse_arguments
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.huggingface_flags import HINTS as HUGGING_FACE
-from megatron_ddrp.config.megatron_flags import ASKS_SETTINGS, BY_VALUE, REFUSED, RENAMED, THEIR_DEFAULTS
+from megatron_ddrp.config.foreign_flags import BY_VALUE, REMEDIES, RENAMED, THEIR_DEFAULTS, WITHOUT_EFFECT
 from megatron_ddrp.config.reading import Place
-from megatron_ddrp.config.translation import KINDS, RULES, translate
+from megatron_ddrp.config.translation import KNOWN, RULES, translate
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.flags import make_config, read_flags
 
@@ -136,11 +135,10 @@ def test_a_number_of_samples_becomes_steps() -> None:
         ("--batch-size 3", "training", "micro_batch_size", 3),
         ("--apply-residual-connection-post-layernorm", "model", "layernorm_position", "post"),
         ("--warmup .5", "optimizer", "lr_warmup_fraction", 0.5),
-        ("--encoder-seq-length=64", "model", "seq_length", 64),
         ("--max-position-embeddings 64", "model", "seq_length", 64),
         ("--cpu_optimizer", "parallel", "offload_optimizer", "cpu"),
-        ("--use-rotary-position-embeddings", "model", "position_encoding", "rope"),
-        ("--save-retain-interval 20", "checkpoint", "milestone_interval", 20),
+        ("--position-embedding-type rope", "model", "position_encoding", "rope"),
+        ("--norm-epsilon=1e-5", "model", "layernorm_epsilon", 1e-5),
         ("--tokenizer-type HFTokenizer", "data", "tokenizer_type", "HuggingFace"),
     ],
 )
@@ -186,6 +184,8 @@ def test_every_translation_is_a_command_line_of_ours(name: str) -> None:
         ("--lerning-rate 8", "; did you mean --learning-rate? use --lr "),
         ("--num_gpus 2", "give it to the launcher: deepspeed --num_gpus N"),
         ("--finetune --no-load-optim", "--finetune (to begin from weights alone"),
+        ("--swiglu", "unrecognized arguments: --swiglu (see"),
+        ("--lr-decay-tokens 5", "--lr-decay-tokens 5; did you mean --lr-decay-iters?"),
         ("--optimizer sgd", "invalid choice: 'sgd'"),
         ("--fp16 True", "unrecognized arguments: True; a switch takes no value"),
         ("--deepspeed ds.json", "it takes no value; give --deepspeed_config FILE"),
@@ -199,8 +199,8 @@ def test_all_refused_flags_are_in_one_error(capsys: pytest.CaptureFixture[str]) 
     error = refusal("--rampup-batch-size 16 8 300 --kv-channels 3 --swiglu --learning-rate 1 --numlayers 3", capsys)
     assert error.partition(": ")[2].startswith(
         "error: unrecognized arguments: --rampup-batch-size 16 8 300 (the batch size is constant: "
-        "give --global-batch-size alone), --swiglu (the gated block here is --ffn geglu), --learning-rate 1 (use "
-        "--lr), --numlayers 3 (did you mean --num-layers?), --kv-channels 3 (a head has"
+        "give --global-batch-size alone), --swiglu, --learning-rate 1 (use --lr), "
+        "--numlayers 3 (did you mean --num-layers?), --kv-channels 3 (a head has"
     )
 
 
@@ -232,29 +232,30 @@ def test_wsd_without_its_style_is_not_megatrons() -> None:
 
 
 def test_words_after_two_dashes_and_values_with_equals_are_kept_apart() -> None:
-    taken = translate(["--num-workers=3", "--recompute-modules", "a", "b", "--", "--num-workers", "4"])
-    assert taken.words == ["--", "--num-workers", "4"]
-    assert taken.without_effect == ["--num-workers=3", "--recompute-modules a b"]
+    left, taken = translate(["--num-workers=3", "--mmap_warmup", "a", "--", "--num-workers", "4"])
+    assert left == ["a", "--", "--num-workers", "4"]
+    assert [(found.typed, found.ours({})) for found in taken] == [("--num-workers=3", []), ("--mmap_warmup", [])]
 
 
 def test_the_tables_hold_each_flag_once_and_none_of_ours() -> None:
     own = {name[2:] for action in build_parser()._actions for name in action.option_strings}
-    read_by_value = {name.rstrip("=*") for name, by_value in BY_VALUE.items() if by_value.otherwise is None}
-    assert set(KINDS) & own == read_by_value
-    assert not set(HUGGING_FACE) & (own | set(KINDS))
-    assert set(RULES) == {name.rstrip("=*") for name in ASKS_SETTINGS}
-    names = [*RENAMED, *BY_VALUE, *ASKS_SETTINGS, *REFUSED]
-    assert len({name.rstrip("=*") for name in names}) == len(names)
+    read_by_value = {name.rstrip("=") for name, by_value in BY_VALUE.items() if by_value.otherwise is None}
+    assert set(KNOWN) & own == read_by_value
+    assert not set(REMEDIES) & own
+    assert set(REMEDIES) & set(KNOWN) == {"train-samples", "lr-decay-samples", "lr-warmup-samples"}
+    names = [*" ".join(WITHOUT_EFFECT.values()).split(), *RENAMED, *BY_VALUE, *RULES]
+    assert len({name.rstrip("=") for name in names}) == len(names) == len(KNOWN)
     resolved = {name for concern in Config().to_dict().values() for name in concern}
     assert set(THEIR_DEFAULTS) <= resolved
 
 
-@pytest.mark.parametrize("name", sorted(HUGGING_FACE))
-def test_habits_from_hugging_face_get_the_flag_of_ours(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", sorted(set(REMEDIES) - set(KNOWN)))
+def test_habits_from_elsewhere_get_the_flag_of_ours(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(f"--{name.replace('-', '_')} 1", capsys)
-    assert f"--{name.replace('-', '_')} 1; {HUGGING_FACE[name]}" in error
-    own = {flag for action in build_parser()._actions for flag in action.option_strings} | {"--from-hf", "--x"}
-    assert set(re.findall(r"--[a-z][\w-]*", HUGGING_FACE[name])) <= own
+    assert f"--{name.replace('-', '_')} 1; {REMEDIES[name]}" in error
+    own = {flag for action in build_parser()._actions for flag in action.option_strings} | {"--from-hf"}
+    theirs = {"--num_gpus", "--module", "--nproc-per-node"}  # the launchers'
+    assert set(re.findall(r"--[a-z][\w-]*", REMEDIES[name])) <= own | theirs
 
 
 def test_help_names_none_of_them() -> None:

@@ -11,8 +11,7 @@ import pytest
 from megatron_ddrp.arguments import build_parser, parse_arguments
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.deepspeed_values import SETTINGS
-from megatron_ddrp.config.huggingface_flags import HINTS
-from megatron_ddrp.config.megatron_flags import BY_VALUE, REFUSED, RENAMED, THEIR_DEFAULTS, WITHOUT_EFFECT
+from megatron_ddrp.config.foreign_flags import BY_VALUE, REMEDIES, RENAMED, THEIR_DEFAULTS, WITHOUT_EFFECT
 from megatron_ddrp.config.translation import RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
@@ -20,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
 
 def shown(names: str) -> str:
     """Return flags as they stand in a cell."""
-    return " ".join(f"`--{name.rstrip('=*')}`" for name in names.split())
+    return " ".join(f"`--{name.rstrip('=')}`" for name in names.split())
 
 
 def table(head: str, rows: list[tuple[str, str]]) -> str:
@@ -39,30 +38,26 @@ def by_value_rows() -> list[tuple[str, str]]:
 
 def tables() -> list[str]:
     """Return the page's tables, in its order."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in REFUSED.items():
-        by_reason.setdefault(reason, []).append(name)
     return [
         table("why it changes no number here | flags", [(why, shown(names)) for why, names in WITHOUT_EFFECT.items()]),
         table("flag | read as", [(shown(name), f"`{ours.replace('{}', 'X')}`") for name, ours in RENAMED.items()]),
         table("flag | taken at these values", by_value_rows()),
-        table("flags | instead", [(shown(" ".join(names)), reason) for reason, names in by_reason.items()]),
         table(
             "default here | Megatron-LM's", [(f"`{flag(name)}`", str(value)) for name, value in THEIR_DEFAULTS.items()]
         ),
         table("DeepSpeed | flag", [(f"`{key}`", f"`{flag(name)}`") for key, name in SETTINGS.items()]),
-        table("Hugging Face | here", [(shown(name), hint) for name, hint in HINTS.items()]),
+        table("flag | here", [(shown(name), hint) for name, hint in REMEDIES.items()]),
     ]
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(6))
 def test_the_page_holds_the_tables_of_the_program(number: int) -> None:
     assert tables()[number] in PAGE.read_text(encoding="utf-8"), "print it: python -m tests.unit.test_megatron_page"
 
 
 def test_the_page_names_every_flag_that_asks_for_other_settings() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert all(f"`--{name}`" in text for name in RULES)
+    assert all(f"`--{name.rstrip('=')}`" in text for name in RULES)
 
 
 def test_the_command_for_megatrons_model_leaves_no_default_that_differs() -> None:
@@ -75,10 +70,10 @@ def test_the_command_for_megatrons_model_leaves_no_default_that_differs() -> Non
 
 def test_names_on_the_page_are_flags_of_ours_or_of_the_tables() -> None:
     own = {name for action in build_parser()._actions for name in action.option_strings}
-    theirs = {
-        name.rstrip("=*") for text in (*WITHOUT_EFFECT.values(), *RENAMED, *BY_VALUE, *REFUSED) for name in text.split()
-    }
-    known = own | {f"--{name}" for name in (*theirs, *HINTS, *RULES)} | {"--from-hf", "--deepspeed_config"}
+    theirs = {name.rstrip("=") for text in (*WITHOUT_EFFECT.values(), *RENAMED, *BY_VALUE) for name in text.split()}
+    known = (
+        own | {f"--{name.rstrip('=')}" for name in (*theirs, *REMEDIES, *RULES)} | {"--from-hf", "--deepspeed_config"}
+    )
     assert set(re.findall(r"(?<![\w`-])`(--[A-Za-z][\w-]*)", PAGE.read_text(encoding="utf-8"))) <= known
 
 
