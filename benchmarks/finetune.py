@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 
+from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
+from megatron_ddrp.encoders.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import FineTuning
 from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.huggingface import HuggingFaceEncoder
 
 BATCH, VOCABULARY, BOUND = 32, 8192, 1.0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ddrp.tasks.minimal_pairs.masked_lm import load_masked_lm, piece_logits
+from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
 from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 from megatron_ddrp.tasks.minimal_pairs.results import TIE
 from megatron_ddrp.tasks.minimal_pairs.scoring import score_sentences

@@ -23,12 +23,12 @@ from megatron_ddrp.checkpoint import (
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face, read_model_config
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders import names
+from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.encoders.huggingface import longest_sequence
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder, build_model
-from megatron_ddrp.tasks import names
-from megatron_ddrp.tasks.encoder import load_encoder
-from megatron_ddrp.tasks.huggingface import longest_sequence
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.encoders.layers import layer_states
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.similarity import document_mask, token_cosine
-from megatron_ddrp.tasks.layers import layer_states
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.encoders.layers import layer_states
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask, token_cosine
-from megatron_ddrp.tasks.layers import layer_states
 
 PASSES = 3
 """Number of passes of `measure_space` over the sentences."""

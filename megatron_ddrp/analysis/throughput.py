@@ -26,9 +26,9 @@ from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.encoder import Encoder, load_encoder
 from megatron_ddrp.errors import lacks_memory
 from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
-from megatron_ddrp.tasks.encoder import Encoder, load_encoder
 
 WARM_UP_LENGTH = 8
 

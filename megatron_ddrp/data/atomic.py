@@ -9,7 +9,7 @@ Nothing else is ever deleted. An output behind symbolic links is replaced where 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import random
 import shutil
@@ -207,10 +207,9 @@ def _others_write(target: Path, own: Path) -> bool:
         except OSError:  # gone meanwhile, or of another user
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take_lock(descriptor):
+                return True
             _remove(path)
-        except BlockingIOError:
-            return True
         except OSError:  # without locks nobody knows
             pass
         finally:
@@ -231,12 +230,25 @@ def lock(descriptor: int, path: Path) -> bool:
     A file system without locks counts as locked.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except BlockingIOError:
-        return False
+        return take_lock(descriptor) and path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
         return True
+
+
+def take_lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends; return False if another process holds the lock.
+
+    With `wait`, wait for that process. Raises `OSError` where the file system or the platform has no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError(errno.ENOLCK, "this platform has no file locks") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def sync(stream: IO[bytes]) -> None:

@@ -15,9 +15,9 @@ from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
-from megatron_ddrp.tasks.encoder import load_encoder
 
 STEPS = (2, 4, 6)
 FILE = "weights-00-of-01.safetensors"

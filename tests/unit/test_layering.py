@@ -96,6 +96,13 @@ def test_the_model_knows_one_device_and_no_files():
     assert forbidden & inside("model/", "objectives/", "data/") == set()
 
 
+def test_encoders_know_no_trainer_and_no_jobs():
+    allowed = ("checkpoint", "config", "conversion", "data", "encoders", "errors", "model")
+    for file in inside("encoders/"):
+        own = {n.split(".")[1] for n in imported(TREES[file]) if n.startswith("megatron_ddrp.")}
+        assert own <= {*allowed, "load_encoder"}, file
+
+
 def test_data_flows_one_way():
     assert importers("megatron_ddrp.model", "megatron_ddrp.objectives") & inside("data/") == set()
     assert importers("megatron_ddrp.engine", "megatron_ddrp.train") & inside("data/", "model/", "parallel/") == set()

@@ -8,7 +8,6 @@ bounds. The first process that needs it counts, under a lock; the others wait fo
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.atomic import AnyPath, take_lock
 from megatron_ddrp.data.batches.cache_file import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
@@ -194,5 +193,5 @@ def _one_at_a_time(file: Path) -> Iterator[None]:
     """Admit one process of this machine at a time, if the file system supports locks; write nothing."""
     with file.open("rb") as stream:
         with contextlib.suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            take_lock(stream.fileno(), wait=True)
         yield

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.tasks.encoder import Encoder
+from megatron_ddrp.encoders.encoder import Encoder
+from megatron_ddrp.encoders.huggingface import Labels
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
-from megatron_ddrp.tasks.huggingface import Labels
 
 DROPOUT = 0.1
 INIT_STD = 0.02

@@ -10,10 +10,10 @@ import yaml
 
 from megatron_ddrp.checkpoint import is_checkpoint
 from megatron_ddrp.conversion.families import FINE_TUNED
+from megatron_ddrp.encoders.encoder import Encoder
 from megatron_ddrp.pages.machine import versions
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render
-from megatron_ddrp.tasks.encoder import Encoder
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 

@@ -11,7 +11,7 @@ from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 
 if TYPE_CHECKING:
-    from megatron_ddrp.tasks.encoder import Encoder
+    from megatron_ddrp.encoders.encoder import Encoder
     from megatron_ddrp.tasks.finetune.runs import RunStore
     from megatron_ddrp.tasks.finetune.sweep import Sweep
     from megatron_ddrp.tasks.finetune.task_options import TaskFiles

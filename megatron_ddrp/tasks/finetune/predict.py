@@ -21,16 +21,16 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head
+from megatron_ddrp.encoders.rows import Encoded, chunks, dev_order, pad_batch, told_cut
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.known_files import KnownFile
-from megatron_ddrp.tasks.finetune.rows import Encoded, chunks, dev_order, pad_batch, told_cut
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, count_unlabelled, text_columns, texts_to_predict
-from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer, load_with_head
 
 OUTPUTS = (".jsonl", ".csv", ".tsv")
 OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.encoders.names import with_random_weights
 from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
@@ -23,7 +24,6 @@ from megatron_ddrp.tasks.finetune.figure import draw
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
-from megatron_ddrp.tasks.names import with_random_weights
 from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, Difference, paired
 
 DETAILS = [

@@ -21,14 +21,14 @@ from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.output_folder import whole_folder
 from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
+from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.model_card import finetuned_card
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
-from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder
 from megatron_ddrp.tasks.jobs.store import one_at_a_time
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from megatron_ddrp.encoders.encoder import Encoder, load_encoder
+from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.engine.precision import instead_of_fp16
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.host_memory import keep_freed_memory
-from megatron_ddrp.tasks.encoder import Encoder, load_encoder
 from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
-from megatron_ddrp.tasks.finetune.rows import Encoded
 from megatron_ddrp.tasks.finetune.runs import RUNS, Point, Run, RunStore, count_undefined
 from megatron_ddrp.tasks.finetune.saving import keep_if_best
 from megatron_ddrp.tasks.finetune.task import Examples, TaskData

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from megatron_ddrp.encoders.encoder import cast_parameters
+from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.tasks.finetune.heads import Scale, fold, output_layer
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 
@@ -245,12 +246,6 @@ def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, i
         return 0 if name.startswith(encoder) and ".pooler." not in name else top
 
     return {name: depth(name, match) for name, match in found.items()}
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Change the precision of a model's parameters, not of its buffers: bf16 would shift rotary frequencies."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
 
 
 def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, model: nn.Module) -> torch.optim.AdamW:

@@ -10,7 +10,6 @@ before it gives the lease back, so that no job is done twice.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+from megatron_ddrp.data.atomic import take_lock
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
@@ -84,7 +84,7 @@ class Store:
         Raises:
             UserError: the file system has no locks.
         """
-        stream = _locked(self.path.parent, name, fcntl.LOCK_NB)
+        stream = _locked(self.path.parent, name, wait=False)
         if stream is None:
             return None
         self.refresh()  # another process may have finished the job before we took the lease
@@ -103,7 +103,7 @@ class Store:
         """Append a row and sync it to disk, unless the file has a line for the same job."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            take_lock(stream.fileno(), wait=True)
             self._read(stream)
             if self._name(row) in self._done:
                 return
@@ -164,27 +164,26 @@ def one_at_a_time(folder: Path, name: str) -> Iterator[None]:
     Raises:
         UserError: the file system has no locks.
     """
-    stream = _locked(folder, name)
-    assert stream is not None  # without LOCK_NB it waits for the lock
+    stream = _locked(folder, name, wait=True)
+    assert stream is not None
     with stream:
         yield
 
 
-def _locked(folder: Path, name: str, how: int = 0) -> BinaryIO | None:
-    """Lock the file of a name and return it; None if another process holds it and `how` is `LOCK_NB` (do not wait)."""
+def _locked(folder: Path, name: str, wait: bool) -> BinaryIO | None:
+    """Lock the file of a name and return it; None if another process holds it and `wait` is False."""
     path = folder / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | how)
-    except BlockingIOError:
-        stream.close()
-        return None
+        if take_lock(stream.fileno(), wait):
+            return stream
     except OSError as error:
         raise UserError(
             f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another file system"
         ) from None
-    return stream
+    stream.close()
+    return None
 
 
 class _Changed(ValueError):

@@ -14,9 +14,9 @@ import torch
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_unmarked_words
+from megatron_ddrp.encoders.masked_lm import PieceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob
-from megatron_ddrp.tasks.minimal_pairs.masked_lm import PieceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.tasks.minimal_pairs.pairs import SENTENCES, Paradigm
 from megatron_ddrp.tasks.minimal_pairs.rows import masked_rows
 

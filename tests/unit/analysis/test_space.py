@@ -12,10 +12,10 @@ from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.space import effective_rank, isoscore, measure_space
 from megatron_ddrp.commands import analyze
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders.layers import layer_states
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
-from megatron_ddrp.tasks.layers import layer_states
 from tests.reference import space
 from tests.unit.model.tiny import encode, tiny_batch, tiny_model
 

@@ -11,8 +11,8 @@ from megatron_ddrp.analysis.figures import draw_throughput
 from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.analysis.throughput import Setting, Speed, full_batch, measure_throughput
 from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import load_encoder
 
 SETTING = Setting(torch.device("cpu"), tokens=50, rounds=4, bf16=False, seed=1)
 

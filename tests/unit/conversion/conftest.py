@@ -104,7 +104,7 @@ def offline(tmp_path, monkeypatch):
 
 
 def read_for_glue(folder):
-    from megatron_ddrp.tasks.encoder import load_encoder
+    from megatron_ddrp.encoders.encoder import load_encoder
 
     load_encoder(folder)
 

@@ -6,7 +6,7 @@ import torch
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.tasks.encoder import load_encoder
+from megatron_ddrp.encoders.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 

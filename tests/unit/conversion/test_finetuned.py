@@ -10,8 +10,8 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.conversion.families import FINE_TUNED
 from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 LABELS = ("no", "maybe", "yes")

@@ -10,8 +10,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
+from megatron_ddrp.encoders.huggingface import load_tokenizer as load_foreign
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.huggingface import load_tokenizer as load_foreign
 from tests.sentencepiece_models import train_model
 from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.encoders.encoder import NoMaskedLM, load_encoder
+from megatron_ddrp.encoders.text_encoder import TextEncoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import NoMaskedLM, load_encoder
-from megatron_ddrp.tasks.text_encoder import TextEncoder
 from tests.unit.conversion.conftest import READERS
 from tests.unit.conversion.test_from_huggingface import DEBERTA, change_config, write_folder
 

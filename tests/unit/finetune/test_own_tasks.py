@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import load_encoder
 from megatron_ddrp.tasks.finetune import workers
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.predict import load_finetuned

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.tasks.encoder import load_encoder
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.qa import NO_ANSWER, Answers, best_spans
 from megatron_ddrp.tasks.finetune.task import Example, Task

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.encoders.encoder import TrainedEncoder
+from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.tasks.encoder import TrainedEncoder
 from megatron_ddrp.tasks.finetune import training
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
-from megatron_ddrp.tasks.finetune.rows import RowWriter
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 

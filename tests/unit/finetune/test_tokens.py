@@ -9,7 +9,7 @@ import torch
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.tasks.encoder import load_encoder
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.encoders.rows import dev_order, pad_batch, train_order, truncate
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch, train_order, truncate
 from megatron_ddrp.tasks.finetune.task import Example
 from megatron_ddrp.tasks.glue.data import read_examples, read_task, read_test
 from megatron_ddrp.tasks.glue.tasks import TASKS

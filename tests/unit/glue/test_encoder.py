@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
+from megatron_ddrp.encoders.huggingface import Labels
+from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import load_encoder, pair_separators
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import pad_batch
 from megatron_ddrp.tasks.finetune.task import Example
 from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.huggingface import Labels
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import load_encoder
 from megatron_ddrp.tasks.minimal_pairs.command import main
 from tests.unit.conversion.conftest import write_checkpoint
 from tests.unit.minimal_pairs.conftest import PAIRS, write_pairs

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from megatron_ddrp.encoders.masked_lm import HuggingFaceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.minimal_pairs.masked_lm import HuggingFaceLogits, load_masked_lm, piece_logits
 from tests.unit.conversion.conftest import write_checkpoint
 
 transformers = pytest.importorskip("transformers")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ddrp.tasks.minimal_pairs.masked_lm import load_masked_lm, piece_logits
+from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES, masked_rows
 from megatron_ddrp.tasks.minimal_pairs.scoring import score_sentences
 from tests.unit.minimal_pairs.conftest import PAIRS

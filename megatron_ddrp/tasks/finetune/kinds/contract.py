@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.tasks.finetune.metrics import METRICS
-from megatron_ddrp.tasks.finetune.rows import Encoded
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 Line = tuple[str, str, str]

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.answers import score_answers
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.squad_files import flat_answers
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.entities import STRICT, score_entities
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
 from megatron_ddrp.tasks.finetune.metrics import METRICS
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.words import pieces_of_words, windows_of
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.encoders.encoder import Encoder, NoMaskedLM, TrainedEncoder, load_encoder
 from megatron_ddrp.model.bert import Bert
-from megatron_ddrp.tasks.encoder import Encoder, NoMaskedLM, TrainedEncoder, load_encoder
 
 SAME_LOGITS = 1e-3
 """Largest difference between two computations of the same logits."""

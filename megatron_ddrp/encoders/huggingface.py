@@ -20,8 +20,8 @@ from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.filling import Filled, fill
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
 """Model types with two separators in a pair, and with positions numbered from the padding id + 1."""

@@ -25,21 +25,20 @@ from tqdm import tqdm
 
 from megatron_ddrp.config.registry import load_plugin
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.bert import Bert
-from megatron_ddrp.model.build import count_parameters
-from megatron_ddrp.tasks import encoder as loading
-from megatron_ddrp.tasks.finetune.rows import Encoded, dev_order, pad_batch
-from megatron_ddrp.tasks.finetune.training import cast_parameters
-from megatron_ddrp.tasks.huggingface import HuggingFaceEncoder
-from megatron_ddrp.tasks.layers import layer_states
-from megatron_ddrp.tasks.minimal_pairs.masked_lm import (
+from megatron_ddrp.encoders import encoder as loading
+from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
+from megatron_ddrp.encoders.layers import layer_states
+from megatron_ddrp.encoders.masked_lm import (
     HuggingFaceLogits,
     PieceLogits,
     TrainedLogits,
     load_masked_lm,
 )
-from megatron_ddrp.tasks.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pooled, rows_of
+from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
+from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pooled, rows_of
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.bert import Bert
+from megatron_ddrp.model.build import count_parameters
 
 BAR_AFTER = 2
 """Seconds after which a progress bar appears."""
@@ -107,7 +106,7 @@ class TextEncoder:
         self._module = self._ready(encoder.module)
 
     def _ready(self, module: Any) -> Any:
-        cast_parameters(module, self.dtype)
+        loading.cast_parameters(module, self.dtype)
         return module.to(self.device).eval()
 
     @property

@@ -24,9 +24,9 @@ from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
+from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
+from megatron_ddrp.encoders.names import with_random_weights
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
-from megatron_ddrp.tasks.names import with_random_weights
 
 _NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "finetuned")
 """Keys of config.json that do not change the encoder's results in fp32."""
@@ -246,3 +246,9 @@ def _fingerprint(model: nn.Module, random_settings: str | None) -> str:
         if random_settings is None:
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Change the precision of a model's parameters, not of its buffers: bf16 would shift rotary frequencies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)

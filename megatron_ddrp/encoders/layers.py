@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.encoders.huggingface import foreign_inputs
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
-from megatron_ddrp.tasks.huggingface import foreign_inputs
 
 
 class LayerStates(NamedTuple):

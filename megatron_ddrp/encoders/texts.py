@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ddrp.encoders.encoder import Encoder
+from megatron_ddrp.encoders.rows import Encoded, RowWriter, text_row, whole_length
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.encoder import Encoder
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, text_row, whole_length
 
 Text: TypeAlias = str | tuple[str, str]
 """One text, or a pair."""

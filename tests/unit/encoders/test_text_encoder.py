@@ -1,6 +1,8 @@
 """`load_encoder` for Python users: equal to transformers with the export, and to its fill-mask pipeline."""
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -267,10 +269,30 @@ def test_an_encoder_says_what_it_is(run, exported, encoder):
 
 @pytest.mark.parametrize("section", ["Hidden states", "Sentence vectors", "Filled masks", "An untrained model"])
 def test_the_documentation_runs(encoder, section, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "python.md").read_text(encoding="utf-8")
     code = page.split(f"## {section}\n")[1].split("```python\n")[1].split("```")[0]
     names = {"encoder": encoder, "texts": TEXTS}
     exec(code, names)
     if section == "An untrained model":
         assert names["states"].shape == (2, 16, 256)
     assert ("%" in capsys.readouterr().out) == (section == "Filled masks")
+
+
+ELSEWHERE = """
+import sys
+
+sys.modules["fcntl"] = sys.modules["deepspeed"] = None  # absent
+from megatron_ddrp import load_encoder
+encoder = load_encoder(sys.argv[1])
+print(encoder.pool("red").shape[0], encoder.fill_mask("the [MASK] sings.")[0][0].piece)
+print(*(name for name in sys.modules if name.startswith(("megatron_ddrp.tasks", "megatron_ddrp.engine"))))
+"""
+"""A program of a platform without locks and without DeepSpeed; it prints what it imported of tasks and engine."""
+
+
+def test_an_encoder_works_without_locks_and_deepspeed_and_imports_no_trainer(exported):
+    command = [sys.executable, "-c", ELSEWHERE, str(exported[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, others = done.stdout.splitlines()
+    assert int(first.split()[0]) > 0 and others == ""

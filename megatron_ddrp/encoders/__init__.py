@@ -1,0 +1,1 @@
+"""Any encoder as one type: checkpoints, exports and Hugging Face folders, from texts to arrays."""
