@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.model import graphs
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
@@ -28,6 +29,8 @@ from tests.unit.model.attention_cases import (
     reference,
     reference_with_mask,
 )
+from tests.unit.model.test_graphs import PADDED as PADDED_ROWS
+from tests.unit.model.test_graphs import assert_equal_with_graphs, config_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton_attention.py"
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -366,3 +369,11 @@ def test_serves_no_float64_and_says_so():
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
     assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
+
+
+@pytest.mark.parametrize("encoding", ["ddrp", "tupe-a"])
+def test_graphs_repeat_the_kernels_to_the_last_bit(encoding, monkeypatch):
+    """On the emulator of graphs, which notes launches too."""
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    config = config_of(encoding, attention_backend="triton", num_layers=1)
+    assert_equal_with_graphs(config, [PADDED_ROWS[1:]] * 4, [1])
