@@ -16,13 +16,13 @@ from megatron_ddrp.model.graphs import uses_graphs, why_not_graphs
 
 def check_device(config: Config, device: torch.device) -> None:
     """Refuse a precision, an attention backend, a compilation or graphs that a device does not support."""
-    graphs = config.parallel.cuda_graphs == "on"
+    no_graphs = why_not_graphs(config, device) if config.parallel.cuda_graphs == "on" else None
     precision, backend = config.training.precision, config.model.attention_backend
     faults = {
         f"--{precision}": precision_fault(precision, device),
         f"--attention-backend {backend}": refusal(backend, attention_demand(config, device)),
         "--compile on": why_not_compile(device) if config.model.compile == "on" else None,
-        "--cuda-graphs on": why_not_graphs(config, device) if graphs else None,
+        "--cuda-graphs on": no_graphs and f"{no_graphs}; use --cuda-graphs off",
     }
     for flag, fault in faults.items():
         if fault:

@@ -28,7 +28,9 @@ def test_cuda_graphs_need_a_gpu() -> None:
         check_device(asked, CPU)
         assert missing_graphs(asked, CPU) == says and rows_for(asked, CPU) == "cpu"
         assert "graphs" not in choices(asked, CPU)
-    with pytest.raises(UserError, match="^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu$") as refusal:
+    with pytest.raises(
+        UserError, match="^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu; use --cuda-graphs off$"
+    ) as refusal:
         check_device(config.replace(parallel={"cuda_graphs": "on"}), CPU)
     assert refusal.value.exit_code == 2
 
