@@ -27,7 +27,7 @@ from megatron_ddrp.parallel.rendezvous import complete_environment, join
 T = TypeVar("T")
 
 PAUSE = 5.0
-"""Seconds between two collective calls of ranks of which one still works: far below any timeout, whole minutes."""
+"""Most seconds between two collective calls of ranks of which one still works."""
 
 
 class Ranks(NamedTuple):
@@ -271,6 +271,7 @@ def agree_on_long_work(action: Callable[[], T]) -> T:
             work.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    while not all(gather_objects(bool(wait([work], PAUSE).done))):
+    pause = min(PAUSE, dist.distributed_c10d.default_pg_timeout.total_seconds() / 4)
+    while not all(gather_objects(bool(wait([work], pause).done))):
         pass
     return agree(work.result)
