@@ -48,7 +48,12 @@ class Interval:
         return f"{self.median:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
-def time_rounds(arms: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, np.ndarray]:
+def time_rounds(
+    arms: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, np.ndarray]:
     """Return the seconds `[rounds]` of each arm, interleaved in random order; CUDA work is waited for."""
     keep_freed_memory()
     order = np.random.default_rng(0)
@@ -56,12 +61,12 @@ def time_rounds(arms: Mapping[str, Callable[[], object]], rounds: int, warm_up: 
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
         for name in order.permutation(names):
-            begin = time.perf_counter()
+            begin = clock()
             arms[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if number >= 0:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return {name: np.array(values) for name, values in seconds.items()}
 
 

@@ -163,8 +163,8 @@ class Corpus:
         parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
         return [line for training, validation in parts if (line := split_remark(training, validation))]
 
-    def loader(self, split: str, rank: int, world_size: int, device_type: str = "cpu") -> BatchLoader:
-        """Return the masked micro-batches of a split for one data-parallel rank, in rows for its kind of device.
+    def loader(self, split: str, rank: int, world_size: int, rows_for: str = "cpu") -> BatchLoader:
+        """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.
 
         `--mask-prob`, `--seq-length-phases` and `--seed` apply only to the training split; the others are masked at
         `--eval-mask-prob`, in rows of `--seq-length`, by `VALIDATION_SEED`.
@@ -178,9 +178,7 @@ class Corpus:
             mark = partial(finder.number, self.rare_words[0])
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {
-            length: SampleReader(
-                self.samples(split, length), tokenizer, masker, length, mark, ROW_MULTIPLE[device_type]
-            )
+            length: SampleReader(self.samples(split, length), tokenizer, masker, length, mark, ROW_MULTIPLE[rows_for])
             for length in (phase.seq_length for phase in phases)
         }
 

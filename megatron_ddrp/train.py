@@ -30,7 +30,7 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
 from megatron_ddrp.run import stopping
-from megatron_ddrp.run.device import check_device, choices, unused_devices
+from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
@@ -84,6 +84,7 @@ def train(config: Config) -> int:
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
         own = (*verified, *corpus.remarks, *changes, *shifted, *at_home, *precision_remarks(config, ranks.device))
+        own += missing_graphs(config, ranks.device)
         remarks = remarks_of_ranks(own)
         first_lines = introduction(config, ranks, corpus, loader, sizes)
         for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
@@ -137,7 +138,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
     check_writers(config)
     read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
-    place = (ranks.data_rank, ranks.data_size, ranks.device.type)
+    place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))
     validation = corpus.loader("valid", *place) if config.logging.validates else None
     return corpus, corpus.loader("train", *place), validation
 

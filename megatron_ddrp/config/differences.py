@@ -12,7 +12,7 @@ from megatron_ddrp.config.run import Config
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
-    *("bf16", "fp16", "tf32", "compile", "decided_by_deepspeed_config"),
+    *("bf16", "fp16", "tf32", "compile", "cuda_graphs", "decided_by_deepspeed_config"),
 }
 """Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
 

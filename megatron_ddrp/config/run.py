@@ -17,6 +17,7 @@ from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
+from megatron_ddrp.config.registry import OBJECTIVES, objective_class
 from megatron_ddrp.config.schedules import LengthPhase, idle_phases, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.data.atomic import write_text
@@ -49,6 +50,10 @@ class Config:
                 "cuts them into flat parts; use --zero-stage 0"
             )
         self._check_schedules()
+        if self.parallel.cuda_graphs == "on" and self.graphs_fault is not None:
+            refuse(
+                f"--cuda-graphs on with {self.graphs_fault}: no graph holds such layers; use --cuda-graphs auto or off"
+            )
         if self.logging.profile and self.checkpoint.save is None:
             refuse("--profile writes into the --save folder: give --save DIR")
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
@@ -124,6 +129,22 @@ class Config:
         padded = config.model.padded_vocab_size
         self._check_cut(f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", padded)
         return config
+
+    @property
+    def graphs_fault(self) -> str | None:
+        """Setting whose layers no CUDA graph can hold, as on a command line; None if there is none."""
+        parallel, objective = self.parallel, self.objective
+        tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        # Settings of a run with a plug-in load without the plug-in.
+        made = objective_class(objective.objective)(objective) if objective.objective in OBJECTIVES else None
+        settings = {
+            f"--tensor-model-parallel-size {tensor}": tensor > 1,
+            f"--pipeline-model-parallel-size {stages}": stages > 1,
+            "--zero-stage 3": parallel.zero_stage == 3,
+            "--checkpoint-activations": parallel.checkpoint_activations,
+            f"--objective {objective.objective}": made is not None and made.looks_inside,
+        }
+        return next((setting for setting, is_given in settings.items() if is_given), None)
 
     @property
     def phases(self) -> tuple[LengthPhase, ...]:

@@ -167,6 +167,12 @@ class ParallelConfig(Section):
     checkpoint_activations: bool = option(
         False, "recompute each layer in the backward pass: less memory, a third slower"
     )
+    cuda_graphs: str = option(
+        "off",
+        "replay the kernels of each layer as CUDA graphs, where the CPU cannot launch them as fast as the GPU runs "
+        "them: auto does so if layout and objective allow it; rows then have lengths of multiples of 64",
+        choices=("auto", "on", "off"),
+    )
     distributed_timeout_minutes: float = option(
         10.0, "minutes that a rank waits for the others before it gives up", within="(0, 1000000]"
     )

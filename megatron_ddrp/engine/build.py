@@ -25,6 +25,7 @@ from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, Zer
 from megatron_ddrp.engine.muon import MuonBesideAdamW
 from megatron_ddrp.engine.optimizer_state import check_deepspeed
 from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.graphs import ModelGraphs, uses_graphs
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
@@ -70,6 +71,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
             dist_init_required=False,
         )
     check_deepspeed(engine)
+    if uses_graphs(config, ranks.device):
+        model.graphs = ModelGraphs()
     engine.own_clipping = None
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)

@@ -13,9 +13,13 @@ from torch import Tensor
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.rare_words import Occurrences
+from megatron_ddrp.model.graphs import uses_graphs
 from megatron_ddrp.model.stages import Inputs, layout_of
 from megatron_ddrp.objectives.contract import Objective, count, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
+
+DOCUMENT_MULTIPLE = 16
+"""Multiple to which CUDA graphs round up the documents of packed rows, so that micro-batches have equal shapes."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class MicroBatch:
     def of(cls, arrays: Batch, objective: Objective, config: Config, step: int, device: torch.device) -> MicroBatch:
         """Return the micro-batch with the draws for one step; its memory is pinned if `device` is a GPU."""
         draws = objective.draw(arrays, config.model, config.training.seed, step)
+        if config.data.packing and uses_graphs(config, device):
+            draws = draws.with_documents(-(-draws.num_documents // DOCUMENT_MULTIPLE) * DOCUMENT_MULTIPLE)
         inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
         if device.type != "cpu":
             inputs = _mapped(inputs, Tensor.pin_memory)

@@ -5,6 +5,7 @@ One process runs the list in order; a pipeline cuts the same list into parts. No
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, Head, MaskedLMHead
 from megatron_ddrp.model.notes import NoteInputs
 from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, Output, State, layout_of
@@ -25,6 +27,8 @@ class Encoder(nn.Module):
 
     head: Head
     embeddings_class: type[Embeddings] = Embeddings
+    graphs: ModelGraphs | None = None
+    """CUDA graphs of the layers, in training with them."""
 
     def __init__(self, config: ModelConfig, objective: Judge, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class Encoder(nn.Module):
         Without `layout` the CPU waits for the batch's device to compute it.
         """
         inputs = Inputs(batch, draws, notes, layout or layout_of(batch))
-        return run_stages(self.stages(), inputs, self.checkpoint_activations)
+        return run_stages(self.stages(), inputs, self.checkpoint_activations, self.graphs)
 
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the last hidden states, `[batch, seq, hidden]`; arguments: int64 `[batch, seq]`, see `Batch`."""
@@ -119,15 +123,21 @@ def decodes_masks(config: ModelConfig) -> bool:
     return config.deberta_emd
 
 
-def run_stages(stages: Iterable[nn.Module], given: Inputs | State, recompute: bool = False) -> Any:
+def run_stages(
+    stages: Iterable[nn.Module], given: Inputs | State, recompute: bool = False, graphs: ModelGraphs | None = None
+) -> Any:
     """Run consecutive stages and return the last one's output: a `State`, or the model's `Output`.
 
-    With `recompute` a layer keeps only its input for the backward pass.
+    With `recompute` a layer keeps only its input for the backward pass. With `graphs` layers are replayed by them.
     """
     passed: Any = given
-    for stage in stages:
-        if recompute and stage.training and isinstance(stage, (EncoderLayer, DecodingStage)):
-            passed = checkpoint(stage, passed, use_reentrant=False)
-        else:
-            passed = stage(passed)
+    for are_layers, some in itertools.groupby(stages, lambda stage: isinstance(stage, EncoderLayer)):
+        if are_layers and graphs is not None:
+            passed = graphs.run(list(some), passed)  # type: ignore[arg-type]
+            continue
+        for stage in some:
+            if recompute and stage.training and isinstance(stage, (EncoderLayer, DecodingStage)):
+                passed = checkpoint(stage, passed, use_reentrant=False)
+            else:
+                passed = stage(passed)
     return passed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.attending import Attended, Attending, Demand
-from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
+from megatron_ddrp.model.attention.backends import attend_from, backend_function, reads_runs, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
@@ -75,6 +75,14 @@ class SelfAttention(Projecting):
         """Invert `split` and project: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""
         return self.output(context.transpose(1, 2).flatten(2))
 
+    def demand(self, hidden: Tensor) -> Demand:
+        """Return the requirements for a backend; `hidden` has the type and the device of the hidden states."""
+        return Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
+
+    def reads_runs(self, full: bool) -> bool:
+        """Return whether `Layout.runs` is read, whose size differs between micro-batches; `full` as in the layout."""
+        return reads_runs(self.backend, self.demand(self.query.weight), self.encoding.in_logits, full)
+
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
@@ -83,8 +91,8 @@ class SelfAttention(Projecting):
         `hidden` and the contribution are `[batch, seq, hidden]`; the cosine is summed over documents, None without HCD.
         """
         inputs = state.inputs
-        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
-        backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
+        in_logits, full = self.encoding.in_logits, inputs.layout.full
+        backend, _ = resolve_backend(self.backend, self.demand(hidden), in_logits, full)
         hidden, *projected = self.project(hidden, self.query, self.key, self.value)
         query, key, value = map(self.split, projected)
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0

@@ -33,6 +33,12 @@ class Draws(NamedTuple):
         """Largest number of documents in a row."""
         return self.token_mask.shape[1]
 
+    def with_documents(self, count: int) -> Draws:
+        """Return the draws for rows of up to `count` documents; the added ones are empty."""
+        rows, documents, compared = self.token_mask.shape
+        empty = self.token_mask.new_zeros(rows, count - documents, compared)
+        return self._replace(token_mask=torch.cat([self.token_mask, empty], dim=1))
+
     @classmethod
     def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
         """Return draws that switch TCD and HCD off."""

@@ -290,6 +290,35 @@ def test_impossible_layouts_are_refused_in_one_line(changes, words):
     assert words in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"parallel": {"tensor_model_parallel_size": 2}}, "--tensor-model-parallel-size 2"),
+        ({"parallel": {"pipeline_model_parallel_size": 2}}, "--pipeline-model-parallel-size 2"),
+        ({"parallel": {"zero_stage": 3}}, "--zero-stage 3"),
+        ({"parallel": {"checkpoint_activations": True}}, "--checkpoint-activations"),
+        ({"objective": {"objective": "head-disagreement"}}, "--objective head-disagreement"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_cuda_graphs_are_refused_where_no_graph_holds_a_layer(changes, words):
+    config = Config().replace(**changes)
+    assert config.graphs_fault == words and Config().graphs_fault is None
+    config.replace(parallel={"cuda_graphs": "auto"})
+    with pytest.raises(UserError, match=f"^--cuda-graphs on with {words}: .*; use --cuda-graphs auto or off$") as error:
+        config.replace(parallel={"cuda_graphs": "on"})
+    assert error.value.exit_code == 2
+
+
+def test_older_runs_had_no_cuda_graphs_and_the_setting_is_no_part_of_the_result():
+    values = Config().to_dict()
+    del values["parallel"]["cuda_graphs"]
+    assert Config.from_dict(values).parallel.cuda_graphs == "off"
+    with_graphs = Config().replace(parallel={"cuda_graphs": "on"})
+    assert Config.from_dict(with_graphs.to_dict()) == with_graphs
+    assert changed_settings(Config().to_dict(), with_graphs) == []
+
+
 def test_the_vocabulary_is_checked_where_the_tokenizer_is_known():
     config = Config().replace(parallel={"tensor_model_parallel_size": 3})
     assert config.with_vocabulary(300).model.padded_vocab_size == 384

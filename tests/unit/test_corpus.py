@@ -45,11 +45,11 @@ def make_config(tiny_corpus, *, data, micro=4, seq_length=48, **training) -> Con
     return Config().replace(data={"split": None} | data, training=training, model={"seq_length": seq_length})
 
 
-def rows_of(config, consumed, split="train", world=1):
+def rows_of(config, consumed, split="train", world=1, rows_for="cpu"):
     """Sorted (position, ids, labels) of the documents of a step, over all ranks."""
     rows = []
     for rank in range(world):
-        for batch in Corpus.open(config).loader(split, rank, world).step(consumed):
+        for batch in Corpus.open(config).loader(split, rank, world, rows_for).step(consumed):
             for row in range(len(batch.input_ids)):
                 for number in range(1, batch.document_ids[row].max() + 1):
                     own = batch.document_ids[row] == number
@@ -66,6 +66,14 @@ def test_a_blend_gives_the_same_samples_and_masks_in_every_layout(parts, tiny_co
     for world, micro, packing in ((1, 8, False), (2, 16, False), (4, 2, False), (2, 4, True)):
         config = make_config(tiny_corpus, data=data | {"packing": packing}, micro=micro)
         assert rows_of(config, consumed, world=world) == expected
+
+
+@pytest.mark.parametrize(("rows_for", "lengths"), [("cuda", {32, 48, 64, 80, 96, 100}), ("cuda graphs", {64, 100})])
+def test_rows_are_cut_to_few_lengths_on_gpus_and_to_fewer_under_graphs(rows_for, lengths, tiny_corpus):
+    config = make_config(tiny_corpus, data={"data_path": str(tiny_corpus.prefix)}, seq_length=100)
+    loader = Corpus.open(config).loader("train", 0, 1, rows_for)
+    assert {batch.input_ids.shape[1] for step in range(4) for batch in loader.step(step * 32)} == lengths
+    assert rows_of(config, 32, rows_for=rows_for) == rows_of(config, 32)
 
 
 def test_each_step_of_a_blend_keeps_to_the_weights(parts, tiny_corpus):

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from megatron_ddrp.run.device import unused_devices
+from megatron_ddrp.config import Config
+from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("devices", "ranks", "says"), [(8, 1, True), (8, 8, False), (1, 1, False), (0, 1, False)])
@@ -14,3 +19,26 @@ def test_one_process_beside_several_gpus_is_told_how_to_use_them(
     lines = unused_devices(ranks)
     assert bool(lines) is says
     assert not lines or lines[0].startswith("1 of 8 GPUs used; to use all: deepspeed --module megatron_ddrp pretrain")
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    config = Config()
+    for setting, says in (("off", ()), ("auto", ("--cuda-graphs auto: off, CUDA graphs need an NVIDIA GPU, got cpu",))):
+        asked = config.replace(parallel={"cuda_graphs": setting})
+        check_device(asked, CPU)
+        assert missing_graphs(asked, CPU) == says and rows_for(asked, CPU) == "cpu"
+        assert "graphs" not in choices(asked, CPU)
+    with pytest.raises(
+        UserError, match="^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu; use --cuda-graphs off$"
+    ) as refusal:
+        check_device(config.replace(parallel={"cuda_graphs": "on"}), CPU)
+    assert refusal.value.exit_code == 2
+
+
+def test_rows_under_graphs_have_few_lengths() -> None:
+    config = Config().replace(parallel={"cuda_graphs": "auto"})
+    assert missing_graphs(config, GPU) == () and ROW_MULTIPLE[rows_for(config, GPU)] == 64
+    assert ROW_MULTIPLE[rows_for(Config(), GPU)] == 16 and ROW_MULTIPLE[rows_for(config, CPU)] == 8
+    cut = config.replace(parallel={"zero_stage": 3})
+    assert ROW_MULTIPLE[rows_for(cut, GPU)] == 16
+    assert missing_graphs(cut, GPU) == ("--cuda-graphs auto: off, no graph holds the layers of --zero-stage 3",)

@@ -39,8 +39,9 @@ from megatron_ddrp.data.batches.packing import Row, join_samples, pack_rows
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-ROW_MULTIPLE = {"cpu": 8, "cuda": 16}
-"""Device → multiple to which the length of cut rows is rounded up. Triton compiles a kernel anew for other lengths."""
+ROW_MULTIPLE = {"cpu": 8, "cuda": 16, "cuda graphs": 64}
+"""Use of rows → multiple to which the length of cut rows is rounded up. Triton compiles a kernel anew for lengths that
+16 does not divide, and graphs serve one length each."""
 _STEPS_AHEAD = 2
 VALIDATION_SEED = 1234
 """Seed of the order, the masks and the draws of validation and test, whatever `--seed` is; the default of `--seed`."""

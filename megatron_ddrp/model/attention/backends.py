@@ -163,6 +163,13 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
     return "sdpa", "fastest on CPUs in fp32 without terms in the logits and without dropout"
 
 
+def reads_runs(name: str, demand: Demand, in_logits: bool, full: bool) -> bool:
+    """Return whether a backend computes varlen attention, which reads the runs of tokens in the rows."""
+    backend, _ = resolve_backend(name, demand, in_logits, full)
+    is_whole = full and demand.window is None
+    return backend == "sdpa" and not in_logits and not is_whole and why_not_varlen(demand) is None
+
+
 def _auto_with_terms(demand: Demand) -> tuple[str, str]:
     """Choose a backend for an encoding with terms in the logits.
 

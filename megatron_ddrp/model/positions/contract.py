@@ -164,6 +164,11 @@ class LayerPositions(nn.Module):
     def __init__(self, config: Sizes) -> None:
         super().__init__()
 
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """Numbers of this part that training may change; CUDA graphs, which contain them, are then captured anew."""
+        return ()
+
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return this layer's tensors for the tensors that layers share; by default they are the same."""
         return tensors

@@ -34,6 +34,10 @@ class Rotation(LayerPositions):
         """θ of this layer."""
         return self.local_theta if self.is_local and self.local_theta is not None else self.theta
 
+    @property
+    def constants(self) -> tuple[float, ...]:
+        return (self.base,)
+
     def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
         size = states.shape[-1]

@@ -36,7 +36,7 @@ _NO_MATTER = {
     "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
     "training": ("num_threads",),
     "data": ("data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
-    "parallel": ("decided_by_deepspeed_config",),
+    "parallel": ("decided_by_deepspeed_config", "cuda_graphs"),
 }
 """Settings that do not affect the result of a run; `CorpusFiles.key` identifies the corpus."""
 _USUAL = {"tokenizer_type": CorpusPlan.tokenizer_type}

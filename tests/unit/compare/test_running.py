@@ -152,6 +152,10 @@ def test_a_file_that_only_says_what_is_so_anyway_leaves_the_name(tmp_path):
     assert facts_of(config)["parallel"] == {"deepspeed_config": str(path)}
 
 
+def test_cuda_graphs_leave_the_name():
+    assert facts_of(make_config({"cuda_graphs": "on"}, "plan")) == facts_of(make_config({}, "plan"))
+
+
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [

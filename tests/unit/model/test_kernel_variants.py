@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from absent_gpu import triton_without_gpu
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.gpu import launching, triton_attention
+from megatron_ddrp.model.attention.gpu import triton_attention
 from megatron_ddrp.model.attention.gpu.offsets import LENGTHS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -27,62 +28,13 @@ FULL = [(8, LONGEST, 1)]
 """Rows, tokens per row and documents per row of micro-batches."""
 
 
-class Compiled:
-    """A kernel that was compiled and does nothing."""
-
-    function = 0
-    packed_metadata = ()
-
-    def launch_metadata(self, *_: Any) -> None: ...
-
-    def run(self, *_: Any) -> None: ...
-
-
-class Driver:
-    """Triton's driver of an H100 that is not there."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
     """Kernel → the signatures that Triton compiled."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
     found: dict[str, list[Any]] = defaultdict(list)
-
-    def compile_nothing(self: Any, key: Any, signature: Any, *_: Any, **__: Any) -> Compiled:
-        found[self.fn.__name__].append(signature)
-        return self.device_caches[0][0].setdefault(key, Compiled())
-
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
-    monkeypatch.setattr(launching, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
-    driver.set_active(Driver())
-    _forget_compilations()
-    yield found
-    _forget_compilations()
-    driver._active = None
-
-
-def _forget_compilations() -> None:
-    from megatron_ddrp.model.attention.gpu import triton_heads, triton_kernels
-
-    for module in (triton_kernels, triton_heads):
-        for value in vars(module).values():
-            if hasattr(value, "device_caches"):
-                value.device_caches.clear()
+    with triton_without_gpu(lambda name, signature: found[name].append(signature)):
+        yield found
 
 
 def attend(encoding: str, rows: int, seq: int, documents: int, dropout: float, layer: int) -> None:

@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.model import graphs
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
+from megatron_ddrp.model.attention.gpu import launching
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
-from megatron_ddrp.model.attention.gpu.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
+from megatron_ddrp.model.attention.gpu.plan import DROPOUT_STEPS, Facts, plan_of
+from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
 from tests.unit.model.attention_cases import (
@@ -28,6 +31,8 @@ from tests.unit.model.attention_cases import (
     reference,
     reference_with_mask,
 )
+from tests.unit.model.test_graphs import PADDED as PADDED_ROWS
+from tests.unit.model.test_graphs import assert_equal_with_graphs, config_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton_attention.py"
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -50,6 +55,14 @@ def each_module_is_patched_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_plan_of_other_tiles():
+    """Some tests choose tiles of their own."""
+    plan_of.cache_clear()
+    yield
+    plan_of.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +181,7 @@ def test_every_two_values_meet():
 def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeypatch):
     """Each encoding's own terms, with random numbers in them, against eager attention in float64."""
     monkeypatch.setattr(
-        module, "tiles", lambda *_: Tiles(*(Tile(256, 256, 4, 1),) * 4)
+        launching, "tiles", lambda *_: Tiles(*(Tile(256, 256, 4, 1),) * 4)
     )  # fewer steps of the interpreter
     terms = terms_of(encoding, seq, head_dim)
     case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
@@ -199,7 +212,7 @@ def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
     case = make_case(PADDED, -4, 3, tables="V", heads=2)
     _, expected = answer(case, triton_attention)
     case.terms = case.terms.map(lambda x, _: x.detach())
-    monkeypatch.setattr(module.Offsets, "empty", lambda self: pytest.fail("the gradient of P is written"))
+    monkeypatch.setattr(module.Offsets, "empty", lambda *_: pytest.fail("the gradient of P is written"))
     context, _ = triton_attention(case.attending())
     gradients = torch.autograd.grad((context * case.weight()).sum(), case.inputs[:3])
     assert all(map(torch.equal, gradients, expected[:3]))
@@ -208,8 +221,7 @@ def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
 def test_lengths_up_to_a_multiple_of_128_share_their_kernels():
     def constants(seq, reach):
         case = make_case([[1] * seq], -reach, reach, tables="QkV")
-        vectors = (x.transpose(1, 2) for x in case.attending()[:3])  # [1, seq, 1, d]
-        return module._Problem(Attending(*vectors, *case.attending()[3:]), None).constants
+        return plan_of(Facts.of(case.attending())).constants
 
     assert constants(130, 129) == constants(255, 254) == constants(256, 255) != constants(257, 256)
     assert (constants(130, 129)["LOWEST"], constants(130, 129)["HIGHEST"]) == (-255, 255)
@@ -244,7 +256,7 @@ def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
     before = dropped_probabilities(case, 0.3, 7)
     assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
-    monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
+    monkeypatch.setattr(launching, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
 
 
@@ -366,3 +378,11 @@ def test_serves_no_float64_and_says_so():
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
     assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
+
+
+@pytest.mark.parametrize("encoding", ["ddrp", "tupe-a"])
+def test_graphs_repeat_the_kernels_to_the_last_bit(encoding, monkeypatch):
+    """On the emulator of graphs, which notes launches too."""
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    config = config_of(encoding, attention_backend="triton", num_layers=1)
+    assert_equal_with_graphs(config, [PADDED_ROWS[1:]] * 4, [1])

@@ -9,9 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from megatron_ddrp.model.positions.contract import PositionTerms
 
 
 class Tile(NamedTuple):
@@ -81,17 +78,19 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-def tiles(query: Tensor, terms: PositionTerms, cover_all: bool) -> Tiles:
-    """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, for the queries' device.
+def tiles(
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], has_key_table: bool, cover_all: bool
+) -> Tiles:
+    """Return the tiles for queries of a head size and type on a device.
 
     `cover_all` is true if every pair has an offset of its own.
     """
-    width = 64 if query.shape[-1] <= 64 else 128
-    if query.dtype == torch.float32:
+    width = 64 if head_dim <= 64 else 128
+    if dtype == torch.float32:
         return IN_FP32[width]
-    device = "hopper" if capability_of(query.device)[0] == 9 else "ampere"
+    device = "hopper" if capability[0] == 9 else "ampere"
     changes: dict[str, Tile] = {}
-    if terms.key_table is not None:
+    if has_key_table:
         changes |= WITH_KEY_TABLE[device].get(width, {})
         if cover_all:
             changes |= IN_ONE_RUN[device].get(width, {})

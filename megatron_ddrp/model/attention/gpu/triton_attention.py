@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending, Demand
-from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
+from megatron_ddrp.model.attention.gpu.launching import Tile, launch
 from megatron_ddrp.model.attention.gpu.offsets import Offsets
+from megatron_ddrp.model.attention.gpu.plan import Facts, Plan, plan_of
 from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
 from megatron_ddrp.model.triton_needs import missing_for_triton
@@ -31,9 +32,6 @@ from megatron_ddrp.model.triton_needs import missing_for_triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
 LOWEST_CAPABILITY = (8, 0)
-DROPOUT_STEPS = 65536
-"""Steps of the dropout rate, decided by 16 bits per pair: 0.1 acts as 6554/65536, and kept values are scaled to
-match."""
 
 
 def why_not_triton(demand: Demand) -> str | None:
@@ -64,48 +62,37 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+class Given(NamedTuple):
+    """Tensors of a call, which both passes read."""
+
+    query: Tensor
+    """`[b, s, h, d]`, contiguous."""
+    key: Tensor
+    value: Tensor
+    query_table: Tensor | None
+    """T^q padded by `Offsets.fill`, `[1 | h, rows, d]`."""
+    key_table: Tensor | None
+    bias: Tensor | None
+    """B `[1 | b, h, s, s]`."""
+    offset_bias: Tensor | None
+    document_ids: Tensor
+    heads: Tensor
+    seed: Tensor | None
 
 
 class _Problem:
     """Arguments that all kernels share, and the launches of the kernels."""
 
-    def __init__(self, attending: Attending, seed: Tensor | None) -> None:
-        """Prepare the arguments. Unlike elsewhere, queries, keys and values are contiguous `[b, s, h, d]`."""
-        query, key, value, terms, document_ids, heads, dropout, *_ = attending
-        batch, seq, num_heads, head_dim = query.shape
-        window = None if attending.window is None or attending.window >= seq - 1 else attending.window
-        self.offsets = offsets = Offsets(terms, query)
-        self.tiles = tiles(query, terms, offsets.cover_all)
-        reach = seq if window is None else self.tiles.largest + 2 * window
-        self.query, self.key, self.value, self.terms = query, key, value, terms
+    def __init__(self, plan: Plan, given: Given) -> None:
+        query, key, value, query_table, key_table, bias, offset_bias, document_ids, heads, seed = given
+        self.offsets, self.tiles, self.numbers, self.sizes, self.constants = plan
+        self.given, self.query = given, query
         self.heads = heads if len(heads) else None
-        self.query_table, self.key_table = offsets.fill(terms.query_table), offsets.fill(terms.key_table)
-        self.by_query, self.by_key = offsets.products(query, self.query_table), offsets.products(key, self.key_table)
-        self.bias = None if terms.bias is None else terms.bias.contiguous()
-        by_offset = (self.by_query, self.by_key, offsets.offset_bias())
-        leaves_band = window is None or window - min(-terms.lowest, terms.highest) >= self.tiles.smallest
-        has_bins = any(x is not None for x in by_offset) and not offsets.cover_all
-        drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
-        self.inputs = (query, key, value, *by_offset, self.bias, document_ids.contiguous(), seed)
-        self.numbers = (terms.scale, drop_below)
-        self.sizes = (batch, num_heads, seq)
-        self.constants: dict[str, Any] = {
-            "D": head_dim,
-            "D_PAD": max(16, _next_power_of_2(head_dim)),
-            "S_PAD": max(512, _next_power_of_2(min(seq, reach))),
-            "TABLE_ROWS": offsets.rows,
-            "LOWEST": offsets.lowest,
-            "HIGHEST": offsets.highest,
-            "WINDOW": window,
-            "RUNS": 3 if has_bins and leaves_band else 1,
-            "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
-            "COUNT": len(heads),
-            "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
-            # fp32 as three products on tensor cores is as exact as fp32; a single product keeps 10 bits.
-            "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
-        }
+        self.by_query, self.by_key = Offsets.products(query, query_table), Offsets.products(key, key_table)
+        self.bias = None if bias is None else bias.contiguous()
+        of_offsets = self.offsets.offset_bias(offset_bias, self.numbers[0], self.sizes[1])
+        of_terms = (self.by_query, self.by_key, of_offsets, self.bias)
+        self.inputs = (query, key, value, *of_terms, document_ids.contiguous(), seed)
 
     def statistics(self) -> Tensor:
         """Allocate one fp32 number per query: `[h, b, s]`."""
@@ -119,7 +106,7 @@ class _Problem:
     def launch_compare(self, kernel: Any, tensors: tuple[Tensor, ...], counted: Tensor) -> None:
         """Run a kernel of HCD, which has no values and no dropout."""
         query, key, _, *of_terms, ids, _ = self.inputs
-        inputs, tile = (query, key, *of_terms, ids, self.terms.scale, self.heads), self.tiles.heads
+        inputs, tile = (query, key, *of_terms, ids, self.numbers[0], self.heads), self.tiles.heads
         programs = self.sizes[0] * -(-self.sizes[2] // tile.queries)
         constants = self.constants | tile.constants
         launch(kernel, programs, (*inputs, *tensors, *self.sizes, counted.shape[1]), constants)
@@ -170,16 +157,16 @@ class _Problem:
 
         delta = self.statistics()
         d_query, d_key, d_value = (torch.empty_like(self.query) for _ in range(3))
-        offsets, terms = self.offsets, self.terms
-        d_by_query = offsets.empty() if self.by_query is not None or wants["offset_bias"] else None
-        d_by_key = None if self.by_key is None else offsets.empty()
+        offsets, given = self.offsets, self.given
+        d_by_query = offsets.empty(given.query) if self.by_query is not None or wants["offset_bias"] else None
+        d_by_key = None if self.by_key is None else offsets.empty(given.key)
         outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query, self.heads, *pulls)
         tile = self.tiles.query_gradient
         self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile.queries), outputs, tile)
         outputs, tile = (d_context, lse, delta, d_key, d_value, d_by_key, self.heads, *pulls), self.tiles.key_gradient
         self.launch(triton_kernels.key_gradient_kernel, self._blocks(tile.keys), outputs, tile)
-        d_query_table = offsets.through_table(d_query, self.query, d_by_query, self.query_table, terms.query_table)
-        d_key_table = offsets.through_table(d_key, self.key, d_by_key, self.key_table, terms.key_table)
+        d_query_table = offsets.through_table(d_query, given.query, d_by_query, given.query_table)
+        d_key_table = offsets.through_table(d_key, given.key, d_by_key, given.key_table)
         d_bias = None
         if self.bias is not None and wants["bias"]:
             d_bias = torch.empty_like(self.bias)
@@ -187,7 +174,8 @@ class _Problem:
             programs = self.bias.shape[:2].numel() * -(-seq // tile.queries) * -(-seq // tile.keys)
             outputs = (d_context, lse, delta, d_bias, self.heads, *pulls)
             self.launch(triton_kernels.bias_gradient_kernel, programs, outputs, tile)
-        d_offset_bias = offsets.through_offset_bias(d_by_query) if wants["offset_bias"] else None
+        of_queries = d_by_query if wants["offset_bias"] else None
+        d_offset_bias = offsets.through_offset_bias(of_queries, given.offset_bias, self.numbers[0])
         return d_query, d_key, d_value, d_query_table, d_key_table, d_bias, d_offset_bias
 
     def _blocks(self, block: int) -> int:
@@ -198,9 +186,11 @@ class _Problem:
 class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attending: Attending, seed: Tensor | None, query, key, value, *tensors):  # type: ignore[override]
-        terms, document_ids, heads = attending.terms.with_tensors(tensors), attending.document_ids, attending.heads
-        query, key, value = _by_token(query), _by_token(key), _by_token(value)
-        problem = _Problem(attending._replace(query=query, key=key, value=value, terms=terms), seed)
+        plan, (query_table, key_table, bias, offset_bias) = plan_of(Facts.of(attending)), tensors
+        vectors = (_by_token(query), _by_token(key), _by_token(value))
+        filled = (plan.offsets.fill(query_table, query.dtype), plan.offsets.fill(key_table, query.dtype))
+        given = Given(*vectors, *filled, bias, offset_bias, attending.document_ids, attending.heads, seed)
+        problem = _Problem(plan, given)
         context, lse, squares = problem.forward()
         cosine = None
         of_heads: tuple[Tensor, ...] = ()
@@ -208,19 +198,16 @@ class _TritonAttention(torch.autograd.Function):
             counted = squares.new_ones(len(query), 1) if attending.counted is None else attending.counted
             cosine, *rest = problem.compare(squares, counted)
             of_heads = (counted, *rest)
-        ctx.save_for_backward(document_ids, seed, heads, context, lse, query, key, value, *tensors, *of_heads)
-        ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), attending.dropout
-        ctx.window = attending.window
+        ctx.save_for_backward(*given, context, lse, *of_heads)
+        ctx.plan = plan
         return context.transpose(1, 2), cosine
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_context, d_cosine):  # type: ignore[override]
-        document_ids, seed, heads, context, lse, query, key, value, *rest = ctx.saved_tensors
-        tensors, of_heads = rest[: len(HEAD_DIMENSIONS)], rest[len(HEAD_DIMENSIONS) :]
-        terms = ctx.terms.with_tensors(tensors)
-        attending = Attending(query, key, value, terms, document_ids, heads, ctx.dropout, window=ctx.window)
-        problem = _Problem(attending, seed)
+        saved, count = ctx.saved_tensors, len(Given._fields)
+        context, lse, *of_heads = saved[count:]
+        problem = _Problem(ctx.plan, Given(*saved[:count]))
         pulls = problem.pull(of_heads, d_cosine) if of_heads else (None, None)
         wants = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))
         gradients = problem.backward(context, _by_token(d_context), lse, wants, pulls)

@@ -1,0 +1,69 @@
+"""Triton's own dispatch for a GPU that is not there: launches take their whole way in Python, and no kernel is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from megatron_ddrp.model.attention.gpu import launching, triton_attention
+
+
+class Kernel:
+    """A kernel that was compiled and does nothing."""
+
+    function = 0
+    packed_metadata = ()
+
+    def launch_metadata(self, *_: Any) -> None: ...
+
+    def run(self, *_: Any) -> None: ...
+
+
+class Driver:
+    """Triton's driver of an H100 that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@contextmanager
+def triton_without_gpu(compiled: Callable[[str, Any], object] = lambda name, signature: None) -> Iterator[None]:
+    """Let Triton attention launch its kernels on nothing; `compiled(name, signature)` hears of each compilation."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    def compile_nothing(self: Any, key: Any, signature: Any, *_: Any, **__: Any) -> Kernel:
+        compiled(self.fn.__name__, signature)
+        return self.device_caches[0][0].setdefault(key, Kernel())
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))
+        stack.enter_context(mock.patch.object(launching, "capability_of", lambda _: (9, 0)))
+        stack.enter_context(mock.patch.object(triton_attention, "why_not_triton", lambda *_: None))
+        driver.set_active(Driver())
+        forget_compilations()
+        try:
+            yield
+        finally:
+            forget_compilations()
+            driver._active = None
+
+
+def forget_compilations() -> None:
+    """Make Triton compile every attention kernel anew."""
+    from megatron_ddrp.model.attention.gpu import triton_heads, triton_kernels
+
+    for module in (triton_kernels, triton_heads):
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()

@@ -1,0 +1,213 @@
+"""Time that the CPU needs per layer and per micro-batch of training on a GPU: Python and torch's dispatch.
+
+    OMP_NUM_THREADS=1 python benchmarks/host_time.py                   # `--compile on` takes minutes to compile
+    OMP_NUM_THREADS=1 python benchmarks/host_time.py --compile off
+    OMP_NUM_THREADS=1 python benchmarks/host_time.py --write           # also writes the tables of docs/benchmarks.md
+
+All tensors are tiny and lie on the CPU, so the time is that of the code between the kernels, in all of which the CPU
+does the same for a GPU. Triton's launches take their way through Triton's own dispatch to a driver that is not there;
+replays of CUDA graphs do nothing. No GPU is needed. The time of CUDA's own launches is missing: a few µs per kernel, or per graph.
+
+A figure is CPU time of the thread, the minimum over the rounds; every round runs all arms once in random order. A layer
+is the difference of a deep and a shallow model, divided by the layers between them. The plain layer is BERT's as
+transformers writes it, in the same number format. A step is a whole `train_step` through the DeepSpeed engine with the
+settings of a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from arms import make_rows
+from measure import time_rounds
+from torch import Tensor, nn
+
+from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.engine import build
+from megatron_ddrp.engine.inputs import training_inputs
+from megatron_ddrp.engine.layout import WeightedLoss
+from megatron_ddrp.engine.step import train_step
+from megatron_ddrp.model import build_model, graphs
+from megatron_ddrp.model.dtypes import DTYPES
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel import process_group
+
+DOCUMENT, LAYERS_TABLE, STEPS_TABLE = "benchmarks.md", "host-time-layers", "host-time-steps"
+SEQ, HIDDEN, HEADS, VOCABULARY = 8, 32, 2, 200
+SHALLOW, DEEP = 2, 8
+LAYERS, MICRO_BATCHES = 12, 8
+"""Size of a whole step."""
+BOUNDS = {"on": 0.4, "off": 2.0}
+"""`--cuda-graphs` → largest time of a layer ÷ the plain layer, with `--compile off`."""
+CPU = torch.device("cpu")
+
+
+class Kind(NamedTuple):
+    """Way to train a layer."""
+
+    objective: str
+    precision: str
+    backend: str
+    compiled: str
+    graphs: str
+
+    def config(self, layers: int, micro_batches: int = 1) -> Config:
+        """Return the configuration of a run with `ddrp` positions."""
+        model = ModelConfig(
+            position_encoding="ddrp",
+            num_layers=layers,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            seq_length=SEQ,
+            relative_distance=2,
+            vocab_size=VOCABULARY,
+            attention_backend=self.backend,
+            compile=self.compiled,
+        )
+        half = {self.precision: True}
+        training = TrainingConfig(micro_batch_size=1, global_batch_size=micro_batches, **half)  # type: ignore[arg-type]
+        return Config(
+            model=model,
+            objective=ObjectiveConfig(objective=self.objective),
+            training=training,
+            parallel=ParallelConfig(cuda_graphs=self.graphs),
+        )
+
+
+def kinds(compile_settings: Sequence[str]) -> list[Kind]:
+    """Return the rows of the tables: Triton attention in bf16 on A100 and H100, torch's in fp16 on V100."""
+    ways = itertools.product(("mlm", "mth"), compile_settings, ("off", "on"))
+    recent = [Kind(objective, "bf16", "triton", compiled, used) for objective, compiled, used in ways]
+    v100 = [Kind(objective, "fp16", "sdpa", "off", used) for objective in ("mlm", "mth") for used in ("off", "on")]
+    return [*recent, *v100]
+
+
+class Replayed:
+    """A captured graph whose replay does nothing."""
+
+    def replay(self) -> None: ...
+
+
+class NoGraphs(graphs.Recorder):
+    """Capture of nothing."""
+
+    def __init__(self) -> None: ...
+
+    def graph(self) -> Replayed:
+        return Replayed()
+
+    def capture(self, graph: Any) -> Any:
+        return nullcontext()
+
+    def aside(self, device: torch.device) -> Any:
+        return nullcontext()
+
+
+class PlainLayer(nn.Module):
+    """BERT's layer as transformers writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.expand, self.contract = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.attention_norm, self.norm, self.dropout = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN), nn.Dropout(0.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = (
+            each(hidden).view(1, SEQ, HEADS, HIDDEN // HEADS).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        context = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(1, SEQ, HIDDEN)
+        hidden = self.attention_norm(hidden + self.dropout(self.output(context)))
+        return self.norm(hidden + self.dropout(self.contract(F.gelu(self.expand(hidden)))))
+
+
+def plain_step(layers: int, precision: str) -> Callable[[], None]:
+    """Return forward and backward of plain layers."""
+    model = nn.Sequential(*(PlainLayer() for _ in range(layers))).to(DTYPES[precision])
+    hidden = torch.randn(1, SEQ, HIDDEN, dtype=DTYPES[precision], requires_grad=True)
+    return backward_step(model, lambda: model(hidden).sum())
+
+
+def backward_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return forward and backward, without an optimizer."""
+    parameters = list(model.parameters())
+
+    def run() -> None:
+        loss().backward()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return run
+
+
+def rows() -> Batch:
+    """Return a row of random tokens (numpy)."""
+    arrays = make_rows(torch.full((1,), SEQ).numpy(), SEQ)
+    return arrays._replace(input_ids=arrays.input_ids % VOCABULARY, labels=arrays.labels % VOCABULARY)
+
+
+def layer_step(kind: Kind, layers: int) -> Callable[[], None]:
+    """Return forward and backward of a whole model, without an engine."""
+    config = kind.config(layers)
+    model: Any = build_model(config.model, objective=config.objective).to(DTYPES[kind.precision]).train()
+    model.graphs = graphs.ModelGraphs(NoGraphs) if kind.graphs == "on" else None
+    (micro_batch,) = training_inputs([rows()], config, 1, CPU)
+    loss = WeightedLoss(torch.ones(len(make_objective(config.objective).sum_names)))
+    return backward_step(model, lambda: loss(model(*micro_batch.inputs)))
+
+
+@contextmanager
+def settings_of_a_gpu() -> Iterator[None]:
+    """Let DeepSpeed train on the CPU in any half precision, with the settings for a GPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    settings, accelerator = build.deepspeed_settings, type(get_accelerator())
+    half = [torch.float, torch.half, torch.bfloat16]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(build, "deepspeed_settings", lambda *a: settings(*a[:4], "cuda")))
+        stack.enter_context(mock.patch.object(accelerator, "is_fp16_supported", lambda _: True))
+        stack.enter_context(mock.patch.object(accelerator, "supported_dtypes", lambda _: half))
+        stack.enter_context(mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False))
+        stack.enter_context(mock.patch.object(build, "ModelGraphs", lambda: graphs.ModelGraphs(NoGraphs)))
+        stack.enter_context(mock.patch.object(graphs, "why_not_graphs", lambda *_: None))
+        yield
+
+
+def whole_step(kind: Kind, ranks: process_group.Ranks) -> Callable[[], None]:
+    """Return a `train_step` of `MICRO_BATCHES` micro-batches through the engine."""
+    config = kind.config(LAYERS, MICRO_BATCHES)
+    engine = build.build_engine(build_model(config.model, objective=config.objective), config, ranks, MICRO_BATCHES)
+    inputs = training_inputs([rows()] * MICRO_BATCHES, config, 1, CPU)
+    return lambda: void(train_step(engine, inputs, config, ranks, 1))
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def best_times(arms: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Return the smallest CPU time of each arm in seconds, interleaved."""
+    seconds = time_rounds(arms, rounds, warm_up=6, clock=time.thread_time)
+    return {name: float(values.min()) for name, values in seconds.items()}
+
+
+def layer_times(chosen: list[Kind], rounds: int) -> dict[Kind | str, float]:
+    """Return the seconds of a layer of each kind, and of the plain layer of each precision."""
+    makers: dict[Kind | str, Callable[[int], Callable[[], None]]] = {
+        precision: lambda layers, precision=precision: plain_step(layers, precision)
+        for precision in dict.fromkeys(kind.precision for kind in chosen)
+    }
+    for kind in chosen:
+        makers[kind] = lambda layers, kind=kind: layer_step(kind, layers)
+    arms = {f"{key} {layers}": make(layers) for key, make in makers.items() for layers in (SHALLOW, DEEP)}
+    best = best_times(arms, rounds)
+    return {key: (best[f"{key} {DEEP}"] - best[f"{key} {SHALLOW}"]) / (DEEP - SHALLOW) for key in makers}

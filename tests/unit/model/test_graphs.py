@@ -1,0 +1,201 @@
+"""CUDA graphs of the layers, on an emulator: the sums and gradients of many micro-batches are those without graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, TrainingConfig, encoding_class
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.engine.inputs import MicroBatch
+from megatron_ddrp.engine.layout import WeightedLoss
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import graphs
+from megatron_ddrp.model.build import build_model
+from megatron_ddrp.model.graphs import ModelGraphs
+from megatron_ddrp.model.positions.rope import set_theta
+from megatron_ddrp.objectives.contract import make_objective
+from tests.emulated_graphs import Emulator, captured_shapes
+
+ROWS, SEQ, VOCABULARY = 2, 8, 40
+FULL, PADDED = [[1] * 8, [1] * 8], [[1] * 8, [1] * 5 + [0] * 3]
+PACKED = [[1] * 3 + [2] * 5, [1] * 4 + [2] * 2 + [0] * 2]
+CPU = torch.device("cpu")
+
+
+def config_of(encoding: str, objective: str = "mth", **model: Any) -> Config:
+    """Return a model of two layers with dropout."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_layers": 2, "seq_length": SEQ}
+    if encoding_class(encoding).relative_distance is not None:
+        sizes["relative_distance"] = 4
+    settings = sizes | {"vocab_size": VOCABULARY, "attention_backend": "eager", "position_encoding": encoding} | model
+    batch = TrainingConfig(micro_batch_size=ROWS, global_batch_size=ROWS)
+    return Config(model=ModelConfig(**settings), objective=ObjectiveConfig(objective=objective), training=batch)
+
+
+def micro_batch(config: Config, step: int, documents: list[list[int]]) -> MicroBatch:
+    """Return rows of random tokens for a step, with every third one predicted."""
+    document_ids = np.array(documents)
+    random = np.random.default_rng(step)
+    ids = random.integers(5, config.model.vocab_size, document_ids.shape)
+    place = np.arange(document_ids.shape[1])
+    begins = np.where(np.diff(document_ids, prepend=0), place, 0)
+    positions = np.where(document_ids > 0, place - np.maximum.accumulate(begins, axis=1), 0)
+    labels = np.where((document_ids > 0) & ((place + step) % 3 == 0), ids, IGNORED_LABEL)
+    arrays = Batch(ids, labels, document_ids, positions, ids * 0, document_ids)
+    return MicroBatch.of(arrays, make_objective(config.objective), config, step, CPU)
+
+
+def training(
+    model: torch.nn.Module, config: Config, steps: list[MicroBatch], model_graphs: ModelGraphs | None
+) -> list[Tensor | None]:
+    """Return the sums of all micro-batches, and the gradients after each second one: they add up over two."""
+    model.graphs = model_graphs  # type: ignore[assignment]
+    loss = WeightedLoss(torch.linspace(1, 2, len(make_objective(config.objective).sum_names)) / 10)
+    found: list[Tensor | None] = []
+    for number, step in enumerate(steps):
+        torch.manual_seed(number)
+        output = model(*step.inputs)
+        loss(output).backward()
+        found.append(output.sums.detach().clone())
+        if number % 2:
+            found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+    return found
+
+
+def assert_equal_with_graphs(config: Config, rows: list[list[list[int]]], shapes: list[int]) -> None:
+    """Compare micro-batches of these rows with and without graphs, bit for bit; `shapes` were captured."""
+    torch.manual_seed(1)
+    model = build_model(config.model, objective=config.objective).train()
+    steps = [micro_batch(config, number, documents) for number, documents in enumerate(rows)]
+    model_graphs = ModelGraphs(Emulator)
+    without, with_graphs = (training(model, config, steps, used) for used in (None, model_graphs))
+    assert captured_shapes(model_graphs) == shapes
+    for plain, replayed in zip(without, with_graphs, strict=True):
+        assert (plain is None) == (replayed is None)
+        assert plain is None or torch.equal(plain, replayed)
+
+
+@pytest.mark.parametrize(("objective", "backend"), [("mlm", "eager"), ("mth", "sdpa")])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_graphs_repeat_sums_and_gradients_to_the_last_bit(encoding: str, objective: str, backend: str) -> None:
+    config = config_of(encoding, objective, attention_backend=backend)
+    assert_equal_with_graphs(config, [FULL, FULL, PADDED, FULL, PADDED, PADDED], [2])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "objective", "changes", "shapes"),
+    [
+        ("ddrp", "electra", {}, [2, 2]),
+        ("tupe-r", "rtd", {"num_layers": 4}, [2, 2]),
+        ("rope", "token-contrast", {"local_attention": 4, "global_every": 2}, [2]),
+        ("ddrp", "mth", {"layernorm_position": "pre", "ffn": "geglu", "relative_table": "per-layer"}, [2]),
+        ("ddrp", "mth", {"norm": "rmsnorm", "bias": False}, [2]),
+    ],
+)
+def test_other_objectives_and_layers(encoding: str, objective: str, changes: Any, shapes: list[int]) -> None:
+    config = config_of(encoding, objective, **changes)
+    assert_equal_with_graphs(config, [PACKED, PADDED, PADDED, PACKED, PACKED, PADDED], shapes)
+
+
+def one_model(encoding: str = "ddrp", **changes: Any) -> tuple[Config, Any, list[MicroBatch]]:
+    """Return a model with graphs and some micro-batches of one shape."""
+    config = config_of(encoding, **changes)
+    torch.manual_seed(1)
+    model = build_model(config.model, objective=config.objective).train()
+    model.graphs = ModelGraphs(Emulator)
+    return config, model, [micro_batch(config, number, FULL) for number in range(4)]
+
+
+def test_a_shape_is_captured_when_it_occurs_again_and_few_shapes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "IDLE_PASSES", 6)
+    config, model, _ = one_model()
+    for count, captured in ((1, []), (1, [1]), (2, [1]), (2, [2]), (3, [2]), (3, [3]), (4, [3]), (4, [4])):
+        rows = [[1] * SEQ] * count
+        model(*micro_batch(config, count, rows).inputs)
+        assert captured_shapes(model.graphs) in (captured, captured or [0])
+    (part,) = model.graphs.parts.values()
+    for number in range(4):
+        model(*micro_batch(config, number, [[1] * SEQ] * 5).inputs)
+        # the shape of one row was last used in pass 2, now it is pass 9 + number
+        assert len(part.captured) == 4
+        assert (5 in {captured.state.hidden.shape[0] for captured in part.captured.values()}) == (number > 0)
+
+
+def test_evaluation_and_hooks_run_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, steps = one_model()
+    for step in steps[:2]:
+        model(*step.inputs)
+    monkeypatch.setattr(graphs.Captured, "replay", lambda *_: pytest.fail("replayed"))
+    with torch.no_grad():
+        model(*steps[2].inputs)
+    seen: list[str] = []
+    hook = model.layers[1].attention.output.register_forward_hook(lambda *_: seen.append("output"))
+    model(*steps[2].inputs)
+    assert seen == ["output"]
+    hook.remove()
+    model.eval()
+    model(*steps[2].inputs)
+    model.train()
+    with pytest.raises(pytest.fail.Exception, match="replayed"):
+        model(*steps[2].inputs)
+
+
+def test_graphs_are_captured_anew_when_the_base_of_rope_changes_or_a_weight_moves() -> None:
+    _, model, steps = one_model("rope")
+
+    def answer(step: MicroBatch) -> Tensor:
+        torch.manual_seed(3)
+        return model(*step.inputs).sums.detach()
+
+    answers = [answer(step) for step in steps]
+    set_theta(model, 100.0)
+    changed = answer(steps[3])
+    assert not torch.equal(changed, answers[3])
+    model.graphs, used = None, model.graphs
+    assert torch.equal(answer(steps[3]), changed)
+    model.graphs = used
+    weight = model.layers[0].attention.query.weight
+    weight.data = weight.data * 2
+    moved = answer(steps[3])
+    assert not torch.equal(moved, changed) and captured_shapes(used) == [1]
+    model.graphs = None
+    assert torch.equal(answer(steps[3]), moved)
+
+
+def test_a_layer_that_waits_for_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, steps = one_model()
+    project = model.layers[1].attention.project
+    monkeypatch.setattr(model.layers[1].attention, "project", lambda x, *maps: project(x * float(x.sum() != 7), *maps))
+    model(*steps[0].inputs)
+    with pytest.raises(UserError, match="^no CUDA graph holds layer 1: .*; use --cuda-graphs off$"):
+        model(*steps[1].inputs)
+
+
+def test_runs_of_varlen_attention_differ_so_it_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, steps = one_model("rope", attention_backend="sdpa", attention_dropout=0.0)
+    monkeypatch.setattr("megatron_ddrp.model.attention.backends.why_not_varlen", lambda _: None)
+    monkeypatch.setattr("megatron_ddrp.model.attention.backends.varlen_attention", lambda attending: attending.query)
+    for number in range(3):
+        model(*micro_batch(config, number, PADDED).inputs)
+        assert captured_shapes(model.graphs) == [0]
+    for step in steps[:2]:
+        model(*step.inputs)
+    assert captured_shapes(model.graphs) == [1]
+
+
+def test_packed_rows_have_sixteen_documents_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("ddrp").replace(data={"packing": True}, parallel={"cuda_graphs": "auto"})
+    assert micro_batch(config, 1, PACKED).inputs.draws.token_mask.shape == (ROWS, 2, SEQ)
+    monkeypatch.setattr(graphs, "why_not_graphs", lambda *_: None)
+    draws = micro_batch(config, 1, PACKED).inputs.draws
+    assert draws.token_mask.shape == (ROWS, 16, SEQ) and draws.token_mask[:, 2:].sum() == 0
+    without = micro_batch(config.replace(data={"packing": False}), 1, PACKED).inputs.draws
+    assert torch.equal(draws.token_mask[:, :2], without.token_mask)
+    off = micro_batch(config.replace(objective={"tcd_weight": 0.0}), 1, PACKED).inputs.draws
+    assert off.token_mask.shape == (ROWS, 16, 0)
