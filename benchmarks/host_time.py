@@ -6,7 +6,8 @@
 
 All tensors are tiny and lie on the CPU, so the time is that of the code between the kernels, in all of which the CPU
 does the same for a GPU. Triton's launches take their way through Triton's own dispatch to a driver that is not there;
-replays of CUDA graphs do nothing. No GPU is needed. The time of CUDA's own launches is missing: a few µs per kernel, or per graph.
+replays of CUDA graphs do nothing. No GPU is needed. The time of CUDA's own launches is missing: a few µs per kernel or
+graph.
 
 A figure is CPU time of the thread, the minimum over the rounds; every round runs all arms once in random order. A layer
 is the difference of a deep and a shallow model, divided by the layers between them. The plain layer is BERT's as
