@@ -103,8 +103,8 @@ def kernel_seconds(run: Callable[[], object]) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    seconds = {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages()}
-    return {name: value for name, value in seconds.items() if value > 0}
+    events = (event for event in profile.key_averages() if not event.is_user_annotation)
+    return {event.key: event.self_device_time_total / 1e6 for event in events if event.self_device_time_total > 0}
 
 
 def waits_during(run: Callable[[], object]) -> list[str]:
@@ -119,5 +119,5 @@ def waits_during(run: Callable[[], object]) -> list[str]:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = (warning for warning in found if "synchronizing" in str(warning.message))
+    waits = (warning for warning in found if "called a synchronizing" in str(warning.message))
     return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits]

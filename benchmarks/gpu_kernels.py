@@ -28,7 +28,8 @@ PRODUCTS = 7
 COMPARED = 2
 """Heads in HCD, as in the recipe."""
 
-Call = Callable[[], Tensor]
+Call = Callable[[], list[Tensor]]
+"""Type of a forward pass; it returns what has a gradient."""
 
 
 def leaf(*shape: int) -> Tensor:
@@ -45,7 +46,7 @@ def vectors(sizes: Sizes) -> list[Tensor]:
 def torchs(sizes: Sizes) -> Call:
     """Return torch's attention, which is its flash kernel in half precision on GPUs that have it."""
     query, key, value = vectors(sizes)
-    return lambda: F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+    return lambda: [F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)]
 
 
 def ours(encoding: str, compared: int, sizes: Sizes) -> Call:
@@ -61,12 +62,7 @@ def ours(encoding: str, compared: int, sizes: Sizes) -> Call:
     counted, heads = documents[:, :1].float(), torch.arange(compared, device=DEVICE)
     attending = Attending(query, key, value, terms, documents, heads, 0.1, counted)
     attend = backend_function(resolve_backend("auto", attending.demand, in_logits=True)[0])
-
-    def run() -> Tensor:
-        context, cosine = attend(attending)
-        return context if cosine is None else context + cosine
-
-    return run
+    return lambda: [output for output in attend(attending) if output is not None]
 
 
 def flashdebertas(sizes: Sizes) -> Call:
@@ -75,7 +71,7 @@ def flashdebertas(sizes: Sizes) -> Call:
     query, key, value = vectors(sizes)
     tables = [leaf(1, sizes.heads, 2 * buckets, query.shape[-1]) for _ in range(2)]
     words = (None, *tables, False, (3 * query.shape[-1]) ** -0.5, buckets, sizes.usual_length)
-    return partial(ops.flash_attention_with_disentangled, query, key, value, *words)
+    return lambda: [ops.flash_attention_with_disentangled(query, key, value, *words)]
 
 
 def disentangled_flashs(sizes: Sizes) -> Call:
@@ -87,7 +83,7 @@ def disentangled_flashs(sizes: Sizes) -> Call:
     hidden = leaf(sizes.tokens // sizes.usual_length, sizes.usual_length, sizes.hidden)
     mask = torch.ones(hidden.shape[:2], device=DEVICE, dtype=torch.long)
     table = leaf(2 * config.position_buckets, sizes.hidden)
-    return lambda: module(hidden, mask, rel_embeddings=table)[0]
+    return lambda: [module(hidden, mask, rel_embeddings=table)[0]]
 
 
 CALLS: dict[str, Callable[[Sizes], Call]] = {
@@ -108,9 +104,10 @@ def kernels(bench: Bench) -> None:
         row: Row = {"name": name, "micro_batch": f"{sizes.tokens // sizes.usual_length} x {sizes.usual_length}"}
         with noted([row]):
             call = start(sizes)
+            gradients = [torch.ones_like(output) for output in call()]
 
-            def run(call: Call = call) -> None:
-                call().sum().backward()
+            def run(call: Call = call, gradients: list[Tensor] = gradients) -> None:
+                torch.autograd.backward(call(), gradients)
 
             milliseconds = float(min(time_rounds({name: run}, sizes.rounds)[name])) * 1e3
             row |= {"ms": milliseconds, "tflops": PRODUCTS * product / milliseconds / 1e9}

@@ -73,9 +73,11 @@ class Reporter:
         before = {section["name"]: section for section in self.report["sections"]}
         new = [section for section in sections if section.name not in before]
         due = [*new, *(s for s in sections if s.name in before and before[s.name]["fault"])]
+        if not due:
+            print(f"all of these sections are done: see {self.output / PAGE}")
+            return
         with tempfile.TemporaryDirectory() as folder:
-            if due:
-                write_corpora(Path(folder), self.sizes)
+            write_corpora(Path(folder), self.sizes)
             for number, section in enumerate(due):
                 seconds = min(section.seconds, self.deadline - time.monotonic())
                 if seconds < LEAST and number:

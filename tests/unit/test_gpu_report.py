@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 import weakref
 from collections import defaultdict
 from importlib.machinery import ModuleSpec
@@ -397,6 +398,22 @@ def test_memory_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert described["compute capability"] == "9.0"
     assert described["memory"] == "80.0 GiB"
     assert set(calls) == given.keys()
+
+
+def test_waits_of_the_host_have_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA tells of them; the warning that the mode itself gives is none."""
+
+    def set_mode(mode: str) -> None:
+        warnings.warn("the mode does not yet detect all synchronizing operations", UserWarning, stacklevel=1)
+
+    def run() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    monkeypatch.setattr(gpu_device, "HAS_GPU", True)
+    line = run.__code__.co_firstlineno + 2
+    assert gpu_device.waits_during(run) == [f"{Path(__file__).name}:{line}"] * 2
 
 
 def test_the_driver_is_asked_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
