@@ -58,7 +58,7 @@ def compare(base: Arm, ways: tuple[str, ...], bench: Bench) -> Verdict:
         bench.write(rows[way])
     found = verdict(rows)
     bench.write({"name": base.name, "rows": base.rows, "verdict": found.line})
-    return found
+    return found._replace(line=f"{base.name}, {base.rows} rows: {found.line}")
 
 
 def figures_of(running: Training, steps: int) -> Row:

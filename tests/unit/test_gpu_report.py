@@ -156,7 +156,9 @@ def test_graphs_are_compared_step_by_step(report: dict[str, Any]) -> None:
         assert off["host_ms"] > 0 and off["tokens_per_second"] > 0 and off["waits"] is None
         assert "CUDA graphs need an NVIDIA GPU" in on["note"]
     last = report["rows"]["graphs"][-1]
-    assert last["name"] == "to change" and last["verdict"].startswith("nothing: keep --cuda-graphs off; not decided, ")
+    assert last["name"] == "to change" and last["verdict"].startswith(
+        "nothing: keep --cuda-graphs off; ddrp + mth, full rows: not decided, "
+    )
 
 
 def ways(on: dict[str, Any], again: dict[str, Any] | None = None) -> dict[str, Row]:
