@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from absent_gpu import triton_without_gpu
 from arms import make_rows
-from measure import time_rounds
+from measure import benchmark_parser, time_rounds
+from pages import write_table
 from torch import Tensor, nn
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, ParallelConfig, TrainingConfig
@@ -39,15 +41,22 @@ from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.parallel import process_group
 
+Step = Callable[[], object]
+Key = Any
+"""Type of the keys of arms: a `Kind`, a precision, or one of them with a number of layers."""
+HEADER = ("objective", "precision", "attention", "--compile", "--cuda-graphs")
 DOCUMENT, LAYERS_TABLE, STEPS_TABLE = "benchmarks.md", "host-time-layers", "host-time-steps"
 SEQ, HIDDEN, HEADS, VOCABULARY = 8, 32, 2, 200
-SHALLOW, DEEP = 2, 8
-LAYERS, MICRO_BATCHES = 12, 8
-"""Size of a whole step."""
+SHALLOW, DEEP = 2, 14
+LAYERS, FEW_LAYERS, MICRO_BATCHES = 12, 2, 8
+"""Sizes of whole steps."""
+DEPTHS = (LAYERS, FEW_LAYERS)
 BOUNDS = {"on": 0.4, "off": 2.0}
 """`--cuda-graphs` → largest time of a layer ÷ the plain layer, with `--compile off`."""
+WARM_UP = 6
 CPU = torch.device("cpu")
 
 
@@ -131,14 +140,14 @@ class PlainLayer(nn.Module):
         return self.norm(hidden + self.dropout(self.contract(F.gelu(self.expand(hidden)))))
 
 
-def plain_step(layers: int, precision: str) -> Callable[[], None]:
+def plain_step(layers: int, precision: str) -> Step:
     """Return forward and backward of plain layers."""
     model = nn.Sequential(*(PlainLayer() for _ in range(layers))).to(DTYPES[precision])
     hidden = torch.randn(1, SEQ, HIDDEN, dtype=DTYPES[precision], requires_grad=True)
     return backward_step(model, lambda: model(hidden).sum())
 
 
-def backward_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+def backward_step(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
     """Return forward and backward, without an optimizer."""
     parameters = list(model.parameters())
 
@@ -156,7 +165,7 @@ def rows() -> Batch:
     return arrays._replace(input_ids=arrays.input_ids % VOCABULARY, labels=arrays.labels % VOCABULARY)
 
 
-def layer_step(kind: Kind, layers: int) -> Callable[[], None]:
+def layer_step(kind: Kind, layers: int) -> Step:
     """Return forward and backward of a whole model, without an engine."""
     config = kind.config(layers)
     model: Any = build_model(config.model, objective=config.objective).to(DTYPES[kind.precision]).train()
@@ -173,42 +182,96 @@ def settings_of_a_gpu() -> Iterator[None]:
 
     settings, accelerator = build.deepspeed_settings, type(get_accelerator())
     half = [torch.float, torch.half, torch.bfloat16]
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(build, "deepspeed_settings", lambda *a: settings(*a[:4], "cuda")))
-        stack.enter_context(mock.patch.object(accelerator, "is_fp16_supported", lambda _: True))
-        stack.enter_context(mock.patch.object(accelerator, "supported_dtypes", lambda _: half))
-        stack.enter_context(mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False))
-        stack.enter_context(mock.patch.object(build, "ModelGraphs", lambda: graphs.ModelGraphs(NoGraphs)))
-        stack.enter_context(mock.patch.object(graphs, "why_not_graphs", lambda *_: None))
+
+    def of_gpu(config: Config, micro_batches: int, data_size: int, parameters: int, _: str) -> dict[str, Any]:
+        return settings(config, micro_batches, data_size, parameters, "cuda")
+
+    with (
+        mock.patch.object(build, "deepspeed_settings", of_gpu),
+        mock.patch.object(accelerator, "is_fp16_supported", lambda _: True),
+        mock.patch.object(accelerator, "supported_dtypes", lambda _: half),
+        mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False),
+        mock.patch.object(build, "ModelGraphs", lambda: graphs.ModelGraphs(NoGraphs)),
+        mock.patch.object(graphs, "why_not_graphs", lambda *_: None),
+    ):
         yield
 
 
-def whole_step(kind: Kind, ranks: process_group.Ranks) -> Callable[[], None]:
+def whole_step(kind: Kind, layers: int, ranks: process_group.Ranks) -> Step:
     """Return a `train_step` of `MICRO_BATCHES` micro-batches through the engine."""
-    config = kind.config(LAYERS, MICRO_BATCHES)
+    config = kind.config(layers, MICRO_BATCHES)
     engine = build.build_engine(build_model(config.model, objective=config.objective), config, ranks, MICRO_BATCHES)
     inputs = training_inputs([rows()] * MICRO_BATCHES, config, 1, CPU)
-    return lambda: void(train_step(engine, inputs, config, ranks, 1))
+    return lambda: train_step(engine, inputs, config, ranks, 1)
 
 
-def void(_: object) -> None:
-    """Drop a result."""
+def least_seconds(arms: Mapping[Key, Step], rounds: int) -> dict[Key, float]:
+    """Return the least CPU time of each arm over the rounds."""
+    names = {str(key): key for key in arms}
+    seconds = time_rounds({name: arms[key] for name, key in names.items()}, rounds, WARM_UP, time.thread_time)
+    return {names[name]: float(values.min()) for name, values in seconds.items()}
 
 
-def best_times(arms: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the smallest CPU time of each arm in seconds, interleaved."""
-    seconds = time_rounds(arms, rounds, warm_up=6, clock=time.thread_time)
-    return {name: float(values.min()) for name, values in seconds.items()}
+def layer_seconds(chosen: Sequence[Kind], rounds: int) -> dict[Key, float]:
+    """Return the seconds of a layer of each kind, and of the plain layer by precision."""
+    arms: dict[Key, Step] = {}
+    for layers in (SHALLOW, DEEP):
+        for kind in chosen:
+            arms[kind.precision, layers] = plain_step(layers, kind.precision)
+        arms |= {(kind, layers): layer_step(kind, layers) for kind in chosen}
+    least = least_seconds(arms, rounds)
+    return {key: (least[key, DEEP] - least[key, SHALLOW]) / (DEEP - SHALLOW) for key, layers in arms if layers == DEEP}
 
 
-def layer_times(chosen: list[Kind], rounds: int) -> dict[Kind | str, float]:
-    """Return the seconds of a layer of each kind, and of the plain layer of each precision."""
-    makers: dict[Kind | str, Callable[[int], Callable[[], None]]] = {
-        precision: lambda layers, precision=precision: plain_step(layers, precision)
-        for precision in dict.fromkeys(kind.precision for kind in chosen)
-    }
+def layer_table(seconds: Mapping[Key, float]) -> str:
+    """Return the table of layers, with the verdict on those that have a bound."""
+    lines = []
+    for key, of_layer in seconds.items():
+        if not isinstance(key, Kind):
+            lines.append(["plain BERT layer", key, "sdpa", "off", "off", f"{1e6 * of_layer:.0f}", "1", ""])
+            continue
+        ratio = of_layer / seconds[key.precision]
+        bound = BOUNDS[key.graphs] if key.compiled == "off" and key.backend == "triton" else None
+        verdict = "" if bound is None else f"{bound} {'met' if ratio <= bound else 'missed'}"
+        lines.append([*key, f"{1e6 * of_layer:.0f}", f"{ratio:.2f}", verdict])
+    return str(Table([*HEADER, "µs per layer", "÷ plain layer", "bound"], lines, wordy=range(1, 5)))
+
+
+def step_table(chosen: Sequence[Kind], ranks: process_group.Ranks, rounds: int) -> str:
+    """Time whole steps, beside plain layers, and return their table."""
+    arms: dict[Key, Step] = {(kind, layers): whole_step(kind, layers, ranks) for kind in chosen for layers in DEPTHS}
+    arms |= {("plain", layers): plain_step(layers, "bf16") for layers in DEPTHS}
+    least = least_seconds(arms, rounds)
+    plain = (least["plain", LAYERS] - least["plain", FEW_LAYERS]) / (LAYERS - FEW_LAYERS)
+    lines = []
     for kind in chosen:
-        makers[kind] = lambda layers, kind=kind: layer_step(kind, layers)
-    arms = {f"{key} {layers}": make(layers) for key, make in makers.items() for layers in (SHALLOW, DEEP)}
-    best = best_times(arms, rounds)
-    return {key: (best[f"{key} {DEEP}"] - best[f"{key} {SHALLOW}"]) / (DEEP - SHALLOW) for key in makers}
+        whole, few = (least[kind, layers] / MICRO_BATCHES for layers in DEPTHS)
+        layer = (whole - few) / (LAYERS - FEW_LAYERS)
+        figures = (f"{seconds / plain:.1f}" for seconds in (whole, layer, few - FEW_LAYERS * layer))
+        lines.append([*kind, f"{1e3 * whole:.1f}", *figures])
+    header = [*HEADER, "ms per micro-batch", "÷ plain layer", "of it per layer", "of it besides layers"]
+    return str(Table(header, lines, wordy=range(1, 5)))
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--compile", nargs="+", choices=("off", "on"), default=["off", "on"], help="settings to time")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--step-rounds", type=int, default=15)
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen, ranks = kinds(options.compile), process_group.start(ParallelConfig())
+    with triton_without_gpu(), settings_of_a_gpu():
+        tables = {
+            LAYERS_TABLE: layer_table(layer_seconds(chosen, options.rounds)),
+            STEPS_TABLE: step_table(chosen, ranks, options.step_rounds),
+        }
+    for name, table in tables.items():
+        print(f"{name}\n\n{table}\n")
+        if options.write:
+            write_table(DOCUMENT, name, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -95,6 +95,7 @@ def candidates(name: str, world_size: int, device: Device) -> Iterator[Config]:
                     pipeline_model_parallel_size=stages,
                     zero_stage=zero,
                     checkpoint_activations=recompute,
+                    cuda_graphs="auto",
                 ),
             )
         except UserError:  # a size that does not divide

@@ -117,12 +117,14 @@ def estimates(
     found = {}
     for name, device in DEVICES.items():
         if why_not(config, device) is None:
-            seconds = estimate_step(config, parameters, world_size, device).seconds
+            estimate = estimate_step(config, parameters, world_size, device)
+            seconds = estimate.seconds
             hours = hours_of(config, parameters, world_size, device)
             share = mfu(config, seconds, world_size, device)
             needed = needs_of(as_resolved(config, device))[config.parallel.zero_stage].total / GIB
             found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "needed_gib": needed}
             found[name]["memory_gib"] = device.memory
+            found[name] |= {"device_ms": 1e3 * estimate.device, "host_ms": 1e3 * estimate.host}
     return found
 
 
@@ -138,11 +140,12 @@ def hours_of(config: Config, parameters: int, world_size: int, device: Device) -
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
     """Return the estimates as lines, one row per kind of GPU."""
-    rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB available"]]
+    rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB available", "device ms", "host ms"]]
     for name, estimate in facts["estimates"].items():
         figures = (f"{estimate['step_seconds']:.3f}", f"{100 * estimate['mfu']:.0f} %", f"{estimate['hours']:,.0f}")
         rows.append([name.upper(), *figures, f"{estimate['needed_gib']:,.1f}", f"{estimate['memory_gib']:g}"])
-    how = "method in docs/scaling.md; with Triton attention no logits are kept"
+        rows[-1] += [f"{estimate['device_ms']:,.0f}", f"{estimate['host_ms']:,.0f}"]
+    how = "method in docs/scaling.md; ms per micro-batch, the longer counts; with Triton attention no logits are kept"
     return [f"estimated, not measured ({how}):", *columns(rows)]
 
 

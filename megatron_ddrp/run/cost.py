@@ -1,7 +1,9 @@
 """Estimates of the time of a training step on a layout of GPUs that need not be present; `--dry-run` prints them.
 
     step = (micro-batches + stages − 1) · micro-batch + exposed gradients + weights + update
-    micro-batch = matrix products + attention + memory traffic + tensor parallelism + stage to stage
+    micro-batch = max(device, host) + tensor parallelism + stage to stage
+    device = matrix products + attention + memory traffic
+    host = Python, torch's dispatch and launches
 
 The time of matrix products and attention is their FLOP (`megatron_ddrp/run/flops.py`) ÷ the rates that a device
 sustains. The memory traffic of all other operations was counted on a fake GPU (`benchmarks/gpu_cost.py`). Communication
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from megatron_ddrp.config import Config, encoding_class
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.run.flops import flop_per_token, peak_tflops
+from megatron_ddrp.run.host_cost import host_seconds
 
 LAUNCH_SECONDS = 2e-6
 """Assumed minimum time of a kernel on any device."""
@@ -78,7 +81,8 @@ ATTENTION_SHARES = {
 }
 """Attention kernel → its FLOP rates forward and backward ÷ that of matrix products, on an H100 with 64-wide heads and
 dropout. `sdpa` is torch's memory-efficient kernel with a dense bias. Assumptions; FlashAttention-2's authors report up
-to 335 TFLOP/s there (arXiv:2307.08691), for long rows."""
+to 335 TFLOP/s there (arXiv:2307.08691), for long rows. Those of `triton` are hopes: the best published kernel of this
+class reaches 28.7 TFLOP/s on an H200 (disentangled-flash 1.1.1, 8,192 tokens per row, forward and backward)."""
 
 ATTENTION_PRODUCTS = {"sdpa": (2, 5), "triton": (2, 7), "flash": (2, 5)}
 """Attention kernel → number of products of `[seq, head_dim]` and `[head_dim, seq]`, forward and backward. In Triton the
@@ -131,7 +135,7 @@ class Estimate:
     """Estimated seconds of a step, by part."""
 
     compute: float
-    """Computation on micro-batches: FLOP, memory traffic, recomputation."""
+    """Micro-batches, each the longer of `device` and `host`."""
     tensor: float
     """All-reduces between tensor-parallel ranks."""
     pipeline: float
@@ -140,6 +144,10 @@ class Estimate:
     """Gradients and weights between data-parallel ranks, without the part that overlaps with computation."""
     update: float
     """Update by the optimizer."""
+    device: float
+    """Computation on one micro-batch: FLOP, memory traffic, recomputation."""
+    host: float
+    """Time in which the host launches one micro-batch. Nothing waits for the device, so the two overlap."""
 
     @property
     def seconds(self) -> float:
@@ -173,7 +181,10 @@ def estimate_step(config: Config, parameters: int, world_size: int, device: Devi
     micro_batches = count_micro_batches(
         training.global_batch_size, training.micro_batch_size, parallel.data_parallel_size(world_size)
     )
-    compute = micro_batch_seconds(config, device)
+    by_torch = attention_kernel(config, device) == "sdpa"
+    of_device = micro_batch_seconds(config, device)
+    of_host = host_seconds(config, _layers_per_stage(config), device.is_recent, by_torch)
+    compute = max(of_device, of_host)
     hidden = training.micro_batch_size * model.seq_length * model.hidden_size * _width(config)  # bytes
     passes = (6 if parallel.checkpoint_activations else 4) * _layers_per_stage(config)
     inside = device.inside if tensor <= HOST else min(device.inside, device.between)
@@ -190,6 +201,8 @@ def estimate_step(config: Config, parameters: int, world_size: int, device: Devi
         pipeline=(stages - 1) * (compute + by_tensor) + (micro_batches + stages - 1) * by_stage,
         data=max(0.0, reduced - hidden_seconds) + gathered,
         update=UPDATE_BYTES * owned / (device.bandwidth * 1e12),
+        device=of_device,
+        host=of_host,
     )
 
 
@@ -203,6 +216,17 @@ def mfu(config: Config, seconds: float, world_size: int, device: Device) -> floa
     assert peak is not None, device.name
     tokens = config.training.global_batch_size * config.model.seq_length
     return flop_per_token(config).total * tokens / (world_size * peak * 1e12 * seconds)
+
+
+def attention_seconds(config: Config, device: Device) -> float:
+    """Return the time of attention's products in the last stage's layers for one micro-batch, on one rank."""
+    kernel, training, seconds = attention_kernel(config, device), config.training, 0.0
+    flop = flop_per_token(config).attention * training.micro_batch_size * config.model.seq_length
+    share = _layers_per_stage(config) / config.model.num_layers / config.parallel.tensor_model_parallel_size
+    for is_backward, number in enumerate(ATTENTION_PRODUCTS[kernel]):
+        rate = device.products(training.precision) * device.attention(kernel, bool(is_backward)) / device.half
+        seconds += flop * share / 6 * number / (rate * 1e12)  # 6 products: 2 forward, 4 backward
+    return seconds
 
 
 def micro_batch_seconds(config: Config, device: Device) -> float:
@@ -219,10 +243,6 @@ def micro_batch_seconds(config: Config, device: Device) -> float:
     flop, kernel = flop_per_token(config), attention_kernel(config, device)
     share = _layers_per_stage(config) / model.num_layers
     products = (flop.linear + flop.tables) * share + flop.head + flop.mask_decoder + flop.generator * share
-    attention = 0.0
-    for is_backward, number in enumerate(ATTENTION_PRODUCTS[kernel]):
-        rate_of_kernel = rate * device.attention(kernel, bool(is_backward)) / device.half
-        attention += flop.attention * share / 6 * number / rate_of_kernel  # 6 products: 2 forward, 4 backward
     hidden = model.hidden_size * _width(config)
     traffic = float(TRAFFIC * hidden)
     if kernel == "sdpa":
@@ -231,7 +251,7 @@ def micro_batch_seconds(config: Config, device: Device) -> float:
         traffic += HCD_TRAFFIC * model.seq_length * heads_of_cosine * 4
     logits = HEAD_TRAFFIC * objective.mask_rates.mean * model.padded_vocab_size * 4 / tensor
     moved = (traffic * _layers_per_stage(config) + logits) / (device.bandwidth * 1e12)
-    seconds = tokens * (products / rate / tensor + attention / tensor + moved)
+    seconds = tokens * (products / rate / tensor + moved) + attention_seconds(config, device) / busy
     seconds = max(seconds, _layers_per_stage(config) * LAUNCHES * LAUNCH_SECONDS)
     return seconds * (4 / 3 if config.parallel.checkpoint_activations else 1)
 

@@ -18,6 +18,7 @@ from megatron_ddrp.run.cost import (
     why_not,
 )
 from megatron_ddrp.run.flops import flop_per_token
+from megatron_ddrp.run.host_cost import PLAIN_LAYER_SECONDS, REST
 
 H100, V100 = DEVICES["h100"], DEVICES["v100"]
 PARAMETERS = 110_000_000
@@ -56,7 +57,7 @@ def test_more_work_takes_longer() -> None:
     for more in ({"num_layers": 24}, {"seq_length": 1024}, {"vocab_size": 250_000}):
         assert step(model=more).seconds > plain
     assert step(training={"global_batch_size": 8192}).compute == pytest.approx(2 * step().compute)
-    assert step(parallel={"checkpoint_activations": True}).compute == pytest.approx(4 / 3 * step().compute)
+    assert step(parallel={"checkpoint_activations": True}).device == pytest.approx(4 / 3 * step().device)
     assert estimate_step(BASE, PARAMETERS, 64, V100).seconds > plain
 
 
@@ -79,11 +80,12 @@ def test_more_ranks_are_faster_but_less_efficient() -> None:
 
 def test_gradients_between_hosts_take_the_hosts_link() -> None:
     """Two bytes per gradient and per weight; 7/8 and 15/16 of them travel."""
-    slow = dataclasses.replace(H100, inside=10.0, between=1.0)
+    slow = dataclasses.replace(H100, inside=5.0, between=1.0)
     two_steps = BASE.replace(training={"micro_batch_size": 1, "global_batch_size": 16}, model={"seq_length": 8})
-    inside, across = (estimate_step(two_steps, PARAMETERS, ranks, slow).data for ranks in (8, 16))
-    hidden = micro_batch_seconds(two_steps, slow) * 2 / 3
-    assert inside == pytest.approx(2 * 7 / 8 * 2 * PARAMETERS / 10e9 - hidden)
+    estimate = estimate_step(two_steps, PARAMETERS, 8, slow)
+    inside, across = estimate.data, estimate_step(two_steps, PARAMETERS, 16, slow).data
+    hidden = max(estimate.device, estimate.host) * 2 / 3
+    assert inside == pytest.approx(2 * 7 / 8 * 2 * PARAMETERS / 5e9 - hidden)
     assert across == pytest.approx(2 * 15 / 16 * 2 * PARAMETERS / 1e9 - hidden)
 
 
@@ -107,6 +109,29 @@ def test_tensor_parallel_ranks_on_several_hosts_share_the_slower_link() -> None:
 
     per_rank = (7 / 8) / (15 / 16)  # of a ring; half as many data-parallel ranks take twice the micro-batches
     assert seconds(8) / seconds(16) == pytest.approx(per_rank * V100.between / V100.inside / 2)
+
+
+def test_the_longer_of_device_and_host_counts() -> None:
+    bf16 = BASE.replace(training={"fp16": False, "bf16": True})
+    graphs, launches = (step(1, bf16, parallel={"cuda_graphs": setting}) for setting in ("auto", "off"))
+    assert graphs.device == launches.device and graphs.host < launches.device < launches.host
+    for estimate in (graphs, launches):
+        micro_batches = bf16.training.global_batch_size / bf16.training.micro_batch_size
+        assert estimate.compute == pytest.approx(micro_batches * max(estimate.device, estimate.host))
+
+
+def test_the_host_takes_longer_for_more_layers_compiled_regions_and_recomputation() -> None:
+    def host(**changes: dict[str, object]) -> float:
+        return step(1, **changes).host
+
+    rest = REST * PLAIN_LAYER_SECONDS
+    assert host(model={"num_layers": 24}) - rest == pytest.approx(2 * (host() - rest))
+    assert host(model={"compile": "on"}) > host(model={"compile": "off"})
+    assert host(parallel={"checkpoint_activations": True}) - rest == pytest.approx(4 / 3 * (host() - rest))
+    # no graph holds recomputed layers
+    again = {"checkpoint_activations": True, "cuda_graphs": "auto"}
+    assert host(parallel=again) == host(parallel={"checkpoint_activations": True})
+    assert estimate_step(BASE, PARAMETERS, 1, V100).host > host(model={"compile": "off"}), "torch computes HCD"
 
 
 def test_a_device_without_bf16_is_left_out() -> None:
