@@ -75,5 +75,5 @@ ladder: $(STAMP) ## figures and tables of docs/results.md from the rows in docs/
 docker-steps: $(STAMP) ## minutes: the Dockerfile's steps in a fresh virtual environment, for machines without docker
 	$(BIN)/python -m tests.endurance.docker_steps --arg TORCH_INDEX='$(TORCH_INDEX)'
 
-gpu-report: $(STAMP) ## on a machine with a CUDA device, about 20 minutes: tests and times in gpu-report.md and .json, to send in
+gpu-report: $(STAMP) ## on a machine with a CUDA device, 10 minutes per call: tests and times in gpu-report.md and .json, to send in
 	@$(BIN)/python benchmarks/gpu_report.py

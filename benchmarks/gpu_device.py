@@ -9,6 +9,9 @@ import gc
 import importlib.metadata
 import platform
 import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from measure import DEVICE
@@ -16,10 +19,11 @@ from measure import DEVICE
 from megatron_ddrp.engine.precision import precision_fault
 
 HAS_GPU = DEVICE.type == "cuda"
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash-attn", "flashdeberta")
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash-attn", "flashdeberta", "disentangled-flash")
 """PyPI packages whose versions belong into the report."""
 
 GIB = 2**30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def describe_machine() -> dict[str, str]:
@@ -85,6 +89,35 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device's memory is full."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+def wait_for_device() -> None:
+    """Wait until the device has done all that it was given."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def kernel_seconds(run: Callable[[], object]) -> dict[str, float]:
+    """Return kernel → seconds on the device during `run()`; nothing without a GPU."""
+    if not HAS_GPU:
+        run()
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = (event for event in profile.key_averages() if not event.is_user_annotation)
+    return {event.key: event.self_device_time_total / 1e6 for event in events if event.self_device_time_total > 0}
+
+
+def waits_during(run: Callable[[], object]) -> list[str]:
+    """Return where in Python `run()` waits for the device, one `FILE:LINE` per wait that CUDA knows of."""
+    if not HAS_GPU:
+        run()
+        return []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = (warning for warning in found if "called a synchronizing" in str(warning.message))
+    return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits]

@@ -1,4 +1,4 @@
-"""Groups of arms that are timed in turns, at one micro-batch size that all of them fit into the device's memory with.
+"""Groups of arms that are timed in turns, at one micro-batch size.
 
 An arm is anything that makes training steps (`Running`). A failed arm has a note in its row; the others are timed.
 """
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from gpu_device import is_out_of_memory, peak_gib, release_memory, start_peak
+from gpu_device import peak_gib, release_memory, start_peak
 from measure import time_rounds
 
 from megatron_ddrp.config import ENCODINGS, ParallelConfig
@@ -22,7 +22,6 @@ from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks
 
 Row = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,15 @@ class Sizes:
     lengths: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
     usual_length: int = 512
     """Length of the rows where a table is about something else."""
-    tokens: int = 32_768
-    """Tokens of a micro-batch, before it is halved for want of memory."""
-    micro_batches: int = 4
-    """Micro-batches per optimizer step."""
+    tokens: int = 16_384
+    """Tokens of a micro-batch, 32 rows of the usual length as in the recipe for one GPU."""
+    micro_batches: int = 8
+    """Micro-batches per optimizer step, as in the recipe."""
+    steps: int = 24
+    """Steps of an arm that is timed by itself."""
     encodings: tuple[str, ...] = tuple(ENCODINGS)
     """Encodings of the tables that hold all of them."""
-    rounds: int = 8
+    rounds: int = 6
     warm_up: int = 3
     """Rounds before these, beside each arm's first step: rows of new lengths compile again."""
     corpus_tokens: int = 2_000_000
@@ -57,6 +58,7 @@ TINY = Sizes(
     usual_length=32,
     tokens=64,
     micro_batches=2,
+    steps=3,
     rounds=1,
     warm_up=1,
     corpus_tokens=20_000,
@@ -128,92 +130,58 @@ Key = tuple[str, str]
 
 
 def measure_together(starters: Mapping[Key, Starter], bench: Bench, length: int) -> None:
-    """Time arms with rows of `length` tokens in turns at one micro-batch size, and write a row of each.
+    """Time arms with rows of `length` tokens in turns, and write a row of each.
 
     An arm that fails has a note in its row. Where no time is left for the group all of its rows say so.
     """
+    rows: dict[Key, Row] = {(name, kind): {"name": name, "rows": kind, "length": length} for name, kind in starters}
     if not bench.has_time:
-        for name, rows in starters:
-            bench.write({"name": name, "rows": rows, "length": length, "note": "left out for time"})
+        for row in rows.values():
+            bench.write(row | {"note": "left out for time"})
         return
-    began, group = time.monotonic(), Group(starters, bench.sizes, length)
-    for row in halve_until_it_fits(group.measure, bench.sizes.tokens, length):
+    began, running = time.monotonic(), dict[Key, Running]()
+    try:
+        _start(starters, max(bench.sizes.tokens, length), running, rows)
+        _time(bench.sizes, running, rows)
+    finally:
+        for arm in running.values():
+            arm.close()
+        running.clear()
+        release_memory()
+    for row in rows.values():
         bench.write(row)
     bench.longest_group = max(bench.longest_group, time.monotonic() - began)
 
 
-def halve_until_it_fits(attempt: Callable[[int, bool], T], tokens: int, length: int) -> T:
-    """Return `attempt(tokens, may_halve)`, with half the tokens again and again while it raises `TooLarge`.
-
-    `may_halve` is false where half the tokens would be less than one row of `length`.
-    """
-    tokens = max(tokens, length)
-    while True:
-        try:
-            return attempt(tokens, tokens // 2 >= length)
-        except TooLarge:
-            tokens //= 2
-
-
-class Group:
-    """Arms that are timed in turns, with rows of `length` tokens."""
-
-    def __init__(self, starters: Mapping[Key, Starter], sizes: Sizes, length: int) -> None:
-        self.starters, self.sizes, self.length = starters, sizes, length
-
-    def measure(self, tokens: int, may_halve: bool) -> list[Row]:
-        """Return the rows of the table, with micro-batches of at most `tokens` tokens; see `halve_until_it_fits`."""
-        running: dict[Key, Running] = {}
-        rows: dict[Key, Row] = {
-            (name, kind): {"name": name, "rows": kind, "length": self.length} for name, kind in self.starters
-        }
-        try:
-            self._start(tokens, running, rows, may_halve)
-            self._time(running, rows, may_halve)
-        finally:
-            for arm in running.values():
-                arm.close()
-            running.clear()
-            release_memory()
-        return list(rows.values())
-
-    def _start(self, tokens: int, running: dict[Key, Running], rows: dict[Key, Row], may_halve: bool) -> None:
-        """Start every arm and make its first step, which compiles kernels and reaches the peak of memory."""
-        for key, start in self.starters.items():
-            before = start_peak()
-            with noted([rows[key]], may_halve):
-                running[key] = start(tokens)
-                running[key].step()
-            if "note" in rows[key] and key in running:
-                running.pop(key).close()
-            rows[key]["peak_gib"] = peak_gib(before)
-
-    def _time(self, running: dict[Key, Running], rows: dict[Key, Row], may_halve: bool) -> None:
-        """Time the arms in turns."""
-        names = {" | ".join(key): key for key in running}
-        with noted([rows[key] for key in running], may_halve):
-            steps = {name: running[key].step for name, key in names.items()}
-            seconds = time_rounds(steps, self.sizes.rounds, self.sizes.warm_up)
-            for name, key in names.items():
-                rows[key] |= timing(running[key], seconds[name])
+def _start(starters: Mapping[Key, Starter], tokens: int, running: dict[Key, Running], rows: Mapping[Key, Row]) -> None:
+    """Start every arm and make its first step, which compiles kernels and reaches the peak of memory."""
+    for key, start in starters.items():
+        before = start_peak()
+        with noted([rows[key]]):
+            running[key] = start(tokens)
+            running[key].step()
+        if "note" in rows[key] and key in running:
+            running.pop(key).close()
+        rows[key]["peak_gib"] = peak_gib(before)
 
 
-class TooLarge(Exception):
-    """Not enough memory, and the micro-batch may be smaller."""
+def _time(sizes: Sizes, running: Mapping[Key, Running], rows: Mapping[Key, Row]) -> None:
+    """Time the arms in turns."""
+    names = {" | ".join(key): key for key in running}
+    with noted([rows[key] for key in running]):
+        seconds = time_rounds({name: running[key].step for name, key in names.items()}, sizes.rounds, sizes.warm_up)
+        for name, key in names.items():
+            rows[key] |= timing(running[key], seconds[name])
 
 
 @contextmanager
-def noted(rows: list[Row], may_halve: bool) -> Iterator[None]:
-    """Note an error in some rows; raise `TooLarge` for a lack of memory where the micro-batch may be smaller."""
-    too_large = False
+def noted(rows: list[Row]) -> Iterator[None]:
+    """Note an error in some rows."""
     try:
         yield
     except Exception as error:
-        too_large = may_halve and is_out_of_memory(error)
         for row in rows:
             row["note"] = one_line(error)
-    if too_large:  # outside of `except`: an error in flight keeps its tensors in memory
-        raise TooLarge
 
 
 def timing(arm: Running, seconds: np.ndarray) -> Row:

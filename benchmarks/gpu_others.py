@@ -1,4 +1,4 @@
-"""Models of other libraries for the GPU report: transformers' BERT and DeBERTa, and the kernels of `flashdeberta`.
+"""Models of other libraries for the GPU report: transformers' BERT and DeBERTa, also with the kernels of others.
 
 They train as `transformers.Trainer` trains under `--bf16`: fp32 weights, autocast, torch's fused AdamW.
 """
@@ -9,9 +9,8 @@ import importlib.util
 from typing import Any
 
 import torch
-from gpu_device import precision
+from gpu_device import DTYPES, precision
 from gpu_groups import Bench, Work
-from gpu_parts import DTYPES
 from gpu_training import SEED, Arm, open_loader
 from measure import DEVICE
 from torch import nn
@@ -27,10 +26,14 @@ DISENTANGLED: dict[str, Any] = {
 }
 """DeBERTa-v3's published settings."""
 
-NEEDED = {"bert, flash_attention_2": "flash_attn", "flashdeberta": "flashdeberta"}
+NEEDED = {
+    "bert, flash_attention_2": "flash_attn",
+    "flashdeberta": "flashdeberta",
+    "disentangled-flash": "disentangled_flash",
+}
 """Model → the Python package that it needs beside transformers."""
 
-MODELS = {"absolute": ("bert, sdpa", "bert, flash_attention_2"), "deberta": ("deberta-v2", "flashdeberta")}
+MODELS = {"absolute": ("bert, sdpa", "bert, flash_attention_2"), "deberta": ("deberta-v2", *list(NEEDED)[1:])}
 """Our encoding → the models that are like it."""
 
 
@@ -61,7 +64,12 @@ def build(name: str, bench: Bench, length: int) -> nn.Module:
         from flashdeberta import FlashDebertaV2ForMaskedLM
 
         return FlashDebertaV2ForMaskedLM(config)
-    return transformers.DebertaV2ForMaskedLM(config)
+    model = transformers.DebertaV2ForMaskedLM(config)
+    if kind == "disentangled-flash":
+        from disentangled_flash import optimize_deberta_training
+
+        return optimize_deberta_training(model)
+    return model
 
 
 class Foreign:

@@ -17,9 +17,15 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "micro_batch": ("micro-batch", str),
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
     "ms": ("ms", "{:.2f}".format),
+    "host_ms": ("host ms", "{:.2f}".format),
+    "kernel_ms": ("kernel ms", "{:.2f}".format),
+    "busy": ("busy", "{:.0%}".format),
+    "tflops": ("TFLOP/s", "{:.1f}".format),
     "mfu": ("MFU", "{:.1%}".format),
-    "share": ("share of the step", "{:.1%}".format),
     "peak_gib": ("peak GiB", "{:.2f}".format),
+    "compile_seconds": ("first steps, s", "{:.1f}".format),
+    "waits": ("waits of a step", str),
+    "verdict": ("verdict", str),
     "note": ("note", str),
 }
 """Key of a row → its column's heading and the text of a value, in the order of a table."""
@@ -31,9 +37,14 @@ ABOUT = {
         "several."
     ),
     "encodings": "The objectives of one encoding share a micro-batch size and are timed in turns.",
-    "parts": (
-        "Forward and backward pass of each part by itself, without DeepSpeed; attention includes the layers' "
-        "projections, dropout, residuals and LayerNorms."
+    "graphs": (
+        "host ms is the time until the last launch of a step, kernel ms the sum of its kernels, busy their share of "
+        "ms. First steps are those that compile and capture, beyond the time of later ones. The JSON has the gradient "
+        "norms of all steps."
+    ),
+    "kernels": (
+        "Forward and backward pass of one layer's attention, dropout 0.1. TFLOP/s of a call are those of plain "
+        "attention in its time; those of a kernel are of its own products."
     ),
     "others": (
         "transformers' models train under autocast with fp32 weights and torch's fused AdamW, as its Trainer does, and "
@@ -49,8 +60,8 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         "# GPU report",
         "",
-        f"Made at {report['date']} by commit {report['commit']} in {report['minutes']:.1f} minutes. A time is the "
-        f"median over {report['sizes']['rounds']} rounds with the arms of a group in turns. ms is per micro-batch, "
+        f"Begun at {report['date']} by commit {report['commit']}; {report['minutes']:.1f} minutes so far. A time is "
+        f"the median over {report['sizes']['rounds']} rounds with the arms of a group in turns. ms is per micro-batch, "
         f"with {steps} micro-batches per optimizer step. Peak memory is that of an arm's first step, without the "
         "other arms.",
     ]

@@ -1,13 +1,13 @@
-"""Test this project on a CUDA device and time it, in about 20 minutes: `make gpu-report`.
+"""Test this project on a CUDA device and time it, 10 minutes at a time: `make gpu-report`.
 
     python benchmarks/gpu_report.py                     # gpu-report.md and gpu-report.json, to send in
-    python benchmarks/gpu_report.py --minutes 60        # the same with more time: nothing left out on a slow device
+    python benchmarks/gpu_report.py                     # again: goes on with the sections that are not done
+    python benchmarks/gpu_report.py --minutes 60        # all of it in one go
     python benchmarks/gpu_report.py --tiny              # a trial with tiny models, on a CPU too; its times mean nothing
 
-Smoke tests come first (tests/gpu), then tables: tokens/s, MFU, peak memory and milliseconds by part, for rows of 128 to
-4,096 tokens, padded and packed, every encoding and objective, attention backends beside each other, and transformers.
-Each section is a process of its own with a part of the time. A section that fails or runs out of time says so in the
-report, with the rows that it has, and the next one follows.
+Sections come by importance: whether CUDA graphs should be on, attention beside other libraries', whole runs, smoke
+tests (tests/gpu), then tables of tokens/s, MFU and peak memory. Each is a process of its own with a limit of time, and
+is written when it ends. One that fails or runs out of time says so in the report, with the rows that it has.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_device import device_name
 from gpu_groups import TINY, Bench, Row, Sizes, one_line
 from gpu_page import page, row_line
 from gpu_sections import SECTIONS, Section
 from gpu_training import write_corpora
 from measure import DEVICE, benchmark_parser
 
-from megatron_ddrp.errors import FAILURE, UserError, run_command
+from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
 from megatron_ddrp.parallel import process_group
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE = 45.0
+GRACE = 15.0
 """Seconds that a section has beyond its deadline before it is killed."""
+LEAST = 20.0
+"""Least seconds that a section begins with, unless it is the first."""
 PAGE, NUMBERS, LOG = "gpu-report.md", "gpu-report.json", "gpu-report.log"
 
 
@@ -47,28 +51,44 @@ class Reporter:
     """Runs sections, and keeps the report on disk up to date after each of them."""
 
     def __init__(self, output: Path, sizes: Sizes, minutes: float, context: Any) -> None:
+        """Go on with the report in `output` if there is one. Raises `UserError` if it is of other code or sizes."""
         self.output, self.sizes, self.context = output, sizes, context
         self.began = time.monotonic()
         self.deadline = self.began + minutes * 60
-        self.report: dict[str, Any] = {
-            "format": 1,
-            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "commit": commit(),
-            "minutes": 0.0,
-            "sizes": dataclasses.asdict(sizes),
-            "sections": [],
-        }
+        same = {"format": 2, "commit": commit(), "device": device_name(), "sizes": dataclasses.asdict(sizes)}
+        same = json.loads(json.dumps(same))
+        self.report: dict[str, Any] = same | {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "sections": []}
+        if (output / NUMBERS).exists():
+            self.report = json.loads((output / NUMBERS).read_text(encoding="utf-8"))
+            if other := next((key for key, value in same.items() if self.report.get(key) != value), None):
+                raise UserError(
+                    f"{output / NUMBERS} is a report of another {other} ({self.report.get(other)} instead "
+                    f"of {same[other]}): move it away, or give another --output",
+                    WRONG_ARGUMENTS,
+                )
+        self.minutes_before = self.report.get("minutes", 0.0)
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Run the sections in their order, each with its share of the time that is left."""
+        """Run the sections that are not done while there is time: those that never began, then those with faults."""
+        before = {section["name"]: section for section in self.report["sections"]}
+        new = [section for section in sections if section.name not in before]
+        due = [*new, *(s for s in sections if s.name in before and before[s.name]["fault"])]
+        if not due:
+            print(f"all of these sections are done: see {self.output / PAGE}")
+            return
         with tempfile.TemporaryDirectory() as folder:
             write_corpora(Path(folder), self.sizes)
-            for number, section in enumerate(sections):
-                left = max(0.0, self.deadline - time.monotonic())
-                seconds = left * section.share / sum(later.share for later in sections[number:])
-                title = f"[{number + 1}/{len(sections)}] {section.title}"
-                print(f"{title}: up to {seconds / 60:.1f} min; all done in {left / 60:.1f} min at most", flush=True)
-                self.report["sections"].append(self._run_apart(section, Path(folder), seconds))
+            for number, section in enumerate(due):
+                seconds = min(section.seconds, self.deadline - time.monotonic())
+                if seconds < LEAST and number:
+                    print(
+                        f"no time for {', '.join(s.name for s in due[number:])}: run the same command again", flush=True
+                    )
+                    break
+                print(f"[{number + 1}/{len(due)}] {section.title}: up to {seconds / 60:.1f} min", flush=True)
+                before[section.name] = self._run_apart(section, Path(folder), seconds)
+                self.report["sections"] = [before[s.name] for s in SECTIONS if s.name in before]
+                self.report["sections"] += [s for s in before.values() if s not in self.report["sections"]]
                 self._write()
 
     def _run_apart(self, section: Section, folder: Path, seconds: float) -> dict[str, Any]:
@@ -97,10 +117,10 @@ class Reporter:
         return {"name": section.name, "title": section.title, "seconds": took, "fault": fault, "rows": rows}
 
     def _write(self) -> None:
-        self.report["minutes"] = (time.monotonic() - self.began) / 60
+        self.report["minutes"] = self.minutes_before + (time.monotonic() - self.began) / 60
         numbers = json.dumps(self.report, indent=1, ensure_ascii=False)
-        (self.output / NUMBERS).write_text(numbers + "\n", encoding="utf-8")
-        (self.output / PAGE).write_text(page(self.report), encoding="utf-8")
+        write_text(self.output / NUMBERS, numbers + "\n")
+        write_text(self.output / PAGE, page(self.report))
 
 
 def work(section: Section, sizes: Sizes, folder: Path, seconds: float, rows_file: Path, log: Path) -> None:
@@ -158,7 +178,7 @@ def commit() -> str:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="time for the whole report")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for this call")
     parser.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder for the report's files")
     parser.add_argument("--tiny", action="store_true", help="tiny models, with or without a GPU: tries the report out")
     parser.add_argument("--sections", nargs="+", choices=[s.name for s in SECTIONS], help="these alone; None: all")
@@ -170,7 +190,6 @@ def main() -> None:
             FAILURE,
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / LOG).unlink(missing_ok=True)
     sizes = TINY if arguments.tiny else Sizes()
     reporter = Reporter(arguments.output, sizes, arguments.minutes, multiprocessing.get_context("spawn"))
     reporter.run([s for s in SECTIONS if arguments.sections is None or s.name in arguments.sections])

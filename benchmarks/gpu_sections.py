@@ -1,4 +1,4 @@
-"""The sections of the GPU report: smoke tests, then tables. A section writes the rows of one table."""
+"""The sections of the GPU report by importance. A section writes the rows of one table."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpu_device import HAS_GPU, describe_machine
+from gpu_device import describe_machine
+from gpu_graphs import decide
 from gpu_groups import Bench, Key, Row, Starter, measure_together
+from gpu_kernels import kernels
 from gpu_others import MODELS, Foreign
-from gpu_parts import measure_parts
-from gpu_training import Arm, measure
+from gpu_runs import finetuning_twice, whole_runs
+from gpu_training import FLAGSHIP, PLAIN, arm, measure
 from measure import DEVICE
 
-from megatron_ddrp.config import OBJECTIVES, ModelConfig, ObjectiveConfig, flag
+from megatron_ddrp.config import OBJECTIVES, ModelConfig
 from megatron_ddrp.run.device import choices as choices_of_device
 
 if TYPE_CHECKING:
     import pytest
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
-FLAGSHIP = (ModelConfig().position_encoding, ObjectiveConfig().objective)
-PLAIN = ("absolute", "mlm")
 NOT_TIMED = ("auto", "eager", "blocked")
 """Attention backends that no GPU trains with: the name for the best one, the reference, and that of CPUs."""
 
@@ -33,8 +33,8 @@ class Section(NamedTuple):
 
     name: str
     title: str
-    share: float
-    """Part of the report's time, relative to the other sections' shares."""
+    seconds: float
+    """Most time that it may take."""
     run: Callable[[Bench], None]
 
 
@@ -91,13 +91,6 @@ def run_tests(paths: Sequence[Path], bench: Bench) -> None:
         raise RuntimeError(f"pytest ended with {pytest.ExitCode(code).name}")
 
 
-def arm(length: int, encoding: str, objective: str, rows: str = "full", **model: str) -> Arm:
-    """Return an arm named after what it trains and the settings in `model`."""
-    settings = [f"{flag(name)} {value}" for name, value in model.items()]
-    name = ", ".join((f"{encoding} + {objective}", *settings))
-    return Arm(name, length, {"position_encoding": encoding, **model}, objective, rows)
-
-
 def by_length(bench: Bench) -> None:
     """Time the flagship at every length, in rows without padding, padded and packed, and plain BERT."""
     for length in bench.lengths:
@@ -118,22 +111,6 @@ def by_backend(bench: Bench) -> None:
         measure([arm(length, encoding, objective, attention_backend=name) for name in backends()], bench)
 
 
-def compiled_or_not(bench: Bench) -> None:
-    """Time the flagship and plain BERT with `--compile on` beside `off`."""
-    if not HAS_GPU:
-        bench.write({"name": "--compile", "note": "not timed on a CPU, where compiling takes minutes"})
-        return
-    for encoding, objective in (FLAGSHIP, PLAIN):
-        length = bench.sizes.usual_length
-        measure([arm(length, encoding, objective, compile=switch) for switch in ("on", "off")], bench)
-
-
-def parts(bench: Bench) -> None:
-    """Time the parts of a step of the flagship and of plain BERT."""
-    for encoding, objective in (FLAGSHIP, PLAIN):
-        measure_parts(arm(bench.sizes.usual_length, encoding, objective), bench)
-
-
 def others(bench: Bench, models: Mapping[str, Sequence[str]] = MODELS) -> None:
     """Time our plain BERT and DeBERTa, each beside the models of other libraries that are like it."""
     for length in bench.lengths:
@@ -145,21 +122,23 @@ def others(bench: Bench, models: Mapping[str, Sequence[str]] = MODELS) -> None:
             measure_together(starters, bench, length)
 
 
-def smoke(name: str, file: str, share: float) -> Section:
+def smoke(name: str, file: str, seconds: float) -> Section:
     """Return the section that runs one file of tests/gpu."""
-    return Section(f"smoke-{name}", f"Smoke tests: {name}", share, partial(run_tests, [TESTS / file]))
+    return Section(f"smoke-{name}", f"Smoke tests: {name}", seconds, partial(run_tests, [TESTS / file]))
 
 
 SECTIONS = (
-    Section("machine", "The machine", 3, machine),
-    smoke("steps", "test_steps_gpu.py", 9),
-    smoke("runs", "test_runs_gpu.py", 4),
-    smoke("attention", "test_attention_gpu.py", 3),
-    Section("lengths", "Lengths and kinds of rows", 6, by_length),
-    Section("encodings", "Every encoding with every objective", 8, by_encoding),
-    Section("backends", "Attention backends", 6, by_backend),
-    Section("compile", "Compiled layers", 4, compiled_or_not),
-    Section("parts", "Parts of a step", 2, parts),
-    Section("others", "Beside other libraries", 6, others),
+    Section("machine", "The machine", 60, machine),
+    Section("graphs", "CUDA graphs off and on, in the steps of the recipe", 240, decide),
+    Section("kernels", "Attention by itself", 90, kernels),
+    Section("runs", "Whole runs: save and resume, ZeRO 1 to 3", 120, whole_runs),
+    Section("finetuning", "Fine-tuning twice", 60, finetuning_twice),
+    smoke("attention", "test_attention_gpu.py", 120),
+    smoke("steps", "test_steps_gpu.py", 300),
+    smoke("runs", "test_runs_gpu.py", 180),
+    Section("lengths", "Lengths and kinds of rows", 240, by_length),
+    Section("others", "Beside other libraries", 240, others),
+    Section("backends", "Attention backends", 240, by_backend),
+    Section("encodings", "Every encoding with every objective", 300, by_encoding),
 )
-"""The sections in the order of the report, each in a process of its own, where a failed kernel spoils the device."""
+"""The sections by importance, each in a process of its own, where a failed kernel spoils the device."""

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gpu_device import device_name, precision
-from gpu_groups import Bench, Running, Sizes, Work, measure_together
+from gpu_groups import Bench, Sizes, Work, measure_together
 
 from megatron_ddrp.config import (
     Config,
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
+    ParallelConfig,
     TrainingConfig,
+    flag,
 )
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
@@ -30,10 +32,12 @@ from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.device import check_device
+from megatron_ddrp.run.device import check_device, rows_for
 from megatron_ddrp.run.flops import flop_of_rows, peak_tflops
 from megatron_ddrp.train import allocate_model
 
+FLAGSHIP = (ModelConfig().position_encoding, ObjectiveConfig().objective)
+PLAIN = ("absolute", "mlm")
 SEED = 1234
 STEPS = 10**6
 MEAN_TEXT = 367
@@ -65,6 +69,8 @@ class Arm(NamedTuple):
     objective: str = "mlm"
     rows: str = "full"
     """Rows without padding ("full"), one text per row ("padded") or several ("packed")."""
+    graphs: str = "off"
+    """`--cuda-graphs`."""
 
     def config(self, bench: Bench, tokens: int) -> Config:
         """Return the configuration with micro-batches of at most `tokens` tokens."""
@@ -84,6 +90,7 @@ class Arm(NamedTuple):
                 split="1,0,0",
                 packing=self.rows == "packed",
             ),
+            parallel=ParallelConfig(cuda_graphs=self.graphs),
             training=TrainingConfig(
                 micro_batch_size=samples,
                 global_batch_size=samples * sizes.micro_batches,
@@ -93,15 +100,23 @@ class Arm(NamedTuple):
             ),
         )
 
-    def start(self, bench: Bench, tokens: int) -> Running:
+    def start(self, bench: Bench, tokens: int) -> Training:
         """Start training with micro-batches of at most `tokens` tokens."""
         return Training(self.config(bench, tokens), bench.ranks)
+
+
+def arm(length: int, encoding: str, objective: str, rows: str = "full", **model: str) -> Arm:
+    """Return an arm named after what it trains and the settings in `model`."""
+    settings = [f"{flag(name)} {value}" for name, value in model.items()]
+    name = ", ".join((f"{encoding} + {objective}", *settings))
+    return Arm(name, length, {"position_encoding": encoding, **model}, objective, rows)
 
 
 def open_loader(config: Config) -> tuple[Config, BatchLoader]:
     """Return the configuration with the vocabulary's size, and the training loader."""
     corpus = Corpus.open(config, keep_indices=False)
-    return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), corpus.loader("train", 0, 1, "cuda")
+    loader = corpus.loader("train", 0, 1, rows_for(config, torch.device("cuda")))
+    return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), loader
 
 
 class Training:

@@ -10,6 +10,7 @@
 #       bash examples/pretrain_ddrp_3.9b_64gpu.sh [more flags]
 #
 # On other machines, choose tensor x pipeline x data = the number of GPUs; DRY_RUN=1 refuses a layout that does not fit.
+# Pipelines also talk through gloo: where machines have several networks, export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
 # With more memory use a larger --micro-batch-size, with less use --checkpoint-activations.
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -29,5 +30,15 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py --dry-run --world-size 64 --device-memory 80 "${ARGS[@]}"
+fi
+# Kernels are compiled into folders of each machine's own disk. DeepSpeed's launcher sends variables of other names than
+# NCCL… and PYTHON… to the other machines only if a file lists them.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton_$UID}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/torchinductor_$UID}
+if [[ -z ${DS_ENV_FILE:-} ]]; then
+    DS_ENV_FILE=$(mktemp)
+    export DS_ENV_FILE
+    env | grep -E '^(TRITON_CACHE_DIR|TORCHINDUCTOR_CACHE_DIR|GLOO_SOCKET_IFNAME)=' >"$DS_ENV_FILE"
+    cat ~/.deepspeed_env .deepspeed_env >>"$DS_ENV_FILE" 2>/dev/null || true
 fi
 exec deepspeed --quiet --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"

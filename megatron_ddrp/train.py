@@ -28,7 +28,7 @@ from megatron_ddrp.errors import (
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
+from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
 from megatron_ddrp.run import stopping
 from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
 from megatron_ddrp.run.host_memory import keep_freed_memory
@@ -55,7 +55,7 @@ def train(config: Config) -> int:
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
-    verified = verify_data(config, ranks.first_on_host, agree)
+    verified = verify_data(config, ranks.first_on_host, agree_on_long_work)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))

@@ -12,6 +12,8 @@ import datetime
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +25,9 @@ from megatron_ddrp.errors import UserError, agreed_by_all, print_error
 from megatron_ddrp.parallel.rendezvous import complete_environment, join
 
 T = TypeVar("T")
+
+PAUSE = 5.0
+"""Most seconds between two collective calls of ranks of which one still works."""
 
 
 class Ranks(NamedTuple):
@@ -250,3 +255,23 @@ def agree(action: Callable[[], T]) -> T:
     if failures:
         raise agreed_by_all(*failures[0])
     return result  # type: ignore[return-value]
+
+
+def agree_on_long_work(action: Callable[[], T]) -> T:
+    """Do as `agree` does where `action` may take longer, on some ranks or all, than a collective call may wait.
+
+    A thread runs it, and until every rank is done all of them meet again and again, so that none waits long.
+    """
+    work: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            work.set_result(action())
+        except BaseException as error:  # for the thread that waits, which raises it
+            work.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    pause = min(PAUSE, dist.distributed_c10d.default_pg_timeout.total_seconds() / 4)
+    while not all(gather_objects(bool(wait([work], pause).done))):
+        pass
+    return agree(work.result)

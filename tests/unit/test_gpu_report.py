@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 import weakref
 from collections import defaultdict
 from importlib.machinery import ModuleSpec
@@ -17,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import gpu_device
+import gpu_graphs
 import gpu_groups
+import gpu_kernels
 import gpu_others
 import gpu_page
 import gpu_report
+import gpu_runs
 import gpu_sections
+import numpy as np
 import pytest
 import torch
 from gpu_groups import TINY, Bench, Row, Sizes, Work
-from gpu_parts import part_rows
 from gpu_sections import SECTIONS, Section
 from gpu_training import Arm, write_corpora
 
@@ -33,7 +37,7 @@ from megatron_ddrp.config import ENCODINGS, OBJECTIVES
 from megatron_ddrp.errors import FAILURE, UserError
 from tests.integration.launch import fork_server
 
-SIZES = dataclasses.replace(TINY, lengths=(16,), usual_length=16, encodings=("ddrp",))
+SIZES = dataclasses.replace(TINY, lengths=(16,), usual_length=16, encodings=("ddrp",), steps=1)
 
 TESTS = """
 import pytest
@@ -92,8 +96,8 @@ def write_under(name: str, bench: Bench, row: Row) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A report with every table but the smoke tests, and with sections that go wrong; "rows" are by table."""
     folder = tmp_path_factory.mktemp("report")
-    sections = [Section("tables", "Tables", 1, tables)]
-    sections += [Section("broken", "Broken", 1, broken), Section("killed", "Killed", 1, killed)]
+    sections = [Section("tables", "Tables", 300, tables)]
+    sections += [Section("broken", "Broken", 300, broken), Section("killed", "Killed", 300, killed)]
     gpu_report.Reporter(folder, SIZES, 5.0, fork_server()).run(sections)
     report = json.loads((folder / gpu_report.NUMBERS).read_text(encoding="utf-8"))
     by_name = {section["name"]: section for section in report["sections"]}
@@ -138,28 +142,92 @@ def test_backends_are_timed_or_refused_in_a_line(report: dict[str, Any]) -> None
     assert refused["note"].startswith("UserError: --attention-backend triton: ")
 
 
-def test_compiled_layers_stand_beside_others(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    groups: list[list[Arm]] = []
-    monkeypatch.setattr(gpu_sections, "HAS_GPU", True)
-    monkeypatch.setattr(gpu_sections, "measure", lambda arms, bench: groups.append(arms))
-    gpu_sections.compiled_or_not(bench)
-    assert [arm.name for arm in groups[0]] == ["ddrp + mth, --compile on", "ddrp + mth, --compile off"]
-    assert [[arm.config(bench, 64).model.compile for arm in arms] for arms in groups] == [["on", "off"]] * 2
-
-
-def test_the_parts_of_a_step_add_up(report: dict[str, Any]) -> None:
-    rows = [row for row in report["rows"]["parts"] if row["name"] == "ddrp + mth"]
-    ms = {row["part"]: row["ms"] for row in rows}
-    assert sum(value for name, value in ms.items() if name not in ("whole step", "data, beside the step")) == (
-        pytest.approx(ms["whole step"])
+def test_graphs_are_compared_step_by_step(report: dict[str, Any]) -> None:
+    """On a CPU the arms without graphs are, and those with graphs say why they are not."""
+    rows = [row for row in report["rows"]["graphs"] if "verdict" not in row]
+    assert [row["name"] for row in rows[:3]] == [f"ddrp + mth, graphs {way}" for way in ("off", "off, again", "on")]
+    assert [(row["rows"], row["name"].partition(",")[0]) for row in rows[::3]] == [
+        ("full", "ddrp + mth"),
+        ("full", "absolute + mlm"),
+        ("packed", "ddrp + mth"),
+    ]
+    for off, again, on in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        assert off["norms"] == again["norms"] and len(set(off["norms"])) == gpu_graphs.FIRST + SIZES.steps + 2
+        assert off["host_ms"] > 0 and off["tokens_per_second"] > 0 and off["waits"] is None
+        assert "CUDA graphs need an NVIDIA GPU" in on["note"]
+    last = report["rows"]["graphs"][-1]
+    assert last["name"] == "to change" and last["verdict"].startswith(
+        "nothing: keep --cuda-graphs off; ddrp + mth, full rows: not decided, "
     )
-    assert {"embeddings", "attention", "feed-forward", "head", "optimizer", "DeepSpeed's rest"} < ms.keys()
 
 
-def test_parts_are_differences_of_passes() -> None:
-    names = ("data", "embeddings", "layers too", "feed-forward", "whole", "optimizer", "step")
-    rows = part_rows(dict(zip(names, (1.0, 2.0, 10.0, 3.0, 14.0, 4.0, 20.0), strict=True)), "2 x 16")
-    assert [row["ms"] for row in rows] == [2, 5, 3, 4, 4, 2, 20, 1]
+def ways(on: dict[str, Any], again: dict[str, Any] | None = None) -> dict[str, Row]:
+    """Return the rows of an arm off, off again and on."""
+    off: Row = {"name": "a", "ms": 40.0, "norms": ["0x1p+0", "0x1p+1"]}
+    return {gpu_graphs.OFF: off, gpu_graphs.AGAIN: off | (again or {}), gpu_graphs.ON: off | on}
+
+
+def test_the_verdict_follows_norms_and_times() -> None:
+    faster = gpu_graphs.verdict(ways({"ms": 30.0}))
+    assert faster == ("faster", faster.line) and "all 2 steps equal bit for bit" in faster.line
+    assert "30.00 ms per micro-batch instead of 40.00" in faster.line
+    slower = gpu_graphs.verdict(ways({"ms": 41.0}))
+    different = gpu_graphs.verdict(ways({"ms": 30.0, "norms": ["0x1p+0", "0x1p+2"]}))
+    assert different == ("different", "graphs change the gradient norm from step 2 on")
+    noisy = gpu_graphs.verdict(ways({}, again={"norms": ["0x1p-1", "0x1p+1"]}))
+    assert noisy.kind == "unknown" and "other gradient norms from step 1 on" in noisy.line
+    failed = gpu_graphs.verdict(ways({"note": "RuntimeError: capture"}))
+    assert failed == ("unknown", "not decided, a: RuntimeError: capture")
+    assert gpu_graphs.conclusion([faster, slower]).startswith("the default of --cuda-graphs to auto")
+    assert gpu_graphs.conclusion([slower, faster]).startswith("nothing: keep --cuda-graphs off; gradient norms of all")
+    for fault in (different, noisy, failed):
+        assert gpu_graphs.conclusion([faster, fault]) == f"nothing: keep --cuda-graphs off; {fault.line}"
+
+
+def test_graphs_that_change_norms_are_tried_without_compiled_layers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def compare(base: Arm, ways: tuple[str, ...], bench: Bench) -> gpu_graphs.Verdict:
+        asked.append((base.name, len(ways)))
+        return gpu_graphs.Verdict("different" if base.model["position_encoding"] == "absolute" else "faster", "")
+
+    monkeypatch.setattr(gpu_graphs, "compare", compare)
+    gpu_graphs.decide(bench)
+    arms = [("ddrp + mth", 3), ("absolute + mlm", 3), ("absolute + mlm, --compile off", 2), ("ddrp + mth", 3)]
+    assert asked == arms
+
+
+def test_attention_stands_beside_other_libraries(report: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in report["rows"]["kernels"]}
+    assert rows.keys() == gpu_kernels.CALLS.keys()
+    for name in ("torch", "ours, ddrp", "ours, ddrp with HCD", "ours, deberta"):
+        flop = 7 * 2 * 4 * 16 * 16 * 32  # 7 products, 4 rows of 16 tokens, hidden size 32
+        assert rows[name]["tflops"] == pytest.approx(flop / rows[name]["ms"] / 1e9)
+
+
+def test_kernels_have_their_own_rate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Row] = []
+    monkeypatch.setattr(gpu_kernels, "kernel_seconds", lambda run: {"forward_kernel": 1e-6, "gemm": 1.0})
+    monkeypatch.setattr(gpu_kernels, "CALLS", {"torch": gpu_kernels.torchs})
+    gpu_kernels.kernels(dataclasses.replace(bench, write=written.append))
+    assert written[1:] == [{"name": "torch", "part": "forward_kernel", "ms": 1e-3, "tflops": pytest.approx(0.131072)}]
+
+
+def test_whole_runs_repeat(report: dict[str, Any]) -> None:
+    resumed, two, three = report["rows"]["runs"]
+    assert resumed["value"] == "losses and gradient norms of all 6 steps equal bit for bit"
+    assert two["name"] == "--zero-stage 2 beside 1" and three["name"] == "--zero-stage 3 beside 1"
+    assert all("bit for bit" in row["value"] or "of themselves" in row["value"] for row in (two, three))
+    assert report["rows"]["finetuning"][0]["value"] == "equal bit for bit"
+
+
+def test_differences_of_runs_are_told() -> None:
+    one = np.array([[2.0, 1.0], [1.0, 4.0]])
+    assert gpu_runs.difference(one, one[:1]) == "1 steps instead of 2"
+    told = gpu_runs.difference(one, one * [1.0, 1.01])
+    assert told == "losses differ by up to 0.0e+00 of themselves, gradient norms by up to 1.0e-02"
 
 
 def test_our_own_models_stand_beside_other_libraries(report: dict[str, Any]) -> None:
@@ -235,6 +303,28 @@ def test_a_section_that_fails_is_a_line_and_keeps_its_rows(report: dict[str, Any
     assert "Failed: RuntimeError: the kernel failed" in report["page"]
 
 
+def test_a_second_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections that never began come first, then those with faults; one that is done is not repeated."""
+    calls: list[str] = []
+
+    def run_apart(self: gpu_report.Reporter, section: Section, folder: Path, seconds: float) -> dict[str, Any]:
+        calls.append(section.name)
+        fault = "Stopped for time" if section.name == "graphs" and calls.count("graphs") == 1 else None
+        return {"name": section.name, "title": section.title, "seconds": 1.0, "fault": fault, "rows": []}
+
+    monkeypatch.setattr(gpu_report.Reporter, "_run_apart", run_apart)
+    monkeypatch.setattr(gpu_report, "commit", lambda: "abc")
+    for minutes in (0.0, 0.0, 5.0, 5.0):
+        gpu_report.Reporter(tmp_path, SIZES, minutes, None).run(SECTIONS[:4])
+        kept = json.loads((tmp_path / gpu_report.NUMBERS).read_text(encoding="utf-8"))["sections"]
+    assert calls == ["machine", "graphs", "kernels", "runs", "graphs"]
+    assert [section["name"] for section in kept] == ["machine", "graphs", "kernels", "runs"]
+    monkeypatch.setattr(gpu_report, "commit", lambda: "def")
+    with pytest.raises(UserError, match="is a report of another commit .abc instead of def.: move it away") as refused:
+        gpu_report.Reporter(tmp_path, SIZES, 5.0, None)
+    assert refused.value.exit_code == 2
+
+
 def test_a_section_without_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report, "GRACE", 0.0)
     reporter = gpu_report.Reporter(tmp_path, SIZES, 0.0, fork_server())
@@ -270,16 +360,10 @@ def rows_of(largest: dict[str, int], deadline: float = float("inf")) -> dict[str
     return {row["name"]: row for row in rows}
 
 
-def test_a_group_takes_the_micro_batch_that_all_of_it_fits() -> None:
-    rows = rows_of({"small": 40, "large": 100})
-    assert {name: row["micro_batch"] for name, row in rows.items()} == {"small": "4 x 8", "large": "4 x 8"}
-    assert rows["small"]["mfu"] == 0.5
-
-
-def test_an_arm_without_memory_for_one_row_leaves_the_others_alone() -> None:
+def test_an_arm_without_memory_leaves_the_others_alone() -> None:
     rows = rows_of({"none": 4, "large": 100})
     assert "out of memory" in rows["none"]["note"]
-    assert rows["large"]["micro_batch"] == "1 x 8"
+    assert rows["large"]["micro_batch"] == "8 x 8" and rows["large"]["mfu"] == 0.5
 
 
 def test_a_group_without_time_is_named() -> None:
@@ -318,6 +402,22 @@ def test_memory_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(calls) == given.keys()
 
 
+def test_waits_of_the_host_have_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA tells of them; the warning that the mode itself gives is none."""
+
+    def set_mode(mode: str) -> None:
+        warnings.warn("the mode does not yet detect all synchronizing operations", UserWarning, stacklevel=1)
+
+    def run() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    monkeypatch.setattr(gpu_device, "HAS_GPU", True)
+    line = run.__code__.co_firstlineno + 2
+    assert gpu_device.waits_during(run) == [f"{Path(__file__).name}:{line}"] * 2
+
+
 def test_the_driver_is_asked_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 575.57.08\n", encoding="utf-8")
@@ -346,6 +446,6 @@ def test_the_end_says_where_the_files_are(
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", *words])
     gpu_report.main()
     printed = capsys.readouterr().out
-    assert "[1/1] The machine: up to 20.0 min" in printed
+    assert "[1/1] The machine: up to 1.0 min" in printed
     assert f"wrote {tmp_path / 'new' / 'gpu-report.md'} and {tmp_path / 'new' / 'gpu-report.json'}" in printed
     assert "open an issue" in printed

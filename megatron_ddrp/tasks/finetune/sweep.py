@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_ddrp.engine.precision import instead_of_fp16
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.tasks.finetune.determinism import fix_workspace
 from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
@@ -45,7 +45,7 @@ class Sweep:
         """Load the encoders and list the runs. `ranks` is None unless several ranks share each run."""
         self.options, self.device, self.ranks, self.show_bar = options, device, ranks, show_bar
         if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
+            fix_workspace()
         else:
             if options.training.fp16:
                 raise UserError(f"--fp16 needs a GPU; {instead_of_fp16()}", exit_code=2)

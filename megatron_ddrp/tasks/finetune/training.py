@@ -15,12 +15,12 @@ the same score on any number of ranks.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
+from megatron_ddrp.tasks.finetune.determinism import deterministic, with_fallback
 from megatron_ddrp.tasks.finetune.heads import Scale, fold, output_layer
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
@@ -99,22 +100,7 @@ class FineTuning:
     def step(self, rows: np.ndarray) -> None:
         """Do one optimizer step on the rows with these numbers."""
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
-        size_of_batch = max(1, self.kind.size(self.train, rows))
-        for number, start in enumerate(range(0, len(rows), size)):
-            if number % self.world_size != self.rank:
-                continue
-            micro = rows[start : start + size]
-            seed_draws(self.run.seed_of("fine-tuning dropout", self.steps, number), self.device)
-            labels = self.kind.targets(self.train, micro)
-            if self.output:
-                labels = (labels - self.scale.mean) / self.scale.deviation
-            targets = torch.from_numpy(labels).to(self.device)
-            loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
-            self.scaler.scale(loss).backward()
-            if run_in_half:
-                self._move_gradients()
+        with_fallback(partial(self._compute_gradients, rows))
         if self.world_size > 1:
             self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
@@ -124,7 +110,7 @@ class FineTuning:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.steps += 1
-        if run_in_half:
+        if self.run.precision != "fp32":
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(self.weights[name])
@@ -144,12 +130,7 @@ class FineTuning:
         A row gets nan if one of its outputs is not finite.
         """
         self.model.eval()
-        outcomes = self.kind.blank(encoded)
-        times_scored = np.zeros(len(outcomes))
-        for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
-            places, values = self.kind.outcomes(self._outputs(encoded, rows), encoded, rows)
-            outcomes[places] = values.cpu().numpy()
-            times_scored[places] += 1
+        outcomes, times_scored = with_fallback(partial(self._outcomes, encoded))
         if self.world_size > 1:
             flat = np.concatenate([outcomes.reshape(len(outcomes), -1), times_scored[:, None]], axis=1)
             summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
@@ -159,9 +140,38 @@ class FineTuning:
             outcomes = self.scale.deviation * outcomes + self.scale.mean
         return self.kind.predictions(self.task, encoded, outcomes)
 
+    def _outcomes(self, encoded: Encoded) -> tuple[np.ndarray, np.ndarray]:
+        """Return the outcomes of this rank's rows, with those of other ranks blank, and how often each was computed."""
+        outcomes = self.kind.blank(encoded)
+        times_scored = np.zeros(len(outcomes))
+        for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
+            places, values = self.kind.outcomes(self._outputs(encoded, rows), encoded, rows)
+            outcomes[places] = values.cpu().numpy()
+            times_scored[places] += 1
+        return outcomes, times_scored
+
     def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
         batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
         return self.model(batch)
+
+    def _compute_gradients(self, rows: np.ndarray) -> None:
+        """Set the gradients to those of this rank's micro-batches; whatever they were before does not matter."""
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        size, size_of_batch = self.run.micro_batch_size, max(1, self.kind.size(self.train, rows))
+        for number, start in enumerate(range(0, len(rows), size)):
+            if number % self.world_size != self.rank:
+                continue
+            micro = rows[start : start + size]
+            seed_draws(self.run.seed_of("fine-tuning dropout", self.steps, number), self.device)
+            labels = self.kind.targets(self.train, micro)
+            if self.output:
+                labels = (labels - self.scale.mean) / self.scale.deviation
+            targets = torch.from_numpy(labels).to(self.device)
+            loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
+            self.scaler.scale(loss).backward()
+            if self.run.precision != "fp32":
+                self._move_gradients()
 
     def _move_gradients(self) -> None:
         """Add a micro-batch's gradients to the gradients of the fp32 master copies."""
@@ -201,7 +211,7 @@ def finetune(
     predictions: dict[str, Any] = {}
     hidden = None if show_bar and tuning.rank == 0 else True  # None hides the bar outside a terminal
     with (
-        _repeatable(tuning.device),
+        deterministic(tuning.device),
         tqdm(total=tuning.total, desc=f"{run.task} seed {run.seed}", unit="step", leave=False, disable=hidden) as bar,
     ):
         for epoch in range(run.epochs):
@@ -216,20 +226,6 @@ def finetune(
     assert tuning.steps == tuning.total
     tuning.finish()
     return RunResult(scores, predictions, model, tuning.steps, time.perf_counter() - start)
-
-
-@contextlib.contextmanager
-def _repeatable(device: torch.device) -> Iterator[None]:
-    """Use deterministic GPU kernels where torch has them."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, int]:
