@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import COLORS, draw_band, handles_by_label, hide_rest, pyplot, run_style, save_figure
+from megatron_ddrp.pages.plotting import (
+    COLORS,
+    draw_band,
+    handles_by_label,
+    hide_rest,
+    pyplot,
+    remove_figure,
+    run_style,
+    save_figure,
+)
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import Curve, Results
 from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, STEP_SECONDS
@@ -30,12 +39,12 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
     drawn = {}
     for name, (curves, x_label, y_label) in wanted.items():
         path = folder / f"{name}.png"
-        path.unlink(missing_ok=True)  # an old figure may show data that no longer exist
+        remove_figure(path)
         if any(curves.values()):
             draw_bands(curves, x_label, y_label, path)
             drawn[name] = path
     path = folder / "measures.png"
-    path.unlink(missing_ok=True)
+    remove_figure(path)
     if panels := compared_panels(results, compared):
         draw_differences(panels, path)
         drawn[path.stem] = path

@@ -1,4 +1,4 @@
-"""Report of a sweep: table.md, table.json and table.png with the medians over seeds, one row per encoder.
+"""Report of a sweep: table.md, table.json, tables/ and table.png with the medians over seeds, one row per encoder.
 
 Each median is at a task's best grid point. The table marks undefined scores, which count as 0. It shows an average only
 if all of its tasks are there.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
+from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
 from megatron_ddrp.tasks.finetune.figure import draw
 from megatron_ddrp.tasks.finetune.runs import Run
@@ -124,18 +125,20 @@ def write_report(
     damage: Sequence[str] = (),
     asked: Iterable[Run] = (),
 ) -> str:
-    """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
+    """Write table.md, table.json, tables/ and, with matplotlib, table.png into `folder`; return the text to show.
 
     `damage` has sentences about runs that are left out or could not be checked; table.md ends with them. `asked` are
     the runs of this command; the table shows them even if newer runs had other data, lengths or numbers of rows.
     """
     encoders = best_cells(rows, suite.order, asked)
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(encoders, suite, damage)
+    tables = all_tables(encoders, suite)
+    text = page(encoders, suite, tables, damage)
     write_text(folder / "table.md", text)
+    write_tables(folder / "tables", tables)
     write_text(folder / "table.json", json.dumps(summary(encoders, suite), indent=2) + "\n")
     if find_spec("matplotlib") is None:
-        return f"\n{text}\nwritten to {folder / 'table.md'}; the figure needs matplotlib"
+        return f"\n{text}\nwritten to {folder / 'table.md'} and tables/; the figure needs matplotlib"
     tasks = task_order(encoders, suite.order)
     draw(encoders, tasks, suite.title, folder / "table.png")
     panels = [
@@ -143,7 +146,7 @@ def write_report(
     ]
     curves = draw_learning_curves(panels, "lowest and highest seed", folder)
     beside = f", and {folder / curves}" if curves else ""
-    return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png{beside}"
+    return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png, tables/{beside}"
 
 
 def _spread(cell: Cell) -> Score:
@@ -200,8 +203,14 @@ def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
     return result
 
 
-def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) -> str:
+def page(encoders: dict[str, Cells], suite: Suite, tables: dict[str, Table | None], damage: Sequence[str] = ()) -> str:
     """Return the text of table.md."""
+    unlike = _unlike(encoders, task_order(encoders, suite.order))
+    return render("scores.md.jinja", title=suite.title, about=suite.about, unlike=unlike, damage=damage, **tables)
+
+
+def all_tables(encoders: dict[str, Cells], suite: Suite) -> dict[str, Table | None]:
+    """Return the tables of the page by name."""
     tasks = task_order(encoders, suite.order)
     means = {name: suite.means(cells) for name, cells in encoders.items()}
     shown = [kind for kind in suite.averages if any(mean[kind] is not None for mean in means.values())]
@@ -223,19 +232,13 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
         + ["undefined" if gain.difference is None else f"{100 * gain.difference:+.2f}"]
         for gain in gains(encoders)
     ]
-    unlike = _unlike(encoders, tasks)
-    return render(
-        "scores.md.jinja",
-        title=suite.title,
-        about=suite.about,
-        scores=Table(["encoder", *tasks, *shown], scores + _baselines(encoders, tasks, len(shown))),
-        gains=Table(["encoder", "task", "metric", "pre-trained", "random weights", "difference"], gained),
-        details=Table(DETAILS, details),
-        pairs=Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
-        paper=suite.published_table(encoders),
-        unlike=unlike,
-        damage=damage,
-    )
+    return {
+        "scores": Table(["encoder", *tasks, *shown], scores + _baselines(encoders, tasks, len(shown))),
+        "gains": Table(["encoder", "task", "metric", "pre-trained", "random weights", "difference"], gained),
+        "runs": Table(DETAILS, details),
+        "differences": Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
+        "paper": suite.published_table(encoders),
+    }
 
 
 def _baselines(encoders: dict[str, Cells], tasks: list[str], blanks: int) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import COLORS, GREY, pyplot, save_figure
+from megatron_ddrp.pages.plotting import COLORS, GREY, pyplot, remove_figure, save_figure
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.curves import draw_loss, draw_similarity, draw_training
 from megatron_ddrp.tasks.ladder.gains import draw_claims, draw_gains
@@ -42,7 +42,7 @@ def draw_all(ladder: Ladder, gains: Mapping[str, Sequence[Judged]], folder: Path
     drawn = []
     for name, draw in wanted.items():
         path = folder / f"{name}.png"
-        path.unlink(missing_ok=True)  # an old figure may show data that no longer exist
+        remove_figure(path)
         if ladder.runs and draw(path):
             drawn.append(name)
     return drawn

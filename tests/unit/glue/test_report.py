@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ddrp.tasks.finetune import figure
 from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
-from megatron_ddrp.tasks.finetune.report import differences, gains, summary, write_report
-from megatron_ddrp.tasks.finetune.report import table as table_of
+from megatron_ddrp.tasks.finetune.report import all_tables, differences, gains, page, summary, write_report
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.suite import Glue
@@ -46,7 +45,8 @@ def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
 
 
 def table(rows):
-    return table_of(best_cells(rows, GLUE.order), GLUE)
+    cells = best_cells(rows, GLUE.order)
+    return page(cells, GLUE, all_tables(cells, GLUE))
 
 
 def average(cells):
@@ -252,6 +252,8 @@ def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     assert data["encoders"]["base"]["tasks"]["STS-B"]["scores"] == [0.1, 0.1]
     assert data["paper"]["DDRP (MTH) 1M steps"]["average of 8"] == 85.0
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    tables = {path.name for path in (tmp_path / "tables").iterdir()}
+    assert tables == {f"{name}.{ending}" for name in ("scores", "runs", "paper") for ending in ("csv", "tex")}
 
 
 def drawn(rows, monkeypatch, title="GLUE"):

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages.plotting import FORMATS
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.ladder import curves
 from megatron_ddrp.tasks.ladder import page as page_module
@@ -26,13 +27,15 @@ def page_of(write_rows, tmp_path):
 def test_the_command_writes_a_page_with_all_figures(write_rows, tmp_path, capsys):
     out = tmp_path / "out"
     (out / "figures").mkdir(parents=True)
-    (out / "figures" / "gains-others.png").write_bytes(b"old")
+    for ending in FORMATS:
+        (out / "figures" / f"gains-others{ending}").write_bytes(b"old")
     rows = [row for row in full_rows() if row["model"] != "ddrp+free"]
     assert main([str(write_rows(rows)), "--output-dir", str(out)]) == 0
     assert "7 figures written" in capsys.readouterr().out
     text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")
     drawn = ["claims", "direction", "gains", "loss", "minimal-pairs", "similarity", "training"]
-    assert sorted(path.stem for path in (out / "figures").iterdir()) == drawn  # the old figure is gone
+    files = sorted(f"{name}{ending}" for name in drawn for ending in FORMATS)
+    assert sorted(path.name for path in (out / "figures").iterdir()) == files  # the old figure is gone
     assert sorted(re.findall(r"\(figures/(\S+)\.png\)", text)) == drawn
     assert html.count("data:image/png;base64,") == len(drawn)
     assert not re.search(r'(src|href)="(?!data:)', html)

@@ -65,6 +65,7 @@ def test_results_are_written_and_nothing_is_scored_twice(words, tmp_path, capsys
     text = (out / "table.md").read_text()
     assert f"| {checkpoints['ddrp']} |" in text.replace("\\", "")
     assert "| agreement | morphology | 5 |" in text
+    assert "agreement,morphology,5," in (out / "tables" / "paradigms.csv").read_text()
     assert not find_spec("matplotlib") or (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
