@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.tasks.compare.resampling import resampled_scores
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.finetune.cells import Cell
+from megatron_ddrp.tasks.finetune.metrics import resampled_scores
 from megatron_ddrp.tasks.finetune.predictions import read_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task

@@ -38,7 +38,7 @@ def scored_folder(folder, predictions, task="CoLA", **more):
         targets, predicted = np.arange(len(predicted)) % 2.0, np.array(predicted, dtype=float)
         path = folder / "predictions" / f"{run.name}.tsv"
         checksum = write_predictions(path, TASKS[task], {"dev": (targets, predicted)})
-        score = METRICS[TASKS[task].metric](targets, predicted)
+        score = METRICS[TASKS[task].kind][TASKS[task].metric].value(targets, predicted)
         store.append(finished(run, score, dev_examples=len(predicted), predictions_crc32=checksum))
     return folder
 
