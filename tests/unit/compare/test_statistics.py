@@ -7,13 +7,18 @@ import pytest
 from scipy import stats
 
 from megatron_ddrp.tasks.statistics import (
+    BETTER,
     EQUAL_SEEDS,
+    NOT_TOLD_APART,
     NOT_VISIBLE,
     ONE_SEED,
     OPPOSITE,
     VISIBLE,
+    WORSE,
     Difference,
+    benjamini_hochberg,
     bootstrap_macro_average,
+    judge,
     mean_and_band,
     paired,
     paired_bootstrap,
@@ -127,3 +132,43 @@ def test_the_interval_of_paired_differences_is_the_central_95_per_cent():
     inside = np.mean((bootstrap_macro_average(GROUPS) >= low) & (bootstrap_macro_average(GROUPS) <= high))
     assert 0.95 <= inside < 0.96 and percentile_interval(np.arange(201.0)) == pytest.approx((5, 195))
     assert paired_bootstrap([np.zeros(5), np.zeros(3)]) == (0, 0)
+
+
+def test_the_p_value_is_that_of_scipys_paired_test():
+    common = sorted(FIRST.keys() & SECOND.keys())
+    expected = stats.ttest_rel([FIRST[s] for s in common], [SECOND[s] for s in common]).pvalue
+    found = paired(FIRST, SECOND)
+    assert found.p_value == pytest.approx(expected, rel=1e-12)
+    assert found.by_seed == {seed: FIRST[seed] - SECOND[seed] for seed in common}
+
+
+def test_no_p_value_without_a_spread_and_p_1_for_equal_models():
+    assert Difference((0.3,)).p_value is None
+    assert Difference((0.3, 0.3)).p_value is None, "equal gains: no spread to test against"
+    assert Difference((0.0, 0.0)).p_value == 1.0
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 40])
+def test_benjamini_and_hochberg_as_scipy_adjusts_p_values(count):
+    generator = np.random.default_rng(count)
+    for scale in (1.0, 0.1, 0.01):
+        p_values = [float(value) for value in scale * generator.random(count) ** 2]
+        expected = list(stats.false_discovery_control(p_values) <= 0.05) if count else []
+        assert benjamini_hochberg(p_values) == expected == slow_benjamini_hochberg(p_values)
+
+
+def slow_benjamini_hochberg(p_values, rate=0.05):
+    """The definition, literally: of all numbers k of smallest p values, take the largest that the rule allows."""
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    k = max((k for k in range(1, len(order) + 1) if p_values[order[k - 1]] <= k * rate / len(order)), default=0)
+    return [place in order[:k] for place in range(len(order))]
+
+
+def test_a_gain_is_judged_with_the_other_gains_of_its_table():
+    clear, worse, weak = Difference((1.0, 1.1, 0.9)), Difference((-1.0, -1.1, -0.9)), Difference((0.1, 0.16, 0.21))
+    assert weak.interval[0] > 0 and weak.p_value < 0.05
+    nothing = [Difference((-1.0, 1.0 + 0.1 * number, 0.2)) for number in range(20)]
+    assert judge([weak]) == [BETTER]
+    assert judge([clear, Difference((1.0,)), worse]) == [BETTER, "", WORSE]
+    assert judge([weak, *nothing]) == [NOT_TOLD_APART] * 21, "one of 21 is expected to look like this by chance"
+    assert judge([]) == []
