@@ -68,6 +68,13 @@ class Kind(ABC):
         """
         return None
 
+    def constant_guess(self, task: Task, answers: Any) -> float | None:
+        """Return the score of the most frequent answer for all rows, of runs that did not record their `baseline`.
+
+        For numbers it is 0, which the undefined correlation with a constant counts as. None for kinds without one.
+        """
+        return 0.0 if self.predicts_numbers else None
+
     @abstractmethod
     def num_outputs(self, task: Task) -> int:
         """Return the width of the head's last layer."""

@@ -131,6 +131,11 @@ class Classification(SequenceKind):
         answers = np.array(labels)
         return self.score(task.metric, answers, np.full(len(answers), float(task.most_frequent(counts)))) or 0.0
 
+    def constant_guess(self, task: Task, answers: np.ndarray) -> float | None:
+        """Return the score of predicting the most frequent class of the answers for every row."""
+        counts = {label: int((answers == number).sum()) for number, label in enumerate(task.labels)}
+        return self.baseline(task, counts, answers.tolist())
+
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return class numbers, int64 `[rows]`; labels with a nan (rows without labels) stay unchanged."""
         return labels if np.isnan(labels).any() else labels.astype(np.int64)
