@@ -179,34 +179,7 @@ def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple
     return points
 
 
-def bootstrap_macro_average(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the macro average (the mean of the groups' means) of every bootstrap sample, `[samples]`.
-
-    A sample draws groups with replacement, as many as there are, and items with replacement from each drawn group, as
-    many as it has (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). Each of `groups`
-    is `[items]`; a group whose mean alone is known has one item.
-    """
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    drawn = generator.integers(len(groups), size=(BOOTSTRAP_SAMPLES, len(groups)))
-    means = np.empty(drawn.shape)  # [samples, groups]
-    for number, group in enumerate(groups):
-        places = drawn == number
-        values, counts = np.unique(group, return_counts=True)
-        # Items with equal values are interchangeable, so only the number of draws per value matters.
-        times = generator.multinomial(len(group), counts / len(group), size=np.count_nonzero(places))
-        means[places] = times @ values / len(group)
-    return means.mean(axis=1)
-
-
 def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
-
-
-def paired_bootstrap(differences: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the 95 % interval of the macro average of differences between two models on the same items.
-
-    `differences` has one array `[items]` per group (a paradigm of minimal pairs): first minus second model.
-    """
-    return percentile_interval(bootstrap_macro_average(differences))

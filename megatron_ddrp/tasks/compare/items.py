@@ -19,7 +19,8 @@ from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
 from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
-from megatron_ddrp.tasks.statistics import paired_bootstrap, percentile_interval
+from megatron_ddrp.tasks.minimal_pairs.results import over_pairs, over_paradigms
+from megatron_ddrp.tasks.statistics import percentile_interval
 
 Interval = tuple[float, float]
 Paradigms = Mapping[str, np.ndarray]
@@ -71,7 +72,7 @@ class Items:
         return self._samples[key]
 
     def of_pairs(self, first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
-        """Return the interval of `first` − `second` on resampled paradigms and pairs, averaged over the seeds.
+        """Return the interval of `first` − `second` on resampled paradigms (of one: pairs), averaged over seeds.
 
         Return None if scores are missing.
         """
@@ -81,9 +82,10 @@ class Items:
         )
         if not seeds or len(ours) < len(seeds) or len(theirs) < len(seeds):
             return None
-        return paired_bootstrap(
-            [np.mean([a[name] - b[name] for a, b in zip(ours, theirs, strict=True)], axis=0) for name in ours[0]]
-        )
+        gains = [np.mean([a[name] - b[name] for a, b in zip(ours, theirs, strict=True)], axis=0) for name in ours[0]]
+        if len(gains) == 1:
+            return over_pairs(gains[0])
+        return over_paradigms(np.array([gain.mean() for gain in gains]))
 
     def accuracies(self, arm: Arm, seed: int) -> dict[str, float]:
         """Return paradigm → accuracy of a run on minimal pairs; empty if nothing is measured."""

@@ -148,8 +148,8 @@ def difference(first: Result, second: Result) -> Difference:
     """Return the paired difference of two encoders; its interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
-    over_pairs = _over_pairs(gains[0]) if len(gains) == 1 else None
-    return Difference(first.name, second.name, float(means.mean()), over_pairs, over_paradigms(means))
+    of_pairs = over_pairs(gains[0]) if len(gains) == 1 else None
+    return Difference(first.name, second.name, float(means.mean()), of_pairs, over_paradigms(means))
 
 
 def over_paradigms(means: np.ndarray) -> Interval | None:
@@ -163,16 +163,17 @@ def over_paradigms(means: np.ndarray) -> Interval | None:
     return _interval(means[drawn].mean(1), float(means.mean()), len(means))
 
 
-def _over_pairs(gain: np.ndarray) -> Interval | None:
+def over_pairs(gain: np.ndarray) -> Interval | None:
     """Return the 95 % interval of the difference on one paradigm from resampling its pairs; None for fewer than two.
 
-    `gain` has −1, 0 or 1 per pair, `[pairs]`. The counts of each among n pairs drawn with replacement are multinomial.
+    `gain` has the difference on each pair, `[pairs]`. The counts of equal ones among n pairs drawn with replacement are
+    multinomial.
     """
     if len(gain) < 2:
         return None
-    shares = [(gain == value).mean() for value in (-1, 0, 1)]
-    counts = np.random.default_rng(_SEED).multinomial(len(gain), shares, size=DRAWS)  # [draws, 3]
-    return _interval((counts[:, 2] - counts[:, 0]) / len(gain), float(gain.mean()), len(gain))
+    values, counts = np.unique(gain, return_counts=True)
+    drawn = np.random.default_rng(_SEED).multinomial(len(gain), counts / len(gain), size=DRAWS)  # [draws, values]
+    return _interval(drawn @ values / len(gain), float(gain.mean()), len(gain))
 
 
 def _interval(draws: np.ndarray, mean: float, count: int) -> Interval:

@@ -17,11 +17,9 @@ from megatron_ddrp.tasks.statistics import (
     WORSE,
     Difference,
     benjamini_hochberg,
-    bootstrap_macro_average,
     judge,
     mean_and_band,
     paired,
-    paired_bootstrap,
     percentile_interval,
     spread,
 )
@@ -92,46 +90,8 @@ def test_a_band_spans_the_seeds():
     assert mean_and_band(curves) == [(1.25, 6.0, 5.0, 7.0), (2.5, 2.5, 2.0, 3.0)]
 
 
-GROUPS = [np.array(g, float) for g in ([1, 0, 0, -1, 1, 1], [0, 0, 1, 0], [0.5, -0.5, 1, 1, 0, 0, 0, 1], [1, 1, -1])]
-
-
-def looped_macro_averages(groups, samples):
-    """The two-level bootstrap, one random item after the other."""
-    generator = np.random.default_rng(7)
-    averages = []
-    for _ in range(samples):
-        means = []
-        for _ in groups:
-            group = groups[generator.integers(len(groups))]
-            means.append(sum(group[generator.integers(len(group))] for _ in group) / len(group))
-        averages.append(sum(means) / len(means))
-    return np.array(averages)
-
-
-def test_the_bootstrap_has_the_distribution_of_its_loop_and_the_variance_of_its_formula():
-    found, expected = bootstrap_macro_average(GROUPS), looped_macro_averages(GROUPS, 4000)
-    assert np.quantile(found, (0.025, 0.25, 0.5, 0.75, 0.975)) == pytest.approx(
-        np.quantile(expected, (0.025, 0.25, 0.5, 0.75, 0.975)), abs=0.03
-    )
-    between = np.var([group.mean() for group in GROUPS])
-    within = np.mean([group.var() / len(group) for group in GROUPS])
-    assert found.mean() == pytest.approx(np.mean([group.mean() for group in GROUPS]), abs=0.01)
-    assert found.var() == pytest.approx((between + within) / len(GROUPS), rel=0.08)
-    assert (bootstrap_macro_average(GROUPS) == found).all()
-
-
-def test_groups_of_one_item_leave_the_error_over_groups_alone():
-    means = [np.array([group.mean()]) for group in GROUPS]
-    samples = bootstrap_macro_average(means)
-    assert samples.var() == pytest.approx(np.var(means) / len(GROUPS), rel=0.08)
-    assert samples.var() < 0.7 * bootstrap_macro_average(GROUPS).var()
-
-
-def test_the_interval_of_paired_differences_is_the_central_95_per_cent():
-    low, high = paired_bootstrap(GROUPS)
-    inside = np.mean((bootstrap_macro_average(GROUPS) >= low) & (bootstrap_macro_average(GROUPS) <= high))
-    assert 0.95 <= inside < 0.96 and percentile_interval(np.arange(201.0)) == pytest.approx((5, 195))
-    assert paired_bootstrap([np.zeros(5), np.zeros(3)]) == (0, 0)
+def test_a_percentile_interval_is_the_central_95_per_cent():
+    assert percentile_interval(np.arange(201.0)) == pytest.approx((5, 195))
 
 
 def test_the_p_value_is_that_of_scipys_paired_test():
