@@ -52,21 +52,13 @@ Entity = tuple[str, int, int]
 """Type, first word and end (exclusive)."""
 
 
-class EntityCounts(NamedTuple):
-    """Numbers of entities in a sentence."""
-
-    gold: int
-    predicted: int
-    correct: int
-
-
 def count_entities(
     gold: Iterable[Sequence[str]],
     predicted: Iterable[Sequence[str]],
     strict: bool = False,
     tags: Iterable[str] | None = None,
-) -> list[EntityCounts]:
-    """Count the entities of each sentence, given its tags.
+) -> list[tuple[int, int, int]]:
+    """Return the numbers of gold, predicted and correct entities of each sentence, given its tags.
 
     `rules` explains `strict`. It finds the scheme from all `tags` of the task, by default from those of the sentences.
     """
@@ -75,7 +67,7 @@ def count_entities(
     found = []
     for pair in pairs:
         expected, told = (set(entities_of(side, entity)) for side in pair)
-        found.append(EntityCounts(len(expected), len(told), len(expected & told)))
+        found.append((len(expected), len(told), len(expected & told)))
     return found
 
 

@@ -88,7 +88,7 @@ def _differences(pairs: list[Pair]) -> Table:
 
 
 def _score(cell: Cell, items: Items) -> str:
-    """Return a cell's median, with what is wrong with it in words."""
+    """Return a cell's median, with its faults in words."""
     guess = items.guess(cell)
     remarks = [f"{cell.undefined} undefined"] * bool(cell.undefined)
     remarks += ["below a constant guess"] * (guess is not None and cell.median < guess)
@@ -107,13 +107,7 @@ def _details(name: str, cell: Cell, suite: Suite, items: Items) -> list[list[str
     point += [str(first["max_seq_length"]), str(first["train_examples"])]
     official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"
 
-    def row(
-        label: str,
-        scores: list[float],
-        undefined: str,
-        *facts: str,
-        metric: str = cell.score_name,
-    ) -> list[str]:
+    def row(label: str, scores: list[float], undefined: str, *facts: str, metric: str = cell.score_name) -> list[str]:
         interval, best, examples = facts or ("", "", "")
         spread = f"{percent(min(scores))} to {percent(max(scores))}"
         middle = percent(statistics.median(scores))
