@@ -18,6 +18,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 GREY = "#555555"
 FONT_SIZE = 13
+SMALL = 10
 CHARACTERS_PER_INCH = 9
 """Number of characters of size `FONT_SIZE` per inch."""
 LEGEND_LINE = 0.27
@@ -132,3 +133,33 @@ def short_names(names: Sequence[str]) -> list[str]:
 def thousands(value: float) -> str:
     """Return a number as text for an axis: 65,000, 312, 5.75, −0.003."""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")
+
+
+def label_lines(axis: Any, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Write the names of lines beside their ends, moved apart where they would overlap.
+
+    `ends` maps each name to the end's x and y, in the axis's units, and its colour.
+    """
+    axis.margins(x=0.02)
+    figure = axis.get_figure()
+    low, high = axis.get_ylim()
+    gap = (
+        (high - low)
+        * 1.3
+        * SMALL
+        / 72
+        / (figure.get_size_inches()[1] / axis.get_subplotspec().get_gridspec().nrows * 0.75)
+    )
+    ordered = sorted(ends, key=lambda name: ends[name][1])
+    heights = [ends[name][1] for name in ordered]
+    for _ in range(200):  # push neighbours apart until none overlap
+        for place in range(1, len(heights)):
+            if (short := gap - (heights[place] - heights[place - 1])) > 1e-9 * gap:
+                heights[place - 1] -= short / 2
+                heights[place] += short / 2
+    for name, height in zip(ordered, heights, strict=True):
+        x, y, color = ends[name]
+        at = (1.03, height)
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
+        style = {"color": color, "fontsize": SMALL, "va": "center", "annotation_clip": False, "arrowprops": line}
+        axis.annotate(name, (x, y), at, "data", axis.get_yaxis_transform(), **style)

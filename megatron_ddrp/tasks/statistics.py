@@ -1,4 +1,4 @@
-"""Means, spreads and paired differences over seeds and over test items, and verdicts about them."""
+"""Means, spreads and paired differences over seeds and over test items; the judgement of a table's gains."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-VISIBLE, NOT_VISIBLE, OPPOSITE = "visible", "not visible", "opposite"
-ONE_SEED, EQUAL_SEEDS = "one seed: no spread", "equal seeds: no spread"
-NO_VERDICT = (ONE_SEED, EQUAL_SEEDS)
-"""Verdicts on differences without an interval."""
+EQUAL_SEEDS = "equal seeds: no spread"
+"""Remark on a difference without an interval."""
 
 BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
 FALSE_DISCOVERIES = 0.05
@@ -121,15 +119,6 @@ class Difference(Spread):
         count = len(self.values)
         return float(2 * t.sf(abs(self.mean) * math.sqrt(count) / self.deviation, count - 1))
 
-    def verdict(self, expected_sign: int) -> str:
-        """Classify the interval: on the expected side of 0, around 0, or on the other side."""
-        if self.interval is None:
-            return ONE_SEED if self.deviation is None else EQUAL_SEEDS
-        low, high = self.interval
-        if low <= 0 <= high:
-            return NOT_VISIBLE
-        return VISIBLE if (low > 0) == (expected_sign > 0) else OPPOSITE
-
 
 def spread(values: BySeed) -> Spread | None:
     """Return the spread of an arm's values; None without a value."""
@@ -170,43 +159,7 @@ def benjamini_hochberg(p_values: Sequence[float], rate: float = FALSE_DISCOVERIE
     return [p_value <= max(passed, default=-1.0) for p_value in p_values]
 
 
-def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
-    """Return (mean x, mean y, lowest y, highest y) over curves, point by point, up to the end of the shortest curve."""
-    points = []
-    for at in zip(*curves, strict=False):
-        values = [y for _, y in at]
-        points.append((statistics.fmean(x for x, _ in at), statistics.fmean(values), min(values), max(values)))
-    return points
-
-
-def bootstrap_macro_average(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the macro average (the mean of the groups' means) of every bootstrap sample, `[samples]`.
-
-    A sample draws groups with replacement, as many as there are, and items with replacement from each drawn group, as
-    many as it has (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). Each of `groups`
-    is `[items]`; a group whose mean alone is known has one item.
-    """
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    drawn = generator.integers(len(groups), size=(BOOTSTRAP_SAMPLES, len(groups)))
-    means = np.empty(drawn.shape)  # [samples, groups]
-    for number, group in enumerate(groups):
-        places = drawn == number
-        values, counts = np.unique(group, return_counts=True)
-        # Items with equal values are interchangeable, so only the number of draws per value matters.
-        times = generator.multinomial(len(group), counts / len(group), size=np.count_nonzero(places))
-        means[places] = times @ values / len(group)
-    return means.mean(axis=1)
-
-
 def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
-
-
-def paired_bootstrap(differences: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the 95 % interval of the macro average of differences between two models on the same items.
-
-    `differences` has one array `[items]` per group (a paradigm of minimal pairs): first minus second model.
-    """
-    return percentile_interval(bootstrap_macro_average(differences))

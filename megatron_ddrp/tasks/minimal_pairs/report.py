@@ -186,14 +186,10 @@ def _scores(report: Report) -> Table:
 
 
 def _differences(differences: list[Difference]) -> Table:
-    header = ["encoder", "minus", "difference", "95 % interval, other pairs", "95 % interval, other paradigms"]
+    header = ["encoder", "minus", "difference", "95 % interval"]
     return Table(
         header,
-        [
-            [pair.first, pair.second, f"{100 * pair.difference:+.2f}"]
-            + [_interval(pair.over_pairs), _interval(pair.over_paradigms)]
-            for pair in differences
-        ],
+        [[pair.first, pair.second, f"{100 * pair.difference:+.2f}", _interval(pair.interval)] for pair in differences],
     )
 
 

@@ -7,42 +7,47 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.ladder.as_json import results
-from megatron_ddrp.tasks.ladder.claims import check_claims, judge
-from megatron_ddrp.tasks.ladder.page import LadderPage
-from megatron_ddrp.tasks.ladder.rows import read_runs
+from megatron_ddrp.tasks.compare.page import Page
+from megatron_ddrp.tasks.compare.rows import read_rows
+from megatron_ddrp.tasks.compare.tables import above_chance
+from megatron_ddrp.tasks.statistics import seeds_needed
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "ladder_numbers.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory):
-    """Return gains and values of all rows, by the keys of the golden file."""
-    page = LadderPage(read_runs([ROOT / "docs" / "ladder" / "rows.jsonl"]), tmp_path_factory.mktemp("page"))
-    parts = {"": results(page.ladder, page.judged + page.models)}
-    parts |= {name: results(check, judge(check, check_claims(check))) for name, check in page.checks.items()}
-    gains, values = {}, {}
-    for part, found in json.loads(json.dumps(parts)).items():
-        for claim in found["claims"]:
-            for rung, gain in claim["gains"].items():
-                key = (part, f"{int(rung):,} tokens", claim["measure"], claim["first"], claim["second"])
-                gains.setdefault(" | ".join(key), gain | {"over_seeds": gain["interval"]} | claim)
-        for rung, arms in found["values"].items():
-            for arm, measures in arms.items():
-                values |= {f"{part} | {int(rung):,} tokens | {m} | {arm}": by_seed for m, by_seed in measures.items()}
-    return {"gains": gains, "values": values}
+def page(tmp_path_factory):
+    return Page(read_rows([ROOT / "docs" / "ladder" / "rows.jsonl"]), tmp_path_factory.mktemp("page"))
 
 
-def test_every_value_is_the_same(numbers):
-    golden = {key: found for key, found in GOLDEN["values"].items() if "| above chance |" not in key}
-    assert numbers["values"] == golden and sum(map(len, golden.values())) == 2405
+def test_every_value_is_the_same(page):
+    found = {
+        f"{one['check']} | {one['budget']} | {one['measure']} | {one['model']}": one["by_seed"]
+        for one in json.loads(json.dumps(page.numbers()["values"]))
+    }
+    golden = {key: value for key, value in GOLDEN["values"].items() if "| above chance |" not in key}
+    assert found == golden and sum(map(len, golden.values())) == 2405
 
 
-def test_every_gain_is_the_same(numbers):
+def test_every_gain_is_the_same(page):
+    gains = {}
+    for one in json.loads(json.dumps(page.numbers()["gains"])):
+        key = f"{one['check']} | {one['budget']} | {one['measure']} | {one['first']} | {one['second']}"
+        assert key not in gains, "two gains of the same models"
+        needed = seeds_needed(one["mean"], one["deviation"]) if one["deviation"] and one["over_seeds"] else None
+        gains[key] = one | {"values": list(one["by_seed"].values()), "seeds_needed": needed}
     assert len(GOLDEN["gains"]) == 165
     for key, golden in GOLDEN["gains"].items():
-        wanted = {name: value for name, value in golden.items() if name != "over_items"}
-        if key in numbers["gains"]:
-            found = numbers["gains"][key]
-            assert {name: found[name] for name in wanted} == wanted, key
+        assert {name: gains[key][name] for name in golden} == golden, key
+
+
+def test_every_distance_from_chance_is_the_same(page):
+    results = page.results
+    golden = {key: value for key, value in GOLDEN["values"].items() if "| above chance |" in key}
+    assert len(golden) == 35
+    for budget in results.budgets:
+        for arm in results.arms_at(budget):
+            key = f" | {budget} | above chance | {arm.label}"
+            assert above_chance(list(results.at(budget, arm).values())) == golden.pop(key, None)
+    assert not golden
