@@ -220,7 +220,7 @@ FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
 }
 """Name → function that draws the figure, and its caption."""
 GAINS = (
-    "Gains: means (markers), seeds (ticks), 95 % intervals over seeds (thick) and over items (thin). Right of 0 the "
+    "Gains: means (markers), seeds (ticks), 95 % intervals over seeds (thick) and items (thin, below). Right of 0 the "
     "first model is better. Every interval is whole; the axis is logarithmic outside of dotted lines, where there are."
 )
 OLD = ("training", "gains", "gains-others", "loss", "similarity", "direction", "loss-steps", "loss-seconds", "measures")

@@ -55,9 +55,10 @@ def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
 def _draw_gain(axis: Any, gain: Gain, height: float, look: Mapping[str, Any]) -> None:
     """Draw a gain in a row: `look` has its colour, marker and label."""
     factor, color = factor_of(gain.claim.measure), look["color"]
-    for interval, width in ((gain.seeds.interval, 3.5), (gain.items, 1.2)):
+    for interval, width, below in ((gain.seeds.interval, 3.5, 0.0), (gain.items, 1.5, 0.35)):
         if interval:
-            axis.plot(np.multiply(interval, factor), [height] * 2, color=color, linewidth=width, solid_capstyle="butt")
+            place = [height + below] * 2
+            axis.plot(np.multiply(interval, factor), place, color=color, linewidth=width, solid_capstyle="butt")
     axis.plot(np.multiply(gain.seeds.values, factor), [height] * len(gain.seeds.values), "|", markersize=7, color=color)
     axis.plot([factor * gain.seeds.mean], [height], linestyle="", markersize=7, markeredgecolor="white", **look)
 
