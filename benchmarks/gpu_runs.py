@@ -14,12 +14,12 @@ from gpu_training import FLAGSHIP, SEED, arm
 from measure import DEVICE
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.encoders.encoder import TrainedEncoder
+from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.tasks.finetune.determinism import fix_workspace
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
-from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import finetune
 from megatron_ddrp.tasks.glue.tasks import TASKS

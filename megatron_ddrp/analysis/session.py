@@ -139,7 +139,7 @@ def _common_length(snapshots: Sequence[Snapshot], max_length: int | None) -> int
 
 
 class Output:
-    """Files of `--output`: JSON, and a figure if the name ends in .png.
+    """Files of `--output`: JSON, and a figure (.png, .pdf and .svg) if the name ends in .png.
 
     Raises `UserError` for another ending, and for a figure if matplotlib is not installed.
     """
@@ -158,7 +158,7 @@ class Output:
         write_text(written, json.dumps(result, indent=1) + "\n")
         if self.draws:
             draw(self.path)
-        print(f"{self.path} and {written} written" if self.draws else f"{written} written")
+        print(f"{self.path}, .pdf, .svg and {written} written" if self.draws else f"{written} written")
 
 
 def check_least(name: str, value: int | None, least: int) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.pages.plotting import FONT_SIZE, legend_below, pyplot, run_style, save_figure
-from megatron_ddrp.tasks.ladder import measures
-from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, TOKEN_SIMILARITY
+from megatron_ddrp.tasks import measures
+from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, TOKEN_SIMILARITY
 
 SPACE = {
     "token_similarity": TOKEN_SIMILARITY,

@@ -165,7 +165,7 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
     given = parser.add_argument_group("input and output")
     folder = "folder that megatron-ddrp pretrain --save wrote, one DIR/iter_N in it, or a Hugging Face encoder's folder"
     given.add_argument("--load", type=Path, nargs="+", required=True, metavar="DIR", help=folder)
-    figure = "FILE.png (also writes FILE.json) or FILE.json"
+    figure = "FILE.png (also writes FILE.pdf, FILE.svg and FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     measure = parser.add_argument_group("measure")
     lengths = "tokens per row; a length beyond an encoder's positions is left out"
@@ -225,7 +225,7 @@ def _add_common(
     )
     if not any_encoder:
         _add_data_path(given, required=True)
-    figure = "FILE.png (also writes FILE.json) or FILE.json"
+    figure = "FILE.png (also writes FILE.pdf, FILE.svg and FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     looked_at = parser.add_argument_group("sentences")
     looked_at.add_argument("--sentences", type=int, default=sentences, metavar="N", help="largest number of sentences")

@@ -84,7 +84,10 @@ def build_parser() -> ArgumentParser:
     shown.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
     shown.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
     shown.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the counts as .json, or the lengths as a figure, .png"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write the counts, .json, or draw the lengths, .png (.pdf, .svg)",
     )
     join = commands.add_parser("merge", help="several datasets → one", description=MERGE)
     join.add_argument("input", nargs="+", metavar="IN", help="prefix of a dataset; IN.bin and IN.idx name it too")
@@ -147,7 +150,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         write_text(output, json.dumps(asdict(summary), indent=2) + "\n")
     else:
         draw_lengths(summary, Path(dataset.prefix).name, output)
-    print(f"\n{output} written")
+    print(f"\n{output}{' with .pdf and .svg' * (output.suffix == '.png')} written")
 
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:

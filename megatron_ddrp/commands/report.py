@@ -4,9 +4,10 @@
     megatron-ddrp report --load runs/tnf --beside runs/bert --output-dir runs/tnf/report
 
 Writes report.md, losses.png (losses, perplexity, accuracies, TCD and HCD) and speed.png (learning rate, gradient norm,
-tokens per second, memory). With --data-path the figure marks the unigram level: the loss of a model that knows how
-often each piece occurs and nothing else. A model with a lower masked-LM loss has learnt from context. The report of an
-ELECTRA run shows the discriminator's accuracy beside the majority: the accuracy of calling every token an original.
+tokens per second, memory), each also as .pdf and .svg. With --data-path the figure marks the unigram level: the loss of
+a model that knows how often each piece occurs and nothing else. A model with a lower masked-LM loss has learnt from
+context. The report of an ELECTRA run shows the discriminator's accuracy beside the majority: the accuracy of calling
+every token an original.
 """
 
 from __future__ import annotations

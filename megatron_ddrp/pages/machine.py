@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn", "scipy")
+PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scipy")
 
 
 @lru_cache(maxsize=1)

@@ -13,8 +13,12 @@ _MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
 
 def escape(name: str) -> str:
     """Return Markdown that shows a name unchanged on one line of a paragraph or of a table cell."""
-    line = re.sub(r"[\x00-\x1f\x7f\u2028\u2029]+", " ", name)
-    return re.sub(r"([\\`*\[\]|])", r"\\\1", line.translate(_ENTITIES))
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", one_line(name).translate(_ENTITIES))
+
+
+def one_line(text: str) -> str:
+    """Return a text with a blank for each group of line breaks and control characters."""
+    return re.sub(r"[\x00-\x1f\x7f\u2028\u2029]+", " ", text)
 
 
 def marked(text: str) -> str:
@@ -45,9 +49,13 @@ class Table:
     wordy: Sequence[int] = ()
     """Numbers of the columns with sentences. These and the first column are aligned to the left."""
 
+    def is_left(self, column: int) -> bool:
+        """Return whether a column, counted from 0, is aligned to the left."""
+        return column in (0, *self.wordy)
+
     def __str__(self) -> str:
         star = "*" if self.is_paper else ""
-        dashes = ["---" if number in (0, *self.wordy) else "---:" for number in range(len(self.header))]
+        dashes = ["---" if self.is_left(number) else "---:" for number in range(len(self.header))]
         cells = [[f"{star}{escape(cell)}{star}" if cell else "" for cell in row] for row in self.rows]
         lines = [f"| {' | '.join(row)} |" for row in ([escape(name) for name in self.header], dashes, *cells)]
         return "\n".join([marked(self.caption), ""] * bool(self.caption) + lines)

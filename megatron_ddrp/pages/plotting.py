@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
@@ -17,10 +18,20 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 GREY = "#555555"
 FONT_SIZE = 13
+SMALL = 10
 CHARACTERS_PER_INCH = 9
 """Number of characters of size `FONT_SIZE` per inch."""
 LEGEND_LINE = 0.27
 """Height of a line of a legend in inches."""
+FORMATS = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
+"""Ending of a figure's file → metadata without a date, so that the same figure has the same bytes."""
+SETTINGS: dict[Any, Any] = {
+    "font.size": FONT_SIZE,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megatron-ddrp",
+}
+"""Text stays text: a PDF carries its fonts as TrueType, an SVG names them and can be edited."""
 
 
 def pyplot() -> Any:
@@ -32,15 +43,28 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
-    matplotlib.pyplot.rcParams.update({"font.size": FONT_SIZE})
+    matplotlib.pyplot.rcParams.update(SETTINGS)
     return matplotlib.pyplot
 
 
 def save_figure(plt: Any, figure: Any, path: Path) -> None:
-    """Write a figure as PNG and close it. A failure leaves no partial file."""
-    with AtomicFile(path) as stream:
-        figure.savefig(stream.stream, format="png", dpi=150)
+    """Write a figure as `path`, its .png, and as .pdf and .svg beside it; close it. A failure leaves no half a file."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # the layout is computed once, for all files
+    contents: dict[Path, bytes] = {}
+    for ending, metadata in FORMATS.items():
+        stream = io.BytesIO()
+        figure.savefig(stream, format=ending[1:], dpi=150, metadata=metadata)
+        contents[path.with_suffix(ending)] = stream.getvalue()
     plt.close(figure)
+    for file, content in contents.items():
+        write_bytes(file, content)
+
+
+def remove_figure(path: Path) -> None:
+    """Remove all files of a figure, which may show data that no longer exist. `path` is its .png."""
+    for ending in FORMATS:
+        path.with_suffix(ending).unlink(missing_ok=True)
 
 
 def run_style(number: int) -> dict[str, Any]:
@@ -109,3 +133,33 @@ def short_names(names: Sequence[str]) -> list[str]:
 def thousands(value: float) -> str:
     """Return a number as text for an axis: 65,000, 312, 5.75, −0.003."""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")
+
+
+def label_lines(axis: Any, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Write the names of lines beside their ends, moved apart where they would overlap.
+
+    `ends` maps each name to the end's x and y, in the axis's units, and its colour.
+    """
+    axis.margins(x=0.02)
+    figure = axis.get_figure()
+    low, high = axis.get_ylim()
+    gap = (
+        (high - low)
+        * 1.3
+        * SMALL
+        / 72
+        / (figure.get_size_inches()[1] / axis.get_subplotspec().get_gridspec().nrows * 0.75)
+    )
+    ordered = sorted(ends, key=lambda name: ends[name][1])
+    heights = [ends[name][1] for name in ordered]
+    for _ in range(200):  # push neighbours apart until none overlap
+        for place in range(1, len(heights)):
+            if (short := gap - (heights[place] - heights[place - 1])) > 1e-9 * gap:
+                heights[place - 1] -= short / 2
+                heights[place] += short / 2
+    for name, height in zip(ordered, heights, strict=True):
+        x, y, color = ends[name]
+        at = (1.03, height)
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
+        style = {"color": color, "fontsize": SMALL, "va": "center", "annotation_clip": False, "arrowprops": line}
+        axis.annotate(name, (x, y), at, "data", axis.get_yaxis_transform(), **style)

@@ -14,6 +14,7 @@ from megatron_ddrp.pages.plotting import (
     hide_rest,
     legend_below,
     pyplot,
+    remove_figure,
     run_style,
     save_figure,
     short_names,
@@ -70,6 +71,7 @@ def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> 
 def draw_speed(runs: Mapping[str, Rows], path: Path) -> bool:
     """Draw learning rate, gradient norm, speed and memory; return whether any of them was logged."""
     panels = logged(SPEED, runs)
+    remove_figure(path)
     if not panels:
         return False
     plt, looks = pyplot(), _looks(runs)

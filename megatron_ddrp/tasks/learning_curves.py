@@ -10,7 +10,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.pages.plotting import GREY, hide_rest, legend_below, pyplot, run_style, save_figure, short_names
+from megatron_ddrp.pages.plotting import (
+    GREY,
+    hide_rest,
+    legend_below,
+    pyplot,
+    remove_figure,
+    run_style,
+    save_figure,
+    short_names,
+)
 
 FIGURE = "learning_curves.png"
 PANELS_PER_ROW = 3
@@ -44,6 +53,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
 
     `error` names the error bars. Without two checkpoints of one run, draw nothing and return None.
     """
+    remove_figure(folder / FIGURE)
     drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
     if not drawn:
         return None

@@ -1,4 +1,4 @@
-"""Means, spreads and paired differences over seeds and over test items, and verdicts about them."""
+"""Means, spreads and paired differences over seeds and over test items; the judgement of a table's gains."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-VISIBLE, NOT_VISIBLE, OPPOSITE = "visible", "not visible", "opposite"
-ONE_SEED, EQUAL_SEEDS = "one seed: no spread", "equal seeds: no spread"
-NO_VERDICT = (ONE_SEED, EQUAL_SEEDS)
-"""Verdicts on differences without an interval."""
+EQUAL_SEEDS = "equal seeds: no spread"
+"""Remark on a difference without an interval."""
+
+BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
+FALSE_DISCOVERIES = 0.05
+"""Expected share of false ones among the words "better" and "worse" of a table, at most."""
 
 SMALLEST_SHARE = 1e-9
 """Means, deviations and slopes below this share of the values behind them are rounding errors and count as 0."""
@@ -74,6 +76,13 @@ class Difference(Spread):
 
     size: float = 0.0
     """Largest absolute value of the two arms, whose rounding the differences have."""
+    seeds: tuple[int, ...] = ()
+    """Seed of each value, if it is known."""
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Seed → difference."""
+        return dict(zip(self.seeds, self.values, strict=True))
 
     @property
     def _rounding(self) -> float:
@@ -100,14 +109,15 @@ class Difference(Spread):
             return student_interval(self.values)
         return (0.0, 0.0) if self.deviation == 0 == self.mean else None
 
-    def verdict(self, expected_sign: int) -> str:
-        """Classify the interval: on the expected side of 0, around 0, or on the other side."""
-        if self.interval is None:
-            return ONE_SEED if self.deviation is None else EQUAL_SEEDS
-        low, high = self.interval
-        if low <= 0 <= high:
-            return NOT_VISIBLE
-        return VISIBLE if (low > 0) == (expected_sign > 0) else OPPOSITE
+    @property
+    def p_value(self) -> float | None:
+        """Two-sided p value of Student's paired test; None without an interval."""
+        from scipy.stats import t
+
+        if not self.deviation:
+            return 1.0 if self.interval else None
+        count = len(self.values)
+        return float(2 * t.sf(abs(self.mean) * math.sqrt(count) / self.deviation, count - 1))
 
 
 def spread(values: BySeed) -> Spread | None:
@@ -122,46 +132,34 @@ def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference 
         return None
     units = {seed: second[seed] if relative else 1.0 for seed in seeds}
     size = max(abs(arm[seed] / units[seed]) for arm in (first, second) for seed in seeds)
-    return Difference(tuple((first[seed] - second[seed]) / units[seed] for seed in seeds), size)
+    return Difference(tuple((first[seed] - second[seed]) / units[seed] for seed in seeds), size, tuple(seeds))
 
 
-def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
-    """Return (mean x, mean y, lowest y, highest y) over curves, point by point, up to the end of the shortest curve."""
-    points = []
-    for at in zip(*curves, strict=False):
-        values = [y for _, y in at]
-        points.append((statistics.fmean(x for x, _ in at), statistics.fmean(values), min(values), max(values)))
-    return points
+def judge(gains: Sequence[Difference]) -> list[str]:
+    """Return the word for each gain of one table: `BETTER`, `WORSE` or `NOT_TOLD_APART`; empty without a p value.
 
-
-def bootstrap_macro_average(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the macro average (the mean of the groups' means) of every bootstrap sample, `[samples]`.
-
-    A sample draws groups with replacement, as many as there are, and items with replacement from each drawn group, as
-    many as it has (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). Each of `groups`
-    is `[items]`; a group whose mean alone is known has one item.
+    Positive gains are better. The words hold for the table as a whole, see `benjamini_hochberg`; intervals do not.
     """
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    drawn = generator.integers(len(groups), size=(BOOTSTRAP_SAMPLES, len(groups)))
-    means = np.empty(drawn.shape)  # [samples, groups]
-    for number, group in enumerate(groups):
-        places = drawn == number
-        values, counts = np.unique(group, return_counts=True)
-        # Items with equal values are interchangeable, so only the number of draws per value matters.
-        times = generator.multinomial(len(group), counts / len(group), size=np.count_nonzero(places))
-        means[places] = times @ values / len(group)
-    return means.mean(axis=1)
+    p_values = [gain.p_value for gain in gains]
+    told = iter(benjamini_hochberg([p_value for p_value in p_values if p_value is not None]))
+    return [
+        "" if p_value is None else (BETTER if gain.mean > 0 else WORSE) if next(told) else NOT_TOLD_APART
+        for gain, p_value in zip(gains, p_values, strict=True)
+    ]
+
+
+def benjamini_hochberg(p_values: Sequence[float], rate: float = FALSE_DISCOVERIES) -> list[bool]:
+    """Return which of m hypotheses are rejected so that at most `rate` of the rejected ones are expected to be true.
+
+    Rejected are the k smallest p values, where k is the largest number whose k-th smallest value is at most k·rate/m
+    (Benjamini and Hochberg, Controlling the false discovery rate, 1995).
+    """
+    ordered = sorted(p_values)
+    passed = [p_value for k, p_value in enumerate(ordered, 1) if p_value <= k * rate / len(ordered)]
+    return [p_value <= max(passed, default=-1.0) for p_value in p_values]
 
 
 def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
-
-
-def paired_bootstrap(differences: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the 95 % interval of the macro average of differences between two models on the same items.
-
-    `differences` has one array `[items]` per group (a paradigm of minimal pairs): first minus second model.
-    """
-    return percentile_interval(bootstrap_macro_average(differences))

@@ -9,30 +9,31 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
 
-DESCRIPTION = """Compare models at one budget, or on a ladder of budgets.
+DESCRIPTION = """Compare models, at one budget or several.
 
 The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
 own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
 Pre-Training by Reducing Representation Confusion").
 
 The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
-finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints. Run the same command again to do what is
-missing: it repeats no finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You
-may change the plan: jobs that it shares with the old plan are not repeated.
-
-A plan with rungs (examples/compare/ladder.yaml) has several budgets. Then OUT/rows.jsonl has one line per finished run
-with all its measures, and the page is made from these rows: see megatron-ddrp ladder.
+finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints, and OUT/rows.jsonl one line per finished
+run with all its measures, from which the page is made. Run the same command again to do what is missing: it repeats no
+finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You may change the plan:
+jobs that it shares with the old plan are not repeated.
 
   expected time  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
   run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
   own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
+  page of rows   megatron-ddrp compare OUT/rows.jsonl --output-dir DIR
 """
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of all flags, in groups."""
     parser = ArgumentParser(description=DESCRIPTION)
-    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan of the comparison")
+    parser.add_argument(
+        "plan", type=Path, nargs="+", metavar="PLAN.yaml", help="plan of the comparison; or rows of runs, ROWS.jsonl …"
+    )
     parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="folder for all output")
     instead = parser.add_argument_group("values that replace the plan's")
     instead.add_argument("--input", nargs="+", metavar="FILE", help="corpus.input: texts to build a dataset from")
@@ -43,14 +44,25 @@ def build_parser() -> ArgumentParser:
     instead.add_argument("--minimal-pairs-dir", metavar="DIR", help="minimal_pairs.data_dir: folder of paradigms")
     instead.add_argument("--no-minimal-pairs", action="store_true", help="leave minimal pairs out")
     instead.add_argument("--no-tasks", action="store_true", help="leave the plan's own tasks out")
-    parser.add_argument(
+    instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
+    page = parser.add_argument_group("rows and page")
+    page.add_argument(
         "--rows",
         type=Path,
         metavar="FILE.jsonl",
-        help="for a plan with rungs: file with a row per finished run (default: OUT/rows.jsonl); a run with a row is "
-        "not repeated, even if OUT is empty",
+        help="file with a row per finished run (default: OUT/rows.jsonl); a run with a row is not repeated, even if "
+        "OUT is empty",
     )
-    instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
+    page.add_argument(
+        "--claims", type=Path, metavar="FILE.yaml", help="claims to judge (default: those of the DDRP+MTH paper)"
+    )
+    page.add_argument(
+        "--tables",
+        type=Path,
+        metavar="FILE.md",
+        help="with ROWS.jsonl: replace each block of this file between `<!-- compare NAME -->` and "
+        "`<!-- end of compare NAME -->` by the table NAME of the page",
+    )
     mode = parser.add_argument_group("mode")
     mode.add_argument("--page-only", action="store_true", help="run nothing; write the page from the finished jobs")
     mode.add_argument(
@@ -69,6 +81,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Parse the command line. `given` of the result has the values that replace the plan's, by dotted key."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
+    parsed.is_rows = any(path.suffix == ".jsonl" for path in parsed.plan)
+    if parsed.is_rows and not all(path.suffix == ".jsonl" for path in parsed.plan):
+        parser.error("a plan (.yaml) and rows (.jsonl) exclude each other: give one plan, or files of rows")
+    if parsed.tables and not parsed.is_rows:
+        parser.error("--tables needs rows: megatron-ddrp compare OUT/rows.jsonl --output-dir DIR --tables FILE.md")
     if parsed.input and parsed.data_path:
         parser.error("--input and --data-path exclude each other: give the texts, or the datasets made from them")
     if parsed.glue_dir and parsed.no_glue:
@@ -86,6 +103,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "workers": parsed.workers,
     }
     parsed.given = {key: value for key, value in given.items() if value is not None}
+    switches = [parsed.no_glue, parsed.no_minimal_pairs, parsed.no_tasks, parsed.page_only, parsed.no_wait]
+    if parsed.is_rows and (parsed.given or parsed.rows or parsed.dry_run or any(switches)):
+        parser.error("ROWS.jsonl takes only --output-dir, --claims and --tables: rows are finished, nothing is run")
     if parsed.input:
         parsed.given["corpus.data_path"] = None
     if parsed.data_path:

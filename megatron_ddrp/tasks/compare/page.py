@@ -1,150 +1,198 @@
-"""Page of a comparison: page.md and page.html in the output folder, from the jobs finished so far."""
+"""Page of an experiment: page.md, page.html, results.json, tables and figures, from rows alone."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import flag_words
-from megatron_ddrp.pages import rendering
+from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.rendering import render, write_page
+from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.compare import comparison
+from megatron_ddrp.tasks.blocks import block_names, replace_blocks
+from megatron_ddrp.tasks.compare.arms import Arm
+from megatron_ddrp.tasks.compare.claims import Claim, Gain, claims_of, gains, load_claims, model_claims
+from megatron_ddrp.tasks.compare.facts import facts
 from megatron_ddrp.tasks.compare.figures import draw_all
-from megatron_ddrp.tasks.compare.jobs import KINDS, RUN, Job, log_file, shown_kind
-from megatron_ddrp.tasks.compare.plan import NUM_SEEDS
-from megatron_ddrp.tasks.compare.recording import make_row
-from megatron_ddrp.tasks.compare.results import Results
-from megatron_ddrp.tasks.compare.running import last_line
+from megatron_ddrp.tasks.compare.jobs import shown_kind
+from megatron_ddrp.tasks.compare.results import Results, check_places, checks_of
+from megatron_ddrp.tasks.compare.rows import Run
 from megatron_ddrp.tasks.compare.tables import (
-    comparison_table,
     cost_table,
-    paper_triangles,
-    table_1,
-    table_2,
-    table_3,
+    gain_table,
+    paper_table,
+    runs_table,
+    score_table,
+    table_of,
     throughput_table,
 )
-from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.ladder.as_json import claims
-from megatron_ddrp.tasks.ladder.facts import not_finite
-from megatron_ddrp.tasks.ladder.page import LadderPage
-from megatron_ddrp.tasks.ladder.rows import as_run
-from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
+from megatron_ddrp.tasks.measures import GLUE, LOSS
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES
+
+BLOCK = "compare "
+"""Begin of the names of our blocks in documents."""
+GROUPS = ("", "-glue", "-minimal-pairs", "-tasks", "-inside")
+NAMES = ("runs", *(f"claims{group}" for group in GROUPS), *(f"models{group}" for group in GROUPS[:4]))
+NAMES += ("scores", "inside", "checks", "cost", "throughput")
+"""Names of the tables that `--tables` knows."""
 
 
-def write_page(work: Work) -> str:
-    """Write page.md, page.html, results.json and the figures; return a line that names the files."""
-    results = Results(work)
-    compared = comparison.compare_all(results)
-    rung = ladder_page(work, results)
-    figures = draw_all(results, compared, work.folder / "figures")
-    figures |= {name: work.folder / "figures" / f"{name}.png" for name in rung.draw()}
-    text = page(work, results, comparison_table(results, compared), rung, figures)
-    numbers = as_json(results, compared, rung)
-    rendering.write_page(work.folder, text, "Position encodings and objectives at one budget", numbers)
-    return f"{work.folder / 'page.html'}, page.md and results.json written"
+class Page:
+    """Page of some runs."""
+
+    def __init__(self, runs: Sequence[Run], folder: Path, claims: Path | None = None):
+        """Judge the claims of a file, by default the paper's, about the runs, whose page is to stand in the folder."""
+        check_places(runs)
+        self.folder, self.runs = folder, runs
+        self.results = Results(runs)
+        self.checks = [Results(runs, check) for check in checks_of(runs)]
+        self.gains: dict[str, list[Gain]] = {}
+        """Name of a table → its gains, judged together."""
+        self.unused: list[str] = []
+        """Sentences about the claims of the user's file that no runs are about."""
+        if self.results.runs:
+            found, unused = claims_of(self.results, load_claims(claims))
+            self.unused = unused if claims else []
+            self._judge("claims", found)
+            self._judge("models", model_claims(self.results, found))
+        self.of_checks = {check.check: gains(check, _over_baseline(check)) for check in self.checks}
+
+    def _judge(self, name: str, claims: Sequence[Claim]) -> None:
+        for group in GROUPS:
+            own = [claim for claim in claims if table_of(claim.measure) == group]
+            if found := gains(self.results, own):
+                self.gains[name + group] = found
+
+    @cached_property
+    def tables(self) -> dict[str, list[Table]]:
+        """Name → tables, for every one of `NAMES`; those without rows are left out."""
+        results, budgets = self.results, self.results.budgets
+        found = {name: [gain_table(results, own, name[:6].rstrip("s"))] for name, own in self.gains.items()}
+        found["checks"] = [
+            score_table(check, budget, found=self.of_checks[check.check])
+            for check in self.checks
+            for budget in check.budgets
+        ]
+        if results.runs:
+            found |= {
+                "runs": [runs_table(results)],
+                "scores": [score_table(results, budget) for budget in budgets],
+                "inside": [score_table(results, budget, is_inside=True) for budget in budgets],
+                "cost": [cost_table(results)],
+                "throughput": [throughput_table(results.runs)],
+            }
+        return {name: [table for table in found.get(name, []) if table.rows] for name in NAMES}
+
+    @property
+    def blocks(self) -> dict[str, str]:
+        """Name → tables as Markdown."""
+        return {name: "\n\n".join(map(str, tables)) for name, tables in self.tables.items()}
+
+    def write(self, missing: Sequence[str] = (), times: Mapping[str, tuple[int, float]] | None = None) -> str:
+        """Write all files into the folder; return a line that names them.
+
+        `missing` are sentences about what the page lacks, `times` the number and seconds of finished jobs by kind.
+        """
+        figures = draw_all(self.results, self.gains, self.folder / "figures")
+        files = {
+            f"{name}-{number}" if len(self.tables[name]) > 1 else name: table
+            for name in NAMES
+            for number, table in enumerate(self.tables[name], 1)
+        }
+        write_tables(self.folder / "tables", dict.fromkeys(NAMES) | files)
+        text = self.text(figures, missing, times or {})
+        write_page(self.folder, text, "Comparison of models", self.numbers())
+        return f"{self.folder / 'page.html'}, page.md, results.json, tables/ and {len(figures)} figures written"
+
+    def text(self, figures: Mapping[str, str], missing: Sequence[str], times: Mapping[str, tuple[int, float]]) -> str:
+        """Return the text of page.md. `figures` maps names to captions."""
+        jobs = [f"{count} x {shown_kind(kind)}, {duration(seconds)}" for kind, (count, seconds) in times.items()]
+        return render(
+            "compare.md.jinja",
+            blocks=self.blocks,
+            figures=figures,
+            filled=[name for name, text in self.blocks.items() if text] + list(figures),
+            results=self.results,
+            facts=facts(self.results.runs),
+            seeds=sorted({run.seed for run in self.results.runs}),
+            missing=missing,
+            unused=self.unused,
+            times="; ".join(jobs),
+            intervals=sum(gain.seeds.interval is not None for found in self.gains.values() for gain in found),
+            samples=BOOTSTRAP_SAMPLES,
+            rate=FALSE_DISCOVERIES,
+            paper=paper_table() if GLUE in self.results.measures else "",
+            maps={run.arm.label: run.maps for run in self.runs if run.maps and (self.folder / run.maps).is_file()},
+        )
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the content of results.json."""
+        found = [("", gain) for own in self.gains.values() for gain in own]
+        found += [(check, gain) for check, own in self.of_checks.items() for gain in own]
+        return {
+            "gains": [_as_json(check, gain) for check, gain in found],
+            "values": [
+                {"check": results.check, "budget": budget, "model": arm.label, "measure": measure, "by_seed": by_seed}
+                for results in (self.results, *self.checks)
+                for budget in results.budgets
+                for arm in results.arms_at(budget)
+                for measure in results.measures
+                if (by_seed := results.of(measure, arm, budget))
+            ],
+        }
+
+    def replace_tables(self, path: Path) -> str:
+        """Replace the blocks `compare NAME` of a Markdown file; return a line about it.
+
+        Raises:
+            UserError: the file is missing or not UTF-8, has no block, an unknown one, or one without an end.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; give a Markdown file") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: not UTF-8; give a Markdown file") from None
+        names = [name.removeprefix(BLOCK) for name in block_names(text, BLOCK)]
+        unknown = [name for name in names if name not in NAMES]
+        if unknown or not names:
+            got = f"unknown table {unknown[0]!r}" if unknown else f"no line <!-- {BLOCK}NAME -->"
+            raise UserError(f"{path}: {got}; expected one of {', '.join(NAMES)}")
+        for name in names:
+            try:
+                text = replace_blocks(text, BLOCK + name, self.blocks[name] or "These rows have no such numbers.")
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+        write_text(path, text)
+        return f"{path}: {len(names)} tables replaced: {', '.join(names)}"
 
 
-def ladder_page(work: Work, results: Results) -> LadderPage:
-    """Return the page of a ladder whose only rung is the plan's budget: claims, their seeds, minimal pairs, the inside.
-
-    Models count as one rung even if their tokens differ, as they do with a budget in minutes.
-    """
-    runs = [as_run(make_row(work, run, results)) for run in results.runs]
-    rung = max((run.rung for run in runs), default=0)
-    return LadderPage([replace(run, rung=rung) for run in runs], work.folder)
+def _over_baseline(check: Results) -> list[Claim]:
+    """Return the claims that the arms of a check gain over its baseline by the loss."""
+    base: Arm = check.baseline
+    return [Claim(f"{arm.label} over {base.label}", LOSS, arm, base) for arm in check.arms if arm != base]
 
 
-def page(work: Work, results: Results, measured: Table, rung: LadderPage, figures: dict[str, Path]) -> str:
-    """Return the text of page.md."""
-    plan = work.plan
-    names = {job.name for job in work.jobs()}
-    rows = [row for row in work.store if row["job"] in names]
-    steps = sorted({run.steps for run in results.runs if not run.half})
-    return rendering.render(
-        "compare.md.jinja",
-        plan=plan,
-        folder=work.folder,
-        figures=figures,
-        few=NUM_SEEDS,
-        steps=[f"{count:,}" for count in steps],
-        flags=" ".join(flag_words(plan.flags)),
-        glue_flags=" ".join(flag_words(plan.glue.flags)) if plan.glue else "",
-        sizes=[f"{task} ({row['train_examples']:,} rows)" for task, row in results.facts.items()],
-        missing=missing(work),
-        not_finite=not_finite(rung.ladder.runs),
-        blocks=rung.blocks,
-        comparison=measured,
-        samples=BOOTSTRAP_SAMPLES,
-        tables=(table_1(results), table_2(results), table_3(results)),
-        cost=cost_table(results),
-        beside=max((row["workers"] for row in rows if row["kind"] == RUN), default=1),
-        looks=any(vars(plan.analyses).values()),
-        triangles=paper_triangles(),
-        throughput=throughput_table(results),
-        maps=results.maps,
-        averaged_on_the_way=results.averaged_on_the_way,
-        jobs=rows,
-        times=_times(rows),
-        machines=dict.fromkeys(f"{row['hardware']}, {_share(row)}" for row in rows),
-        versions=dict.fromkeys(", ".join(map(" ".join, row["versions"].items())) for row in rows),
-    )
-
-
-def missing(work: Work) -> list[str]:
-    """Return one sentence per job of the plan that is not finished, and per model whose steps are unknown."""
-    items = [f"{job}: {_why(work, job)}" for job in work.store.missing(work.jobs())]
-    unknown = [model.name for model in work.plan.rows if model.name not in work.steps]
-    return items + [f"runs of {name}: the time of their steps is not measured yet" for name in unknown]
-
-
-def _why(work: Work, job: Job) -> str:
-    log = log_file(work.folder, job)
-    if not log.is_file():
-        return "not started"
-    return f"started, not finished; its log {log.relative_to(work.folder)} ends: {last_line(log)}"
-
-
-def _times(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of the wall time of finished jobs, by kind."""
-    kinds = Counter(row["kind"] for row in rows)
-    seconds = {kind: sum(row["seconds"] for row in rows if row["kind"] == kind) for kind in KINDS if kinds[kind]}
-    times = [[shown_kind(kind), str(kinds[kind]), duration(total)] for kind, total in seconds.items()]
-    times.append(["all", str(len(rows)), duration(sum(seconds.values()))])
-    return Table(["jobs", "number", "time"], times, "Sum of the wall times of the finished jobs.")
-
-
-def _share(row: dict[str, Any]) -> str:
-    """Return the number of jobs that ran at once, and the threads of each, in words."""
-    threads = f", {row['threads']} thread{'s' * (row['threads'] != '1')} each" if row["threads"] else ""
-    return f"{row['workers']} job{'s' * (row['workers'] > 1)} at once{threads}"
-
-
-def as_json(results: Results, compared: dict[str, list[comparison.Compared]], rung: LadderPage) -> dict[str, Any]:
-    """Return the content of results.json: all numbers of the page by arm, measure and seed."""
-    paradigms: dict[str, dict[int, dict[str, float]]] = {}
-    for run in results.runs:
-        if found := results.items.accuracies(run.arm, run.seed):
-            paradigms.setdefault(run.arm.label, {})[run.seed] = found
+def _as_json(check: str, gain: Gain) -> dict[str, Any]:
+    claim, seeds = gain.claim, gain.seeds
     return {
-        "values": _by_label(results.values),
-        "curves": _by_label(results.curves),
-        "averaged": results.averaged,
-        "undefined": _by_label(results.undefined),
-        "comparison": comparison.as_json(results, compared),
-        "claims": claims(rung.judged + rung.models),
-        "paradigms": paradigms,
-        "fields": {arm.label: by_seed for arm, by_seed in results.fields.items()},
+        "check": check,
+        "claim": claim.text,
+        "measure": claim.measure,
+        "first": claim.first.label,
+        "second": claim.second.label,
+        "paper": claim.paper,
+        "budget": gain.budget,
+        "by_seed": seeds.by_seed,
+        "n": len(seeds.values),
+        "mean": seeds.mean,
+        "deviation": seeds.deviation,
+        "over_seeds": seeds.interval,
+        "over_items": gain.items,
+        "p": seeds.p_value,
+        "judgement": gain.word or None,
     }
-
-
-def _by_label(values: dict[str, dict[Any, Any]]) -> dict[str, dict[str, Any]]:
-    """Convert measure → arm → value to arm's label → measure → value."""
-    turned: dict[str, dict[str, Any]] = {}
-    for measure, by_arm in values.items():
-        for arm, value in by_arm.items():
-            turned.setdefault(arm.label, {})[measure] = value
-    return turned

@@ -16,9 +16,9 @@ from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
 from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.config.registry import plugin_files
+from megatron_ddrp.tasks.compare.arms import Arm
 from megatron_ddrp.tasks.compare.flags import Flags, read_flags
 from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, read_glue, read_tasks
-from megatron_ddrp.tasks.ladder.rows import Arm
 
 FIRST_SEED = 1234
 NUM_SEEDS = 3
@@ -171,9 +171,7 @@ class Plan:
     launcher: str = option("python", "python, or a launcher of megatron-ddrp pretrain")
     workers: int = option(1, "jobs at once", within=COUNT)
     expected: Expected = option(Expected(), "times, for the forecast")
-    check: str = option("", "question that these runs answer, apart from the ladder")
-    is_rung: bool = False
-    """True if this is one of the `rungs` of a file."""
+    check: str = option("", "side experiment that these runs are")
     file: Path = Path()
 
     def __post_init__(self) -> None:

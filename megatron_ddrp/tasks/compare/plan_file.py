@@ -1,4 +1,4 @@
-"""Reading of plans from YAML files. A file with `rungs` has several plans, one per rung of a ladder of budgets.
+"""Reading of plans from YAML files. A file with `rungs` has several plans, one per rung, that is per budget.
 
 An entry of `rungs` holds the keys in which its plan differs from the rest of the file: at least `budget`, usually
 `seeds`, and under `models` the names of the models that it trains (default: all).
@@ -40,9 +40,7 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     plans = []
     for number, rung in enumerate(rungs, 1):
         at = place.at(f"{RUNGS}[{number}]")
-        plan = _plan(_replaced(_rung(common, rung, at), given or {}), at, file)
-        _check_rung(plan, at)
-        plans.append(replace(plan, file=file, is_rung=True))
+        plans.append(replace(_plan(_replaced(_rung(common, rung, at), given or {}), at, file), file=file))
     return plans
 
 
@@ -51,16 +49,6 @@ def _plan(values: Any, place: Place, file: Path) -> Plan:
     if isinstance(values, Mapping) and "plugins" in values:
         load_plugins(values["plugins"], place.at("plugins"), file)
     return read_section(Plan, values, place)
-
-
-def _check_rung(plan: Plan, place: Place) -> None:
-    """Raise `UserError` for a key that a row cannot hold."""
-    if plan.budget.kind == "minutes":
-        raise place.at("budget").error("minutes, in which models would see different data: use tokens or steps")
-    if plan.analyses.throughput:
-        raise place.at("analyses.throughput").error("not on a rung: use megatron-ddrp analyze throughput")
-    if plan.glue and plan.glue.checkpoints_of:
-        raise place.at("glue.checkpoints_of").error("not on a rung: leave it out, or compare at one budget")
 
 
 def _rung(common: Mapping[str, Any], rung: Any, place: Place) -> dict[str, Any]:

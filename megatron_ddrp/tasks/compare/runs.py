@@ -19,11 +19,11 @@ from megatron_ddrp.config import Config, concerns, flag_words
 from megatron_ddrp.config.config_file import under_flags
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.tasks.compare.arms import Arm
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles
 from megatron_ddrp.tasks.compare.flags import make_config
 from megatron_ddrp.tasks.compare.jobs import PROBE, RUN, Job, job_name
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Model, Plan
-from megatron_ddrp.tasks.ladder.rows import Arm
 
 LOGGED = 100
 """Approximate number of log rows that a run writes to metrics.jsonl."""

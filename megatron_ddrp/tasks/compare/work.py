@@ -51,26 +51,10 @@ class Work:
         self.tasks = task_scores(self.plan, self.runs, self.folder)
         self.analyses = analyses(self.plan, self.runs, self.corpus, self.folder)
 
-    def first_jobs(self) -> list[Job]:
-        """Return the jobs that must finish before the others can be planned."""
-        return [*self.corpus.jobs, *self.probes.values()]
-
-    def jobs(self) -> list[Job]:
-        """Return all jobs in order: every run with its measures, then GLUE on the earlier checkpoints."""
-        jobs = self.first_jobs()
-        for run in self.runs:
-            jobs += self.jobs_of(run)
-        return jobs + [score.job for score in self.scores if score.step != score.run.steps]
-
-    @property
-    def missing_runs(self) -> list[TrainingRun]:
-        """Runs that are still to be trained, as far as they are planned."""
-        return [run for run in self.runs if run.job.name not in self.store]
-
     def jobs_of(self, run: TrainingRun) -> list[Job]:
-        """Return a run's job and those that measure its last checkpoint."""
-        last = [score for score in self.scores if score.step == score.run.steps]
-        measured: list[Measure | TaskMeasure] = [*self.pairs, *self.analyses, *self.tasks, *last]
+        """Return a run's job and those that measure its checkpoints, the last one first."""
+        scores = sorted(self.scores, key=lambda score: score.step != score.run.steps)
+        measured: list[Measure | TaskMeasure] = [*self.pairs, *self.analyses, *self.tasks, *scores]
         return [run.job, *(measure.job for measure in measured if measure.run == run)]
 
     def plan_text(self) -> str:

@@ -12,18 +12,9 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-class AnswerScores(NamedTuple):
-    """Means over questions, as fractions; None without a question."""
-
-    exact_match: float | None
-    f1: float | None
-    questions: int
 
 
 def normalized(answer: str) -> str:
@@ -39,15 +30,6 @@ def exact_match(gold: Sequence[str], predicted: str) -> float:
 def f1(gold: Sequence[str], predicted: str) -> float:
     """Return the best F1 of the predicted words over the gold answers: 2·common / (words of both)."""
     return max(_f1(answer.split(), normalized(predicted).split()) for answer in gold_answers(gold))
-
-
-def score_answers(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> AnswerScores:
-    """Return the means over all questions, given the gold answers and the predicted answer of each."""
-    pairs = list(zip(gold, predicted, strict=True))
-    if not pairs:
-        return AnswerScores(None, None, 0)
-    matches = sum(exact_match(*pair) for pair in pairs)
-    return AnswerScores(matches / len(pairs), sum(f1(*pair) for pair in pairs) / len(pairs), len(pairs))
 
 
 def gold_answers(answers: Sequence[str]) -> list[str]:

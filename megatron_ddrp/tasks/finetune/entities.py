@@ -1,8 +1,8 @@
-"""Precision, recall and F1 of whole entities in tag sequences, equal to those of the `seqeval` package.
+"""Whole entities in tag sequences, found as the `seqeval` package does.
 
 A predicted entity is correct if its type, first word and last word are all correct (CoNLL-2003, Tjong Kim Sang and
-De Meulder, arXiv:cs/0306050). Counts are summed over all sentences and types (micro average). Precision, recall and
-F1 = 2·correct / (gold + predicted) are None (undefined) if their denominator is 0; seqeval gives 0 there.
+De Meulder, arXiv:cs/0306050). The metric F1 = 2·correct / (gold + predicted) sums over all sentences and types (micro
+average).
 
 The rules are regular expressions over the prefixes of a group, which is neighbouring tags of one type.
 """
@@ -52,47 +52,23 @@ Entity = tuple[str, int, int]
 """Type, first word and end (exclusive)."""
 
 
-class EntityScores(NamedTuple):
-    """Numbers of entities over all sentences."""
-
-    gold: int
-    predicted: int
-    correct: int
-
-    @property
-    def precision(self) -> float | None:
-        """Share of the predicted entities that are correct."""
-        return self.correct / self.predicted if self.predicted else None
-
-    @property
-    def recall(self) -> float | None:
-        """Share of the gold entities that were found."""
-        return self.correct / self.gold if self.gold else None
-
-    @property
-    def f1(self) -> float | None:
-        """Harmonic mean of precision and recall."""
-        both = self.gold + self.predicted
-        return 2 * self.correct / both if both else None
-
-
-def score_entities(
+def count_entities(
     gold: Iterable[Sequence[str]],
     predicted: Iterable[Sequence[str]],
     strict: bool = False,
     tags: Iterable[str] | None = None,
-) -> EntityScores:
-    """Count the entities of all sentences, given the tags of each.
+) -> list[tuple[int, int, int]]:
+    """Return the numbers of gold, predicted and correct entities of each sentence, given its tags.
 
     `rules` explains `strict`. It finds the scheme from all `tags` of the task, by default from those of the sentences.
     """
     pairs = list(zip(gold, predicted, strict=True))
     entity = rules({tag for pair in pairs for side in pair for tag in side} if tags is None else tags, strict)
-    counts = [0, 0, 0]
+    found = []
     for pair in pairs:
-        expected, found = (set(entities_of(side, entity)) for side in pair)
-        counts = [a + len(b) for a, b in zip(counts, (expected, found, expected & found), strict=True)]
-    return EntityScores(*counts)
+        expected, told = (set(entities_of(side, entity)) for side in pair)
+        found.append((len(expected), len(told), len(expected & told)))
+    return found
 
 
 def entities_of(tags: Sequence[str], entity: re.Pattern[str] = LENIENT) -> list[Entity]:

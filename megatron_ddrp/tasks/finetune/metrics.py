@@ -1,96 +1,182 @@
-"""Metrics of fine-tuning from scikit-learn and scipy, as fractions (1.0 is perfect), and the kinds that use them.
+"""Metrics of fine-tuning as fractions (1.0 is perfect), on all rows of a file and on its bootstrap samples.
 
-A metric returns None if it is undefined: any metric if a prediction is not finite (training diverged), F1 if neither
-labels nor predictions have a positive, Matthews' correlation if the predictions or the labels are all of one class,
-Pearson's and Spearman's if either side is constant; predictions are constant if they differ by rounding alone. A run
-counts such a score as 0, as scikit-learn does for a constant guess, and marks it as undefined.
+A metric is a function of the rows and of the count of each row. Counts of 1 give its value. A bootstrap sample draws
+rows (texts, sentences, questions) with replacement, as many as there are (Efron and Tibshirani, An Introduction to the
+Bootstrap, 1993, chapter 6). It gives its rows other counts and shows how much a score depends on the choice of rows.
+All models see the same samples of a file, so that their differences are paired.
 
-The metrics of tag sequences and of answers are in `entities.py` and `answers.py`.
+A metric is undefined if a prediction is not finite (training diverged), F1 if neither labels nor predictions have a
+positive, Matthews' correlation if the predictions or the labels are all of one class, Pearson's and Spearman's if
+either side is constant; predictions are constant if they differ by rounding alone. A run counts such a score as 0, as
+scikit-learn does for a constant guess, and marks it as undefined; in a sample it is 0.
+
+The tests compare the metrics with scikit-learn, scipy, seqeval and SQuAD's script.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune import answers as qa
+from megatron_ddrp.tasks.finetune.entities import STRICT, count_entities
+from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED
 
 _ROUNDING = 1e-5
 """Relative error of predictions. One guess for all rows differs by less: float32 and padding change its last digits."""
+_TOGETHER = 2**18
+"""Number of counts that are scored at a time."""
+
+Terms = tuple[np.ndarray, np.ndarray]
+"""Input of a score: two arrays `[rows]` or `[rows, classes]`."""
 
 
-def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return the share of correct entries, or of entirely correct rows.
+class Metric(NamedTuple):
+    """Metric of the rows of a file, in the form of `Encoded.answers`."""
 
-    Arguments: class numbers `[examples]`, or 0 and 1 `[examples, labels]`.
-    """
-    from sklearn.metrics import accuracy_score
+    terms: Callable[[Any, Any], Terms]
+    """Function from (answers, finite predictions) to the terms."""
+    score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    """Function from (counts of the rows `[samples, rows]`, both terms) to the metric `[samples]`, nan if undefined."""
 
-    if not np.isfinite(predictions).all():
-        return None
-    return float(accuracy_score(labels, predictions))
+    def value(self, answers: Any, predictions: Any) -> float | None:
+        """Return the metric of all rows; None if it is undefined."""
+        score = self._scores(np.ones((1, len(answers)), np.uint8), answers, predictions)[0]
+        return None if math.isnan(score) else float(score)
 
+    def samples(self, drawn: np.ndarray, answers: Any, predictions: Any) -> np.ndarray:
+        """Return the metric with each of the counts `drawn`, uint8 `[samples, rows]`; 0 if it is undefined."""
+        return np.nan_to_num(self._scores(drawn, answers, predictions))
 
-def f1(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return F1 of the second of two classes, or micro F1 over labels: 2·TP / (2·TP + FP + FN).
-
-    Arguments: 0 and 1, `[examples]` or `[examples, labels]`.
-    """
-    from sklearn.metrics import f1_score
-
-    if not np.isfinite(predictions).all() or not (labels.any() or predictions.any()):
-        return None
-    return float(f1_score(labels.ravel(), predictions.ravel()))
-
-
-def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return the mean F1 over the classes that occur in labels or predictions.
-
-    Arguments: class numbers `[examples]`, or 0 and 1 `[examples, labels]`.
-    """
-    from sklearn.metrics import f1_score
-
-    if not np.isfinite(predictions).all():
-        return None
-    if labels.ndim == 1:
-        return float(f1_score(labels, predictions, average="macro"))
-    by_label = [f1(*columns) for columns in zip(labels.T, predictions.T, strict=True)]
-    known = [value for value in by_label if value is not None]
-    return sum(known) / len(known) if known else None
+    def _scores(self, drawn: np.ndarray, answers: Any, predictions: Any) -> np.ndarray:
+        if not len(answers) or not _is_finite(predictions):
+            return np.full(len(drawn), math.nan)
+        first, second = self.terms(answers, predictions)
+        together = -(-_TOGETHER // len(first))
+        parts = np.split(drawn, range(together, len(drawn), together))
+        return np.concatenate([self.score(part.astype(float), first, second) for part in parts])
 
 
-def matthews(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return Matthews' correlation coefficient. Arguments: class numbers `[examples]`."""
-    from sklearn.metrics import matthews_corrcoef
-
-    if not np.isfinite(predictions).all() or len(np.unique(labels)) < 2 or len(np.unique(predictions)) < 2:
-        return None
-    return float(matthews_corrcoef(labels, predictions))
+def _is_finite(predictions: Any) -> bool:
+    """Return whether no prediction is missing: numbers, the classes of `Tags`, or texts."""
+    values = getattr(predictions, "classes", predictions)
+    return bool(np.isfinite(values).all()) if isinstance(values, np.ndarray) else None not in values
 
 
-def pearson(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return Pearson's correlation coefficient. Arguments: numbers `[examples]`."""
-    from scipy.stats import pearsonr
-
-    return _correlation(pearsonr, labels, predictions)
-
-
-def spearman(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return Spearman's rank correlation coefficient; equal numbers share their mean rank. Arguments: see `pearson`."""
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, labels, predictions)
+@lru_cache(maxsize=4)
+def drawn_rows(task: str, rows: int) -> np.ndarray:
+    """Return the count of each row of a task in each sample, uint8 `[samples, rows]`. Tasks have different samples."""
+    generator = np.random.default_rng([BOOTSTRAP_SEED, zlib.crc32(task.encode())])
+    samples = (np.bincount(generator.integers(rows, size=rows), minlength=rows) for _ in range(BOOTSTRAP_SAMPLES))
+    return np.stack([sample.astype(np.uint8) for sample in samples])
 
 
-def _correlation(test: Callable[..., object], labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    if len(labels) < 2 or not np.isfinite(predictions).all() or np.ptp(labels) == 0:
-        return None
-    if np.ptp(predictions) <= rounding_error(labels, predictions):
-        return None
-    value = float(test(labels, predictions).statistic)  # type: ignore[attr-defined]
-    return value if math.isfinite(value) else None
+def resampled_scores(task: Task, answers: Any, predictions: Any) -> np.ndarray:
+    """Return a task's metric on every bootstrap sample of its rows, `[samples]`; 0 if it is undefined."""
+    return METRICS[task.kind][task.metric].samples(drawn_rows(task.name, len(answers)), answers, predictions)
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """Return the quotients; nan if the divisor is 0 up to rounding."""
+    return np.divide(above, below, out=np.full(below.shape, math.nan), where=below > 1e-12)
+
+
+def _share(counts: np.ndarray, above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """Return the sum of the first term divided by the sum of the second."""
+    return _ratio(counts @ above, counts @ below)
+
+
+def _right(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    is_right = (labels == predictions).reshape(len(labels), -1).all(axis=1)
+    return is_right * 1.0, np.ones(len(labels))
+
+
+def _f1(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    """Return numerator and denominator of F1 = 2 TP / (2 TP + FP + FN) for 0/1 labels, `[rows]` or `[rows, labels]`."""
+    right, both = _by_class(labels, predictions)
+    return right.sum(axis=1), both.sum(axis=1)
+
+
+def _by_class(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    """Return numerator and denominator of F1 per class, `[rows, classes]`, for 0/1 labels."""
+    labels, predictions = (side.reshape(len(labels), -1) for side in (labels, predictions))
+    return 2.0 * labels * predictions, labels + predictions
+
+
+def _by_number(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    """Return numerator and denominator of F1 per class, for class numbers `[rows]` or 0/1 labels `[rows, labels]`."""
+    return _by_class(*(_one_hot(labels, predictions) if labels.ndim == 1 else (labels, predictions)))
+
+
+def _one_hot(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    """Convert class numbers `[rows]` to 0 and 1, `[rows, classes]`."""
+    classes = np.union1d(labels, predictions)
+    return (labels[:, None] == classes) * 1.0, (predictions[:, None] == classes) * 1.0
+
+
+def _macro_f1(counts: np.ndarray, right: np.ndarray, both: np.ndarray) -> np.ndarray:
+    """Return the mean F1 over the classes in a sample's labels or predictions."""
+    by_class = _ratio(counts @ right, counts @ both)  # [samples, classes]
+    return _ratio(np.nansum(by_class, axis=1), np.count_nonzero(~np.isnan(by_class), axis=1).astype(float))
+
+
+def _matthews(counts: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    """Return Matthews' correlation for any number of classes, R_K (Gorodkin 2004, equation 8), from one-hot classes."""
+    rows = counts.sum(axis=1)
+    of_label, of_prediction = counts @ labels, counts @ predictions  # [samples, classes] each
+    covariance = counts @ (labels * predictions).sum(axis=1) * rows - (of_label * of_prediction).sum(axis=1)
+    variances = (rows**2 - (numbers**2).sum(axis=1) for numbers in (of_label, of_prediction))
+    return _ratio(covariance, np.sqrt(math.prod(variances)))
+
+
+def _numbers(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    return np.asarray(labels, float), np.asarray(predictions, float)
+
+
+def _pearson(counts: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    def deviations(values: np.ndarray) -> np.ndarray:
+        unit = (values - values.mean()) / (np.ptp(values) or 1.0)  # `_ratio` takes tiny sums for rounding
+        return unit - (counts @ unit / counts.sum(axis=1))[:, None]
+
+    correlation = _correlation(counts, deviations(labels), deviations(predictions))
+    return np.where(_differ(counts, labels, predictions), correlation, math.nan)
+
+
+def _spearman(counts: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    correlation = _correlation(counts, _ranks(counts, labels), _ranks(counts, predictions))
+    return np.where(_differ(counts, labels, predictions), correlation, math.nan)
+
+
+def _ranks(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the rank of each row in each sample minus the mean rank; equal values share theirs. `[samples, rows]`"""
+    order = np.argsort(values, kind="stable")
+    _, first, places = np.unique(values[order], return_index=True, return_inverse=True)
+    times = np.add.reduceat(counts[:, order], first, axis=1)  # number of draws of each value
+    ranks = np.cumsum(times, axis=1)
+    ranks -= (times + counts.sum(axis=1, keepdims=True)) / 2
+    return ranks[:, places[np.argsort(order)]]
+
+
+def _correlation(counts: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the correlation of two deviations from the means, `[samples, rows]` each."""
+    weighted = counts * x
+    covariance, variance = (np.einsum("sr,sr->s", weighted, side) for side in (y, x))
+    return _ratio(covariance, np.sqrt(variance * np.einsum("sr,sr,sr->s", counts, y, y)))
+
+
+def _differ(counts: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    """Return whether the predictions of each sample differ by more than rounding, bool `[samples]`."""
+    order = np.argsort(predictions)
+    is_drawn = (counts > 0)[:, order]
+    lowest, highest = is_drawn.argmax(axis=1), len(order) - 1 - is_drawn[:, ::-1].argmax(axis=1)
+    return predictions[order][highest] - predictions[order][lowest] > rounding_error(labels, predictions)
 
 
 def rounding_error(labels: np.ndarray, predictions: np.ndarray) -> float:
@@ -104,32 +190,58 @@ def rounding_error(labels: np.ndarray, predictions: np.ndarray) -> float:
     return _ROUNDING * max(float(np.std(labels)), min(sizes))
 
 
-Metric = Callable[[np.ndarray, np.ndarray], float | None]
+def _entities(gold: Any, predicted: Any, strict: bool) -> Terms:
+    """Return numerator and denominator of the entities' F1 per sentence of `Tags`."""
+    found = count_entities(gold.by_sentence(), predicted.by_sentence(), strict, gold.labels)
+    expected, told, correct = np.array(found, float).T
+    return 2 * correct, expected + told
 
-METRICS: dict[str, Metric] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "macro-f1": macro_f1,
-    "matthews": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
-}
-"""Name of `--metric` → function of labels and predictions, which have one value per example or per word."""
 
-METRICS_OF_KIND: dict[str, tuple[str, ...]] = {
-    "classification": ("accuracy", "f1", "macro-f1", "matthews"),
-    "multi-label": ("f1", "macro-f1", "accuracy"),
-    "regression": ("pearson", "spearman"),
-    "tokens": ("seqeval", "seqeval-strict", "accuracy", "macro-f1"),
-    "qa": ("f1", "exact-match"),
+def _of_words(gold: Any, predicted: Any, terms: Callable[[np.ndarray, np.ndarray], Terms]) -> Terms:
+    """Return the terms of the words, summed per sentence of `Tags`."""
+
+    def of_sentences(values: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+        return np.diff(sums[[0, *gold.ends]], axis=0)
+
+    first, second = terms(gold.classes, predicted.classes)
+    return of_sentences(first), of_sentences(second)
+
+
+def _of_questions(
+    gold: Sequence[Sequence[str]], predicted: Sequence[str], score: Callable[[Sequence[str], str], float]
+) -> Terms:
+    return np.array([score(*pair) for pair in zip(gold, predicted, strict=True)]), np.ones(len(gold))
+
+
+_ACCURACY, _F1 = Metric(_right, _share), Metric(_f1, _share)
+_MACRO_F1 = Metric(_by_number, _macro_f1)
+METRICS: dict[str, dict[str, Metric]] = {
+    "classification": {
+        "accuracy": _ACCURACY,
+        "f1": _F1,
+        "macro-f1": _MACRO_F1,
+        "matthews": Metric(_one_hot, _matthews),
+    },
+    "multi-label": {"f1": _F1, "macro-f1": _MACRO_F1, "accuracy": _ACCURACY},
+    "regression": {"pearson": Metric(_numbers, _pearson), "spearman": Metric(_numbers, _spearman)},
+    "tokens": {
+        "seqeval": Metric(partial(_entities, strict=False), _share),
+        STRICT: Metric(partial(_entities, strict=True), _share),
+        "accuracy": Metric(partial(_of_words, terms=_right), _share),
+        "macro-f1": Metric(partial(_of_words, terms=_by_number), _macro_f1),
+    },
+    "qa": {
+        "f1": Metric(partial(_of_questions, score=qa.f1), _share),
+        "exact-match": Metric(partial(_of_questions, score=qa.exact_match), _share),
+    },
 }
-"""Kind → names of its metrics; the first is the default."""
+"""Kind of task → name of `--metric` → metric; the first is the kind's default."""
 
 
 def check_metric(name: str, kind: str, num_labels: int | None = None) -> None:
     """Raise `UserError` if a kind does not have the metric, or for F1 with another number of classes than two."""
-    if name not in METRICS_OF_KIND[kind]:
-        allowed = ", ".join(METRICS_OF_KIND[kind])
-        raise UserError(f"--metric {name}: --kind {kind} has {allowed}", WRONG_ARGUMENTS)
+    if name not in METRICS[kind]:
+        raise UserError(f"--metric {name}: --kind {kind} has {', '.join(METRICS[kind])}", WRONG_ARGUMENTS)
     if kind == "classification" and name == "f1" and num_labels is not None and num_labels != 2:
         raise UserError(f"--metric f1: {num_labels} labels, expected 2; use --metric macro-f1", WRONG_ARGUMENTS)

@@ -19,7 +19,7 @@ class Task:
 
     name: str
     metric: str
-    """Name in `metrics.METRICS`."""
+    """Name in `metrics.METRICS` under the kind."""
     kind: str = "classification"
     """Name in `kinds.KINDS`."""
     labels: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, prefix_groups
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.known_files import KnownFile
-from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
+from megatron_ddrp.tasks.finetune.metrics import METRICS, check_metric
 from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
@@ -56,7 +56,7 @@ def read_task(files: TaskFiles) -> TaskData:
     known = columns_of(str(files.train))
     kind_name = files.kind or _likely_kind(files, known)
     kind, columns = KINDS[kind_name], _columns(files, known, KINDS[kind_name])
-    metric = files.metric or METRICS_OF_KIND[kind_name][0]
+    metric = files.metric or next(iter(METRICS[kind_name]))
     train = _Reading(files.train, kind, columns)
     labels = _ordered(train.counts)
     _check_labels(files, kind_name, metric, labels)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ddrp.config.option import option, refuse
 from megatron_ddrp.config.reading import Place, load_yaml, read_section
-from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,11 @@ class TaskFiles:
         None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
     )
     kind: str | None = option(
-        None, "kind of prediction (default: guessed from columns and labels)", choices=tuple(METRICS_OF_KIND)
+        None, "kind of prediction (default: guessed from columns and labels)", choices=tuple(METRICS)
     )
     metric: str | None = option(
         None,
-        "; ".join(f"{kind}: {', '.join(names)}" for kind, names in METRICS_OF_KIND.items())
-        + " (default: the kind's first)",
+        "; ".join(f"{kind}: {', '.join(names)}" for kind, names in METRICS.items()) + " (default: the kind's first)",
         metavar="M",
     )
     text_column: str | None = option(None, "column of the text (default: text, sentence, sentence1, …)", metavar="C")

@@ -102,9 +102,10 @@ def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore
 
 def report(sweep: Sweep, store: RunStore, shown: bool) -> None:
     """Write the tables, before anything that may fail; print them if `shown`. Only one command writes at a time."""
-    with one_at_a_time(sweep.options.output_dir, "report"):
+    output = sweep.options.output_dir
+    with one_at_a_time(output, "report"):
         store.refresh()
-        text = write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs)
+        text = write_report({output: store}, output, sweep.options.suite, asked=sweep.runs)
     if shown:
         print(text, flush=True)
 

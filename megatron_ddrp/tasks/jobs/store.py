@@ -50,8 +50,8 @@ class Store:
         """Read the complete lines of the file if it exists.
 
         `read` converts a row to the form of this version, `name` returns the name of its job. Both raise KeyError,
-        TypeError or ValueError for a row that is not `what`. Damaged lines are left out, and `on_damage` gets one
-        sentence for each; without `on_damage` a damaged line raises.
+        TypeError or ValueError for a row that is not `what`; `Damaged` says why. Damaged lines are left out, and
+        `on_damage` gets one sentence for each; without `on_damage` a damaged line raises.
 
         Raises:
             UserError: a complete line is damaged or not `what`, and there is no `on_damage`.
@@ -124,7 +124,7 @@ class Store:
                 row = self._parse(line)
                 self._done.add(self._name(row))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                reason = str(error) if isinstance(error, _Changed) else f"not {self.what}"
+                reason = str(error) if isinstance(error, Damaged) else f"not {self.what}"
                 self._damaged(f"{self.path}, line {self._lines}: {reason}")
                 continue
             self.rows.append(row)
@@ -137,7 +137,7 @@ class Store:
             raise TypeError("expected a JSON object")
         expected = row.pop(SUM, None)
         if expected is not None and expected != object_sum(row):
-            raise _Changed("changed since it was written (its sum does not match)")
+            raise Damaged("changed since it was written (its sum does not match)")
         return self._as_written_now(row)
 
     def _damaged(self, sentence: str) -> None:
@@ -186,5 +186,5 @@ def _locked(folder: Path, name: str, wait: bool) -> BinaryIO | None:
     return None
 
 
-class _Changed(ValueError):
-    """Error for a line whose checksum does not match."""
+class Damaged(ValueError):
+    """Error that says why a line is damaged."""

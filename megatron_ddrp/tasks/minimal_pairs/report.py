@@ -1,4 +1,4 @@
-"""Report of an output folder: results.json, table.md and heatmap.png."""
+"""Report of an output folder: results.json, table.md, tables/ and heatmap.png."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
+from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
@@ -79,21 +80,23 @@ def report_of(
 
 
 def write_report(report: Report, folder: Path) -> str:
-    """Write results.json, table.md and, with matplotlib, heatmap.png into `folder`; return the text to show."""
+    """Write results.json, table.md, tables/ and, with matplotlib, heatmap.png into `folder`; return a text to show."""
     differences = report.differences
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(report, differences)
+    tables = all_tables(report, differences)
+    text = page(report, tables)
     write_text(folder / "table.md", text)
+    write_tables(folder / "tables", tables)
     write_text(folder / "results.json", json.dumps(summary(report, differences), indent=2) + "\n")
     shown = text.split("\n## By paradigm")[0].strip()
     if find_spec("matplotlib") is None:
-        return f"\n{shown}\n\nwritten to {folder / 'table.md'} and results.json; the heat map needs matplotlib"
+        return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/ and results.json; the heat map needs matplotlib"
     from megatron_ddrp.tasks.minimal_pairs.figure import draw  # it shows a Report
 
     draw(report, folder / "heatmap.png")
     curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
     figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
-    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json{figures}"
+    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/, results.json{figures}"
 
 
 def _panels(report: Report) -> list[tuple[str, dict[str, Score]]]:
@@ -142,7 +145,17 @@ def _encoder(report: Report, result: Result) -> dict[str, Any]:
     }
 
 
-def table(report: Report, differences: list[Difference]) -> str:
+def all_tables(report: Report, differences: list[Difference]) -> dict[str, Table]:
+    """Return the tables of the page by name."""
+    return {
+        "scores": _scores(report),
+        "differences": _differences(differences),
+        "terms": _by_group(report, "term"),
+        "paradigms": _by_paradigm(report),
+    }
+
+
+def page(report: Report, tables: dict[str, Table]) -> str:
     """Return the text of table.md."""
     return render(
         "minimal_pairs.md.jinja",
@@ -150,11 +163,8 @@ def table(report: Report, differences: list[Difference]) -> str:
         meaning=SCORES[report.score],
         ties=report.ties,
         pairs=sum(map(len, report.paradigms.values())),
-        paradigms=len(report.paradigms),
-        scores=_scores(report),
-        differences=_differences(differences),
-        terms=_by_group(report, "term"),
-        by_paradigm=_by_paradigm(report),
+        num_paradigms=len(report.paradigms),
+        **tables,
     )
 
 
@@ -176,14 +186,10 @@ def _scores(report: Report) -> Table:
 
 
 def _differences(differences: list[Difference]) -> Table:
-    header = ["encoder", "minus", "difference", "95 % interval, other pairs", "95 % interval, other paradigms"]
+    header = ["encoder", "minus", "difference", "95 % interval"]
     return Table(
         header,
-        [
-            [pair.first, pair.second, f"{100 * pair.difference:+.2f}"]
-            + [_interval(pair.over_pairs), _interval(pair.over_paradigms)]
-            for pair in differences
-        ],
+        [[pair.first, pair.second, f"{100 * pair.difference:+.2f}", _interval(pair.interval)] for pair in differences],
     )
 
 

@@ -4,10 +4,11 @@ A pair is right if the good sentence scores higher by more than `TIE`. A tie is 
 that takes the first of two equal scores, with the good sentence first, counts it as right (`ties="first"`) and gives a
 model without any preference 100 %. A pair with a score that is no number is wrong.
 
-There are two standard errors and intervals: for other pairs of the same paradigms (pairs are resampled within each
-paradigm), and for other paradigms (whole paradigms are resampled). A mean of n values drawn anew from n values varies
-(n − 1)/n times as much as the mean of n other values, so deviations are multiplied by √(n/(n − 1)). One value tells
-nothing about others: there is no standard error and no interval then.
+There are two standard errors: for other pairs of the same paradigms, and for other paradigms. The interval of a
+difference resamples whole paradigms, whose means already contain the spread of their pairs; only for a single paradigm
+it resamples pairs. A mean of n values drawn anew from n values varies (n − 1)/n times as much as the mean of n other
+values, so deviations are multiplied by √(n/(n − 1)). One value tells nothing about others: there is no standard error
+and no interval then.
 """
 
 from __future__ import annotations
@@ -133,57 +134,53 @@ class Difference:
     second: str
     difference: float
     over_pairs: Interval | None
-    """95 % interval from resampling pairs within each paradigm; None if a paradigm has only one pair."""
+    """95 % interval from resampling the pairs of a single paradigm; None for several paradigms and for one pair."""
     over_paradigms: Interval | None
     """95 % interval from resampling whole paradigms; None for one paradigm."""
 
+    @property
+    def interval(self) -> Interval | None:
+        """95 % interval over paradigms or, for a single paradigm, over its pairs."""
+        return self.over_paradigms or self.over_pairs
+
 
 def difference(first: Result, second: Result) -> Difference:
-    """Return the paired difference of two encoders; each interval has the percentiles of `DRAWS` bootstrap draws."""
+    """Return the paired difference of two encoders; its interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
-    mean, rng = float(means.mean()), np.random.default_rng(_SEED)
-    of_paradigms = over_paradigms(means, rng)
-    return Difference(
-        first.name,
-        second.name,
-        mean,
-        _interval(mean + _pairs_anew(gains, rng)) if all(len(gain) > 1 for gain in gains) else None,
-        of_paradigms,
-    )
+    of_pairs = over_pairs(gains[0]) if len(gains) == 1 else None
+    return Difference(first.name, second.name, float(means.mean()), of_pairs, over_paradigms(means))
 
 
-def over_paradigms(means: np.ndarray, rng: np.random.Generator | None = None) -> Interval | None:
+def over_paradigms(means: np.ndarray) -> Interval | None:
     """Return the 95 % interval of a macro difference from resampling paradigms; None for fewer than two.
 
-    `means` has the mean difference of each paradigm, `[paradigms]`. Without `rng` the draws are those of `difference`.
+    `means` has the mean difference of each paradigm, `[paradigms]`.
     """
-    if (count := len(means)) < 2:
+    if len(means) < 2:
         return None
-    drawn = (rng or np.random.default_rng(_SEED)).integers(count, size=(DRAWS, count))
-    mean = float(means.mean())
-    return _interval(mean + _widening(count) * (means[drawn].mean(1) - mean))
+    drawn = np.random.default_rng(_SEED).integers(len(means), size=(DRAWS, len(means)))
+    return _interval(means[drawn].mean(1), float(means.mean()), len(means))
 
 
-def _widening(count: int) -> float:
-    """Return √(n/(n − 1)): the deviations of a mean of n > 1 values, divided by those of its bootstrap draws."""
-    return math.sqrt(count / (count - 1))
+def over_pairs(gain: np.ndarray) -> Interval | None:
+    """Return the 95 % interval of the difference on one paradigm from resampling its pairs; None for fewer than two.
 
-
-def _pairs_anew(gains: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """Return the deviations of the macro difference after resampling two or more pairs per paradigm, `[DRAWS]`.
-
-    The counts of −1, 0 and 1 among n pairs drawn with replacement are multinomial.
+    `gain` has the difference on each pair, `[pairs]`. The counts of equal ones among n pairs drawn with replacement are
+    multinomial.
     """
-    total = np.zeros(DRAWS)
-    for gain in gains:
-        shares = [(gain == value).mean() for value in (-1, 0, 1)]
-        counts = rng.multinomial(len(gain), shares, size=DRAWS)  # [draws, 3]
-        total += _widening(len(gain)) * ((counts[:, 2] - counts[:, 0]) / len(gain) - gain.mean())
-    return total / len(gains)
+    if len(gain) < 2:
+        return None
+    values, counts = np.unique(gain, return_counts=True)
+    drawn = np.random.default_rng(_SEED).multinomial(len(gain), counts / len(gain), size=DRAWS)  # [draws, values]
+    return _interval(drawn @ values / len(gain), float(gain.mean()), len(gain))
 
 
-def _interval(draws: np.ndarray) -> Interval:
-    """Return the 2.5 % and 97.5 % quantiles, within −1 and 1, the limits of a difference of accuracies."""
-    low, high = np.clip(percentile_interval(draws), -1, 1).tolist()
+def _interval(draws: np.ndarray, mean: float, count: int) -> Interval:
+    """Return the 2.5 % and 97.5 % quantiles of draws of the mean of `count` differences of accuracies.
+
+    Their deviations are widened by √(n/(n − 1)) and stay within −1 and 1.
+    """
+    widened = mean + math.sqrt(count / (count - 1)) * (draws - mean)
+    low, high = np.clip(percentile_interval(widened), -1, 1).tolist()
     return low, high

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ddrp.pages.plotting import FORMATS
 from tests.integration.conftest import TINY, command_line
 
 CLOCK = ("tokens_per_second", "step_time", "peak_memory_gib", "seconds", "crc32")
@@ -123,7 +124,8 @@ def result_of(reader: Reader, folder: Path, stdout: str) -> dict[str, Any]:
     if not reader.results:
         return {"standard output": stdout.splitlines()}
     files = sorted({path for pattern in reader.results for path in folder.glob(pattern) if path.is_file()})
-    return {str(path.relative_to(folder)): _content(path) for path in files if path.suffix not in (".png", ".lock")}
+    left_out = (*FORMATS, ".lock")
+    return {str(path.relative_to(folder)): _content(path) for path in files if path.suffix not in left_out}
 
 
 def _content(path: Path) -> Any:

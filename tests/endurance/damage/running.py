@@ -24,7 +24,6 @@ MORE_PRELOADED = [
     "transformers.models.bert.tokenization_bert",
     "matplotlib.pyplot",
     "scipy.stats",
-    "sklearn.metrics",
     "megatron_ddrp.analysis.reports",
     "megatron_ddrp.conversion.from_huggingface",
     "megatron_ddrp.conversion.to_huggingface",

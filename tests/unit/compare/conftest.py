@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 from megatron_ddrp.config import save_config
+from megatron_ddrp.json_files import object_sum
+from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.jobs import Job, open_store
+from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.runs import TrainingRun
@@ -65,6 +68,31 @@ def open_work(write, tmp_path):
         return Work(read_plan(write(values)), folder, open_store(folder))
 
     return make
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Return a function that writes rows with their sums into a file of this name."""
+
+    def write(rows, name="rows.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [json.dumps(row | {"crc32": object_sum(row)}) for row in json.loads(json.dumps(list(rows)))]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def experiment_of(work: Work) -> Experiment:
+    """The experiment of one plan."""
+    return Experiment([work.plan], work.folder, work.store)
+
+
+def write_page(work: Work, claims=None) -> str:
+    """The text of the page of the jobs finished so far, written with its files."""
+    experiment = experiment_of(work)
+    Page(experiment.finished_runs(), work.folder, claims).write(experiment.missing, experiment.times())
+    return (work.folder / "page.md").read_text(encoding="utf-8")
 
 
 def record(work: Work, job: Job) -> None:

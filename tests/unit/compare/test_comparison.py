@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare import comparison
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all
+from megatron_ddrp.tasks.compare.claims import Claim, gains
 from megatron_ddrp.tasks.compare.forecast import JobForecast
-from megatron_ddrp.tasks.compare.page import ladder_page, write_page
+from megatron_ddrp.tasks.compare.heat_map import by_phenomenon
+from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.recording import make_row
 from megatron_ddrp.tasks.compare.results import Results
+from megatron_ddrp.tasks.compare.rows import as_run
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS
-from megatron_ddrp.tasks.ladder.rows import as_run
+from megatron_ddrp.tasks.measures import GLUE, LOSS, MINIMAL_PAIRS
+from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms
 from megatron_ddrp.tasks.statistics import student_interval
-from tests.unit.compare.conftest import finish_run, read_plan, record
+from tests.unit.compare.conftest import experiment_of, finish_run, read_plan, record, write_page
 
 PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
 """Paradigm → field and number of pairs."""
@@ -45,7 +47,7 @@ def with_scores(values, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a b", "label": "in order"}\n')
     values |= {"tasks": [{"file": str(tmp_path / "order.yaml"), "seeds": 2, "epochs": [2, 3]}]}
     values |= {"seeds": 2, "half_budget": [], "minimal_pairs": {"data_dir": str(pairs), "score": "pll"}}
-    return values | {"glue": {"data_dir": str(tmp_path / "glue"), "tasks": ["RTE"], "seeds": 2}}
+    return values | {"analyses": {}, "glue": {"data_dir": str(tmp_path / "glue"), "tasks": ["RTE"], "seeds": 2}}
 
 
 @pytest.fixture
@@ -114,99 +116,90 @@ def finish_sweep(work, job, task, share, random):
     record(work, job)
 
 
-def test_the_table_has_every_measure_with_its_difference_and_both_errors(work):
-    results = Results(work)
+def gain_of(work, measure):
+    """The gain of MTH over masked LM by a measure."""
+    results = Results(experiment_of(work).finished_runs())
     mlm, mth = (model.arm() for model in work.plan.models)
-    assert comparison.measures(results) == [LOSS, MINIMAL_PAIRS, "order", GLUE]
+    (gain,) = gains(results, [Claim("", measure, mth, mlm)])
+    return gain
+
+
+def test_every_measure_has_its_gain_and_both_intervals(work):
     for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
-        baseline, other = comparison.compare(results, measure)
-        assert (baseline.arm, baseline.difference, baseline.over_items) == (mlm, None, None)
-        assert other.arm == mth and other.difference.mean == pytest.approx(difference)
-        assert other.difference.interval == pytest.approx(student_interval(other.difference.values))
-        assert (other.over_items is None) == (measure == LOSS)
-    low, high = other.over_items
+        gain = gain_of(work, measure)
+        assert gain.seeds.mean == pytest.approx(difference)
+        assert gain.seeds.interval == pytest.approx(student_interval(gain.seeds.values))
+        assert (gain.items is None) == (measure == LOSS)
+    low, high = gain.items
     assert low < 0.05 < high  # two models that are right on different rows: √(2 · 0.24 / 200) ≈ 0.05, four runs
     assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
 
 
-def test_the_error_over_items_pairs_the_items_of_both_models(work):
-    """Two models that are right on the same items but one differ by much less than their own errors."""
-    items = Results(work).items
-    mlm, mth = (model.arm() for model in work.plan.models)
-    (run, *_), rng = work.runs, np.random.default_rng(0)
-    right = rng.integers(2, size=400).astype(float)
-    worse = right.copy()
-    worse[np.flatnonzero(right)[0]] = 0
-    for arm, found in ((mlm, worse), (mth, right)):
-        items.add_pairs(next(r for r in work.runs if r.arm == arm and r.seed == run.seed), {"p": found})
-    low, high = items.of_pairs(mth, mlm, [run.seed])
-    assert (low, high) == pytest.approx((0, 3 / 400))
-
-
-def test_other_seeds_and_other_items_are_different_questions(work):
-    """The same model from two seeds that agree item by item: no error over seeds, and still one over items."""
-    for measure in work.pairs:
-        for name in ("results.json", "scores.jsonl"):
-            first = next(m for m in work.pairs if m.run.arm == measure.run.arm)
-            (measure.job.output.parent / name).write_text((first.job.output.parent / name).read_text())
-    _, other = comparison.compare(Results(work), MINIMAL_PAIRS)
-    assert other.difference.mean == pytest.approx(0.08) and other.difference.interval is None
-    assert other.over_items[1] - other.over_items[0] > 0.1
-
-
-def test_missing_predictions_and_scores_leave_the_error_over_items_out(work):
-    next((work.scores[-1].job.output.parent / "predictions").iterdir()).unlink()
-    (work.pairs[0].job.output.parent / "scores.jsonl").unlink()
-    results = Results(work)
-    for measure, difference in ((GLUE, 0.05), (MINIMAL_PAIRS, 0.1)):
-        _, other = comparison.compare(results, measure)
-        assert other.over_items is None and other.difference.mean == pytest.approx(difference)
-
-
-def test_page_and_results_hold_the_table_and_its_figures(work):
-    write_page(work)
-    text = (work.folder / "page.md").read_text()
-    assert "| minimal pairs | BERT (MLM) | 51.00 ± 1.41 | baseline |  |  | 2 | 200 pairs, 3 paradigms |" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| minimal pairs | BERT (MTH) |")]
-    assert "| +10.00 |" in row and row.count(" to ") == 2
-    assert "| order | BERT (MLM) | 60.00 ± 0.00 | baseline |  |  | 2 | 200 rows |" in text
-    assert "](figures/measures.png)" in text and "](figures/minimal-pairs.png)" in text
-    (claim,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
-    assert "n = 2" in claim
-    found = json.loads((work.folder / "results.json").read_text())
-    row = next(r for r in found["comparison"] if (r["measure"], r["model"]) == (MINIMAL_PAIRS, "BERT (MTH)"))
-    assert row["difference"] == pytest.approx(0.1) and row["over_items"][0] < 0.1 < row["over_items"][1]
-    islands = [by_name["islands"] for by_name in found["paradigms"]["BERT (MLM)"].values()]
-    assert islands == pytest.approx([0.5, 0.52])
-    assert found["fields"]["BERT (MTH)"]["1234"]["all"] == pytest.approx(0.58)
-    gains = [
-        gain["mean"] for row in found["claims"] if row["measure"] == MINIMAL_PAIRS for gain in row["gains"].values()
+def test_the_interval_over_paradigms_is_that_of_minimal_pairs(work):
+    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in work.pairs]
+    mlm, mth = ([found for m, found in zip(work.pairs, ours, strict=True) if m.run.model.objective == name]
+                for name in ("mlm", "mth"))  # fmt: skip
+    means = [
+        np.mean([b[p]["accuracy"] - a[p]["accuracy"] for a, b in zip(mlm, mth, strict=True)]) for p in sorted(PAIRS)
     ]
-    assert gains == pytest.approx([0.1])
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(over_paradigms(np.array(means)))
+
+
+def test_missing_predictions_leave_the_interval_over_items_out(work):
+    next((work.scores[-1].job.output.parent / "predictions").iterdir()).unlink()
+    gain = gain_of(work, GLUE)
+    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
+
+
+def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_left_out(work):
+    before = gain_of(work, GLUE).items
+    for score in work.scores:
+        shutil.rmtree(score.job.output.parent)
+    assert before and gain_of(work, GLUE).items == before
+    for path in (work.folder / "items").iterdir():
+        path.write_bytes(b"PK")
+    assert gain_of(work, GLUE).items is None
+
+
+def test_a_single_paradigm_has_an_interval_over_its_pairs(with_scores, open_work, tmp_path):
+    for name in ("islands", "binding"):
+        (tmp_path / "pairs" / f"{name}.jsonl").unlink()
+    work = open_work({key: value for key, value in with_scores.items() if key not in ("glue", "tasks")})
+    random = np.random.default_rng(3)
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    for measure in work.pairs:
+        finish_pairs(work, measure, {"agreement": 0.5 + 0.1 * (measure.run.model.objective == "mth")}, random)
+    gain = gain_of(work, MINIMAL_PAIRS)
+    low, high = gain.items
+    assert gain.seeds.mean == pytest.approx(0.1) and low < 0.1 < high and 0.1 < high - low < 0.4
+
+
+def test_page_and_results_hold_the_tables_and_figures(work):
+    text = write_page(work)
+    (row,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
+    assert row.count(" to ") == 2 and "| 2 | not told apart |" in row
+    assert "](figures/claims-minimal-pairs.png)" in text and "](figures/minimal-pairs.png)" in text
+    assert "| BERT (MLM) | 6.5000 ± 0.0000 | 51.00 ± 1.41 |" in text and "order 9 and 200" in text
+    found = json.loads((work.folder / "results.json").read_text())
+    assert found.keys() == {"gains", "values"}
+    (gain,) = [one for one in found["gains"] if one["measure"] == MINIMAL_PAIRS]
+    assert gain["mean"] == pytest.approx(0.1) and gain["over_items"][0] <= gain["mean"] <= gain["over_items"][1]
+    tex = (work.folder / "tables" / "claims-minimal-pairs.tex").read_text()
+    assert "MTH is better than MLM with BERT" in tex and r"\begin{tabular}" in tex
+    assert (work.folder / "tables" / "scores.csv").is_file()
 
 
 def test_fields_are_means_over_the_seeds(work):
-    ladder = ladder_page(work, Results(work)).ladder
-    assert ladder.accuracies(ladder.baseline, ladder.rungs[0]) == pytest.approx(
-        {"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01
-    )
-
-
-def test_without_anything_over_items_there_is_no_such_figure(values, open_work):
-    work = open_work(values)
-    for run in work.runs:
-        finish_run(work, run, 6.5)
-    results = Results(work)
-    compared = comparison.compare_all(results)
-    assert compared_panels(results, compared) == {}
-    assert "measures" not in draw_all(results, compared, work.folder / "figures")
-    assert "minimal-pairs" not in ladder_page(work, results).draw()
+    runs = [run for run in experiment_of(work).finished_runs() if run.arm.objective == "mlm"]
+    assert by_phenomenon(runs) == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
 
 
 def test_another_model_may_be_the_baseline(work, with_scores, open_work):
-    results = Results(open_work(with_scores | {"baseline": "BERT (MTH)"}))
-    other, baseline = comparison.compare(results, MINIMAL_PAIRS)
-    assert baseline.difference is None and other.difference.mean == pytest.approx(-0.1)
+    other = open_work(with_scores | {"baseline": "BERT (MTH)"})
+    page = Page(experiment_of(other).finished_runs(), other.folder)
+    (gain,) = page.gains["models-minimal-pairs"]
+    assert gain.claim.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
 
 
 def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
@@ -217,9 +210,9 @@ def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(value
     assert [measure.run for measure in work.tasks] == work.runs
     command = " ".join(work.tasks[0].job.command)
     assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
-    names = {job.name for job in work.jobs()}
+    names = {job.name for job in experiment_of(work).jobs()}
     del with_scores["minimal_pairs"], with_scores["tasks"]
-    assert {job.name for job in open_work(with_scores).jobs()} < names
+    assert {job.name for job in experiment_of(open_work(with_scores)).jobs()} < names
 
 
 def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
@@ -232,7 +225,7 @@ def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path
 
 
 def test_a_row_has_the_number_of_pairs_of_each_paradigm(work):
-    row = make_row(work, work.runs[0], Results(work))
+    row = make_row(work, work.runs[0])
     assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
 
 
@@ -242,7 +235,7 @@ def test_the_forecast_knows_pairs_and_tasks(with_scores, open_work):
     assert work.tasks[0].job.work == 10 and JobForecast(work.plan, work.store).total([work.tasks[0].job]) == 180
     forecast = JobForecast(work.plan, work.store)
     assert forecast.total([work.pairs[0].job]) == 120
-    assert any("4 x minimal-pairs: 0.13 hours" in line for line in forecast.plan_lines(work.jobs()))
+    assert any("4 x minimal-pairs: 0.13 hours" in line for line in forecast.plan_lines(experiment_of(work).jobs()))
     job = work.pairs[0].job
     work.store.append({"job": "x", "kind": job.kind, "work": 50.0, "seconds": 5.0})
     assert job.work == 200 and forecast.total([job]) == 20

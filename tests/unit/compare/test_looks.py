@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.results import Results
-from megatron_ddrp.tasks.ladder.measures import SPACE
-from tests.unit.compare.conftest import finish_run, record
+from megatron_ddrp.tasks.measures import SPACE
+from tests.unit.compare.conftest import experiment_of, finish_run, record, write_page
 
 
 @pytest.fixture
@@ -64,24 +62,20 @@ def test_one_job_times_all_models_of_the_first_seed_beside_each_other(work):
     assert measure.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
     assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
     assert command[command.index("--lengths") + 1 : command.index("--output")] == ("16", "32")
-    order = [job.name for job in work.jobs()]
+    order = [job.name for job in experiment_of(work).jobs()]
     assert all(order.index(measure.job.name) > order.index(name) for name in measure.job.needs)
 
 
 def test_the_page_has_a_table_of_each(work):
     finish_space(work)
     finish_throughput(work)
-    write_page(work)
-    text = (work.folder / "page.md").read_text(encoding="utf-8")
+    text = write_page(work)
     assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
-    assert "| model | tokens/s at 16 | tokens/s at 32 | MiB at 16 | MiB at 32 |" in text
-    assert "| BERT (MLM) | 1,000 (900 to 4,100) | 1,000 (900 to 4,100) | 1 |  |" in text
-    assert "| BERT (MTH) | 2,000 (900 to 4,100) |  | 2 |  |" in text
-    mlm = work.plan.models[0].arm()
-    assert Results(work).of("effective rank", mlm) == {1234: 0.0, 1235: 0.1}
+    assert "| model | row length | tokens/s | quartiles | MiB |" in text
+    assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text
+    assert "| BERT (MTH) | 16 | 2,000 | 900 to 4,100 | 2 |" in text
 
 
 def test_without_their_jobs_the_page_has_neither(work):
-    write_page(work)
-    text = (work.folder / "page.md").read_text(encoding="utf-8")
-    assert "Throughput at inference" not in text and "No analysis is finished yet." in text
+    text = write_page(work)
+    assert "row length" not in text and "Inside the models" not in text

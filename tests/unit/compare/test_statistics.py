@@ -1,4 +1,4 @@
-"""Spreads and paired differences against SciPy and by hand; verdicts by whether the interval excludes 0."""
+"""Spreads and paired differences against SciPy and by hand; gains judged in three words."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import pytest
 from scipy import stats
 
 from megatron_ddrp.tasks.statistics import (
-    EQUAL_SEEDS,
-    NOT_VISIBLE,
-    ONE_SEED,
-    OPPOSITE,
-    VISIBLE,
+    BETTER,
+    NOT_TOLD_APART,
+    WORSE,
     Difference,
-    bootstrap_macro_average,
-    mean_and_band,
+    benjamini_hochberg,
+    judge,
     paired,
-    paired_bootstrap,
     percentile_interval,
     spread,
 )
@@ -44,7 +41,7 @@ def test_three_seeds_by_hand():
     # differences 1, 2, 3: mean 2, deviation 1, t(0.975, 2) = 4.3027
     found = Difference((1.0, 2.0, 3.0))
     assert found.interval == pytest.approx((2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), abs=1e-4)
-    assert found.verdict(1) == NOT_VISIBLE
+    assert found.interval[0] < 0 < found.interval[1]
 
 
 def test_a_relative_difference_is_a_share_of_the_second():
@@ -52,78 +49,64 @@ def test_a_relative_difference_is_a_share_of_the_second():
 
 
 @pytest.mark.parametrize(
-    ("values", "sign", "verdict"),
-    [
-        ((1.0, 1.1, 0.9), 1, VISIBLE),
-        ((1.0, 1.1, 0.9), -1, OPPOSITE),
-        ((-1.0, -1.1, -0.9), -1, VISIBLE),
-        ((-1.0, -1.1, -0.9), 1, OPPOSITE),
-        ((1.0, -1.1, 0.3), 1, NOT_VISIBLE),
-        ((0.0, 0.0, 0.0), 1, NOT_VISIBLE),
-        ((5.0,), 1, ONE_SEED),
-        ((0.3, 0.3), 1, EQUAL_SEEDS),
-        ((0.1 + 0.2, 0.3), 1, EQUAL_SEEDS),
-    ],
+    ("values", "has_interval"),
+    [((1.0, 1.1, 0.9), True), ((0.0, 0.0, 0.0), True), ((5.0,), False), ((0.3, 0.3), False), ((0.1 + 0.2, 0.3), False)],
 )
-def test_the_word_is_that_of_the_interval(values, sign, verdict):
-    assert Difference(values).verdict(sign) == verdict
+def test_seeds_that_agree_have_an_interval_only_at_0(values, has_interval):
+    assert (Difference(values).interval is not None) == has_interval
 
 
 def test_rounding_is_no_difference_and_no_spread():
     found = paired({1: 0.1 + 0.2, 2: 0.5}, {1: 0.3, 2: 0.5})
     assert found.values[0] > 0 and (found.mean, found.deviation, found.interval) == (0.0, 0.0, (0.0, 0.0))
-    assert found.verdict(1) == NOT_VISIBLE
     found = paired({1: 6.05, 2: 6.35}, {1: 6.02, 2: 6.32})
     assert len(set(found.values)) == 2 and (found.deviation, found.interval) == (0.0, None)
-    assert found.verdict(1) == EQUAL_SEEDS and found.mean == pytest.approx(0.03)
+    assert found.interval is None and found.mean == pytest.approx(0.03)
 
 
 def test_no_common_seed_is_no_difference():
     assert paired({1: 1.0}, {2: 1.0}) is None
 
 
-def test_a_band_spans_the_seeds():
-    curves = [[(1.0, 5.0), (2.0, 3.0)], [(1.5, 7.0), (3.0, 2.0)]]
-    assert mean_and_band(curves) == [(1.25, 6.0, 5.0, 7.0), (2.5, 2.5, 2.0, 3.0)]
+def test_a_percentile_interval_is_the_central_95_per_cent():
+    assert percentile_interval(np.arange(201.0)) == pytest.approx((5, 195))
 
 
-GROUPS = [np.array(g, float) for g in ([1, 0, 0, -1, 1, 1], [0, 0, 1, 0], [0.5, -0.5, 1, 1, 0, 0, 0, 1], [1, 1, -1])]
+def test_the_p_value_is_that_of_scipys_paired_test():
+    common = sorted(FIRST.keys() & SECOND.keys())
+    expected = stats.ttest_rel([FIRST[s] for s in common], [SECOND[s] for s in common]).pvalue
+    found = paired(FIRST, SECOND)
+    assert found.p_value == pytest.approx(expected, rel=1e-12)
+    assert found.by_seed == {seed: FIRST[seed] - SECOND[seed] for seed in common}
 
 
-def looped_macro_averages(groups, samples):
-    """The two-level bootstrap, one random item after the other."""
-    generator = np.random.default_rng(7)
-    averages = []
-    for _ in range(samples):
-        means = []
-        for _ in groups:
-            group = groups[generator.integers(len(groups))]
-            means.append(sum(group[generator.integers(len(group))] for _ in group) / len(group))
-        averages.append(sum(means) / len(means))
-    return np.array(averages)
+def test_no_p_value_without_a_spread_and_p_1_for_equal_models():
+    assert Difference((0.3,)).p_value is None
+    assert Difference((0.3, 0.3)).p_value is None, "equal gains: no spread to test against"
+    assert Difference((0.0, 0.0)).p_value == 1.0
 
 
-def test_the_bootstrap_has_the_distribution_of_its_loop_and_the_variance_of_its_formula():
-    found, expected = bootstrap_macro_average(GROUPS), looped_macro_averages(GROUPS, 4000)
-    assert np.quantile(found, (0.025, 0.25, 0.5, 0.75, 0.975)) == pytest.approx(
-        np.quantile(expected, (0.025, 0.25, 0.5, 0.75, 0.975)), abs=0.03
-    )
-    between = np.var([group.mean() for group in GROUPS])
-    within = np.mean([group.var() / len(group) for group in GROUPS])
-    assert found.mean() == pytest.approx(np.mean([group.mean() for group in GROUPS]), abs=0.01)
-    assert found.var() == pytest.approx((between + within) / len(GROUPS), rel=0.08)
-    assert (bootstrap_macro_average(GROUPS) == found).all()
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 40])
+def test_benjamini_and_hochberg_as_scipy_adjusts_p_values(count):
+    generator = np.random.default_rng(count)
+    for scale in (1.0, 0.1, 0.01):
+        p_values = [float(value) for value in scale * generator.random(count) ** 2]
+        expected = list(stats.false_discovery_control(p_values) <= 0.05) if count else []
+        assert benjamini_hochberg(p_values) == expected == slow_benjamini_hochberg(p_values)
 
 
-def test_groups_of_one_item_leave_the_error_over_groups_alone():
-    means = [np.array([group.mean()]) for group in GROUPS]
-    samples = bootstrap_macro_average(means)
-    assert samples.var() == pytest.approx(np.var(means) / len(GROUPS), rel=0.08)
-    assert samples.var() < 0.7 * bootstrap_macro_average(GROUPS).var()
+def slow_benjamini_hochberg(p_values, rate=0.05):
+    """The definition, literally: of all numbers k of smallest p values, take the largest that the rule allows."""
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    k = max((k for k in range(1, len(order) + 1) if p_values[order[k - 1]] <= k * rate / len(order)), default=0)
+    return [place in order[:k] for place in range(len(order))]
 
 
-def test_the_interval_of_paired_differences_is_the_central_95_per_cent():
-    low, high = paired_bootstrap(GROUPS)
-    inside = np.mean((bootstrap_macro_average(GROUPS) >= low) & (bootstrap_macro_average(GROUPS) <= high))
-    assert 0.95 <= inside < 0.96 and percentile_interval(np.arange(201.0)) == pytest.approx((5, 195))
-    assert paired_bootstrap([np.zeros(5), np.zeros(3)]) == (0, 0)
+def test_a_gain_is_judged_with_the_other_gains_of_its_table():
+    clear, worse, weak = Difference((1.0, 1.1, 0.9)), Difference((-1.0, -1.1, -0.9)), Difference((0.1, 0.16, 0.21))
+    assert weak.interval[0] > 0 and weak.p_value < 0.05
+    nothing = [Difference((-1.0, 1.0 + 0.1 * number, 0.2)) for number in range(20)]
+    assert judge([weak]) == [BETTER]
+    assert judge([clear, Difference((1.0,)), worse]) == [BETTER, "", WORSE]
+    assert judge([weak, *nothing]) == [NOT_TOLD_APART] * 21, "one of 21 is expected to look like this by chance"
+    assert judge([]) == []

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalized, score_answers
+from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalized
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "squad_scores.json").read_text())["cases"]
 
@@ -35,8 +36,15 @@ def test_questions_without_an_answer():
 
 
 def test_means_over_questions():
-    scores = score_answers([["blue"], [], ["red sky"]], ["blue", "blue", "sky"])
-    assert scores.questions == 3
-    assert scores.exact_match == pytest.approx(1 / 3)
-    assert scores.f1 == pytest.approx((1 + 0 + 2 / 3) / 3)
-    assert score_answers([], []) == (None, None, 0)
+    means = METRICS["qa"]
+    gold, predicted = [["blue"], [], ["red sky"]], ["blue", "blue", "sky"]
+    assert means["exact-match"].value(gold, predicted) == 1 / 3
+    assert means["f1"].value(gold, predicted) == (1 + 0 + 2 / 3) / 3
+    assert means["f1"].value([], []) is None and means["f1"].value(gold, ["blue", None, "sky"]) is None
+
+
+def test_the_mean_of_the_golden_cases_is_that_of_the_released_script():
+    gold, predicted = ([case[key] for case in CASES] for key in ("gold", "predicted"))
+    exact, f1s = zip(*(case["scores"] for case in CASES), strict=True)
+    assert METRICS["qa"]["exact-match"].value(gold, predicted) == sum(exact) / len(CASES)
+    assert METRICS["qa"]["f1"].value(gold, predicted) == pytest.approx(sum(f1s) / len(CASES), abs=1e-12)

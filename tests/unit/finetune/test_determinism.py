@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.tasks.finetune import determinism, training
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
-from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 

@@ -4,9 +4,12 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.finetune.entities import SCHEMES, EntityScores, entities_of, rules, scheme_of, score_entities
+from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, count_entities, entities_of, rules, scheme_of
+from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "seqeval.json").read_text())["cases"]
 
@@ -15,10 +18,20 @@ def all_tags(scheme, types=("PER", "LOC")):
     return ["O", *(f"{prefix}-{kind}" for prefix in SCHEMES[scheme].prefixes for kind in types)]
 
 
+def tags_of(sentences, labels):
+    """Return sentences of tags in the form that the metrics take."""
+    classes = np.array([labels.index(tag) for tags in sentences for tag in tags], float)
+    return Tags(classes, np.cumsum([len(tags) for tags in sentences]), tuple(labels))
+
+
 def scores(case, strict):
+    """Return precision and recall from the counts, and F1 from the metric."""
     gold, predicted = ([line.split() for line in case[side]] for side in ("gold", "predicted"))
-    found = score_entities(gold, predicted, strict, all_tags(case.get("scheme", "IOB2")))
-    return [0.0 if value is None else value for value in (found.precision, found.recall, found.f1)]
+    labels = sorted({*all_tags(case.get("scheme", "IOB2")), *(tag for tags in gold + predicted for tag in tags)})
+    entities, told, correct = np.sum(count_entities(gold, predicted, strict, labels), axis=0)
+    sides = (tags_of(sentences, labels) for sentences in (gold, predicted))
+    f1 = METRICS["tokens"][STRICT if strict else "seqeval"].value(*sides)
+    return [correct / told if told else 0.0, correct / entities if entities else 0.0, f1 or 0.0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -78,16 +91,16 @@ def test_entities_by_hand():
 
 
 def test_scores_without_entities_are_undefined():
-    nothing = score_entities([["O"]], [["O"]])
-    assert (nothing.precision, nothing.recall, nothing.f1) == (None, None, None)
-    assert score_entities([["O"]], [["O"]], strict=True).f1 is None
-    only_gold = EntityScores(gold=2, predicted=0, correct=0)
-    assert (only_gold.precision, only_gold.recall, only_gold.f1) == (None, 0.0, 0.0)
+    labels = all_tags("IOB2")
+    outside, person = tags_of([["O"]], labels), tags_of([["B-PER"]], labels)
+    for name in ("seqeval", STRICT):
+        assert METRICS["tokens"][name].value(outside, outside) is None
+        assert METRICS["tokens"][name].value(person, outside) == METRICS["tokens"][name].value(outside, person) == 0
 
 
 def test_sentences_of_another_number_are_no_scores():
     with pytest.raises(ValueError):
-        score_entities([["O"]], [])
+        count_entities([["O"]], [])
 
 
 @pytest.mark.parametrize("tag", ["NN", "B", "B-", "PER", "b-per", "-X", "M-PER", "PER-B", "B_PER", ""])

@@ -54,7 +54,7 @@ def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, 
         "family",
     )
     assert max(first["score"], second["score"]) > first["baseline"] + 0.1
-    assert "(always the most frequent label)" in (out / "table.md").read_text()
+    assert "| (constant guess) |" in (out / "table.md").read_text()
     folder = model_of(out)
     best = max((first, second), key=lambda row: row["score"])
     card = (folder / "README.md").read_text()

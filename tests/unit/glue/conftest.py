@@ -34,12 +34,13 @@ def scored_folder(folder, predictions, task="CoLA", **more):
     """An output folder with one run per entry of `predictions` (numbers `[examples]`; the labels are 0, 1, 0, 1, …)."""
     store = RunStore(folder / "runs.jsonl")
     for seed, predicted in enumerate(predictions, 1):
-        run = Run(task, 16, 1e-5, 4, seed, 128, encoder="e", data="d", micro_batch_size=8, **more)
+        run = Run(task, 16, 1e-5, 4, seed, 128, **{"encoder": "e", "data": "d", "micro_batch_size": 8} | more)
         targets, predicted = np.arange(len(predicted)) % 2.0, np.array(predicted, dtype=float)
         path = folder / "predictions" / f"{run.name}.tsv"
         checksum = write_predictions(path, TASKS[task], {"dev": (targets, predicted)})
-        score = METRICS[TASKS[task].metric](targets, predicted)
-        store.append(finished(run, score, dev_examples=len(predicted), predictions_crc32=checksum))
+        score = METRICS[TASKS[task].kind][TASKS[task].metric].value(targets, predicted)
+        facts = {"load": run.encoder, "dev_examples": len(predicted), "predictions_crc32": checksum}
+        store.append(finished(run, score, **facts))
     return folder
 
 

@@ -48,7 +48,7 @@ def report(out, capsys):
 def test_what_agrees_is_believed(out, capsys):
     code, said, text = report(out, capsys)
     assert (code, said) == (0, "") and "Damage" not in text
-    assert "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 | 57.74 | 3 | 1 |" in text
+    assert "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 | 0.00 to 100.00 | 57.74 | 3 | 1 |" in text
     without_sums(out)
     assert report(out, capsys) == (0, "", text)
 

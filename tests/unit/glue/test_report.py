@@ -9,9 +9,11 @@ import pytest
 
 from megatron_ddrp.tasks.finetune import figure
 from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
-from megatron_ddrp.tasks.finetune.report import differences, gains, summary, write_report
-from megatron_ddrp.tasks.finetune.report import table as table_of
+from megatron_ddrp.tasks.finetune.differences import differences, gains
+from megatron_ddrp.tasks.finetune.items import Items
+from megatron_ddrp.tasks.finetune.report import page, summary, write_report
 from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.tables import all_tables
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.suite import Glue
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
@@ -46,7 +48,8 @@ def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
 
 
 def table(rows):
-    return table_of(best_cells(rows, GLUE.order), GLUE)
+    cells = best_cells(rows, GLUE.order)
+    return page(cells, GLUE, all_tables(cells, GLUE, Items(GLUE)))
 
 
 def average(cells):
@@ -66,9 +69,9 @@ def test_undefined_scores_count_as_0_and_are_marked():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((None, 0.2, 0.4))]
     assert best_cells(rows)["base"]["CoLA"].median == pytest.approx(0.2)
     assert "| base | 20.00 (1 undefined) |" in table(rows)
-    assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 | 20.00 | 3 | 1 |" in table(rows)
+    assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 |  | 20.00 | 3 | 1 |" in table(rows)
     assert "| base | 0.00 (1 undefined) |" in table([row("CoLA", None)])
-    assert summary(best_cells(rows), GLUE)["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
+    assert summary(best_cells(rows), GLUE, Items(GLUE))["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
 
 
 def best_point_by_hand(points):
@@ -165,7 +168,7 @@ def test_the_difference_is_paired_by_seed():
     for seed, (first, second) in enumerate(((0.5, 0.4), (0.7, 0.5), (0.6, 0.5))):
         rows += [row("RTE", first, seed), row("CoLA", 0.2, seed)]
         rows += [row(t, s, seed, load="r", encoder="r") for t, s in (("RTE", second), ("CoLA", 0.1), ("MRPC", 0.9))]
-    (found,) = differences(best_cells(rows))
+    (found,) = differences(best_cells(rows), Items(GLUE))
     assert (found.first, found.second, found.tasks) == ("base", "r", ["CoLA", "RTE"][::-1])
     assert found.difference.values == pytest.approx([0.1, 0.15, 0.1])
     assert found.difference.interval == pytest.approx(student_interval([0.1, 0.15, 0.1]))
@@ -176,7 +179,7 @@ def test_runs_on_fewer_training_rows_have_no_difference_and_shorter_rows_are_nam
     few = {"load": "few", "encoder": "f", "max_train_examples": 20, "train_examples": 20}
     short = {"load": "short", "encoder": "s", "max_seq_length": 16}
     rows = [row(score=0.5, seed=seed, **more) for seed in (1, 2) for more in ({}, few, short)]
-    assert [(pair.first, pair.second) for pair in differences(best_cells(rows))] == [("base", "short")]
+    assert [(pair.first, pair.second) for pair in differences(best_cells(rows), Items(GLUE))] == [("base", "short")]
     text = table(rows)
     assert "RTE: few had 20 training rows, base 2,490; the scores are not comparable" in text
     assert "RTE: short read rows of up to 16 pieces, base of up to 128; the differences include this" in text
@@ -193,7 +196,7 @@ def test_one_seed_tells_what_pretraining_gains():
     (gain,) = gains(best_cells(rows))
     assert gain.difference == pytest.approx(0.15)
     assert "| base | RTE | accuracy | 70.00 | 55.00 | +15.00 |" in table(rows)
-    (found,) = summary(best_cells(rows), GLUE)["gains"]
+    (found,) = summary(best_cells(rows), GLUE, Items(GLUE))["gains"]
     assert (found["task"], found["pretrained"], found["random"]) == ("RTE", 0.7, 0.55)
     assert "against random weights" not in table(rows[:2])
 
@@ -215,7 +218,7 @@ def test_a_gain_needs_equal_conditions():
 def test_an_undefined_score_counts_as_0_in_the_difference():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
     rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
-    assert differences(best_cells(rows))[0].difference.values == pytest.approx([0.0, -0.1, 0.2])
+    assert differences(best_cells(rows), Items(GLUE))[0].difference.values == pytest.approx([0.0, -0.1, 0.2])
 
 
 def test_names_are_shown_and_not_run():
@@ -246,12 +249,14 @@ def test_the_papers_rows_are_marked_and_average_as_printed():
 
 def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     pytest.importorskip("matplotlib")
-    text = write_report(full() + full(2), tmp_path, GLUE)
+    text = write_report({tmp_path: full() + full(2)}, tmp_path, GLUE)
     assert (tmp_path / "table.md").read_text() in text
     data = json.loads((tmp_path / "table.json").read_text())
     assert data["encoders"]["base"]["tasks"]["STS-B"]["scores"] == [0.1, 0.1]
     assert data["paper"]["DDRP (MTH) 1M steps"]["average of 8"] == 85.0
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    tables = {path.name for path in (tmp_path / "tables").iterdir()}
+    assert tables == {f"{name}.{ending}" for name in ("scores", "runs", "paper") for ending in ("csv", "tex")}
 
 
 def drawn(rows, monkeypatch, title="GLUE"):
@@ -306,7 +311,9 @@ def test_encoders_with_other_files_are_not_compared_in_silence():
     rows = [row(score=0.5, seed=seed, data="a") for seed in (1, 2)]
     alike = [row(score=0.6, seed=seed, data="a", load="new", encoder="f") for seed in (1, 2)]
     unlike = [one | {"data": "b"} for one in alike]
-    assert len(differences(best_cells(rows + alike))) == 1 and "are not comparable" not in table(rows + alike)
-    assert "| base | new | 1 | 2 | -10.00 | equal seeds: no spread |" in table(rows + alike)
-    assert not differences(best_cells(rows + unlike))
+    assert len(differences(best_cells(rows + alike), Items(GLUE))) == 1 and "are not comparable" not in table(
+        rows + alike
+    )
+    assert "| base | new | 1 | 2 | -10.00 | equal seeds: no spread |  |  |" in table(rows + alike)
+    assert not differences(best_cells(rows + unlike), Items(GLUE))
     assert "RTE: new had other files, labels or another metric than base" in table(rows + unlike)

@@ -61,10 +61,12 @@ def test_results_are_written_and_nothing_is_scored_twice(words, tmp_path, capsys
     assert pair["difference"] == pytest.approx(
         results["encoders"][0]["macro_average"] - results["encoders"][1]["macro_average"]
     )
-    assert pair["over_pairs"][0] <= pair["difference"] <= pair["over_pairs"][1]
+    assert pair["over_paradigms"][0] <= pair["difference"] <= pair["over_paradigms"][1]
+    assert pair["over_pairs"] is None
     text = (out / "table.md").read_text()
     assert f"| {checkpoints['ddrp']} |" in text.replace("\\", "")
     assert "| agreement | morphology | 5 |" in text
+    assert "agreement,morphology,5," in (out / "tables" / "paradigms.csv").read_text()
     assert not find_spec("matplotlib") or (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 

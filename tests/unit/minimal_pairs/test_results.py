@@ -69,55 +69,49 @@ def quantiles(draws):
     return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))]
 
 
-def test_intervals_are_those_of_drawing_pairs_or_paradigms_anew():
+def anew(values, rng):
+    """The mean of values drawn with replacement, its deviation as large as that of other values."""
+    mean, widening = statistics.fmean(values), math.sqrt(len(values) / (len(values) - 1))
+    return mean + widening * (statistics.fmean(rng.choices(values, k=len(values))) - mean)
+
+
+def drawn(rng, share, uids="xyzuvw"):
+    return Result("e", {uid: Cell(np.array([rng.random() < share for _ in range(40)]), 0, 0, 0.5) for uid in uids})
+
+
+@pytest.mark.parametrize(("uids", "step"), [("xyzuvw", 0.012), ("x", 0.026)])  # one pair of 40 is 0.025
+def test_the_interval_is_that_of_drawing_paradigms_or_the_pairs_of_one_anew(uids, step):
     rng = random.Random(0)
-    first = Result("a", {uid: Cell(np.array([rng.random() < 0.7 for _ in range(40)]), 0, 0, 0.5) for uid in "xyzuvw"})
-    second = Result("b", {uid: Cell(np.array([rng.random() < 0.5 for _ in range(40)]), 0, 0, 0.5) for uid in "xyzuvw"})
+    first, second = drawn(rng, 0.7, uids), drawn(rng, 0.5, uids)
     gains = [
-        [int(a) - int(b) for a, b in zip(first.cells[uid].right, second.cells[uid].right, strict=True)]
-        for uid in first.cells
+        [int(a) - int(b) for a, b in zip(first.cells[uid].right, second.cells[uid].right, strict=True)] for uid in uids
     ]
-
-    def anew(values):
-        """The mean of values drawn with replacement, its deviation as large as that of other values."""
-        mean, widening = statistics.fmean(values), math.sqrt(len(values) / (len(values) - 1))
-        return mean + widening * (statistics.fmean(rng.choices(values, k=len(values))) - mean)
-
-    by_pairs = [statistics.fmean(anew(g) for g in gains) for _ in range(3000)]
-    means = [statistics.fmean(g) for g in gains]
-    by_paradigms = [anew(means) for _ in range(3000)]
+    values = [statistics.fmean(gain) for gain in gains] if len(uids) > 1 else gains[0]
     found = difference(first, second)
     assert found.difference == pytest.approx(first.macro_average - second.macro_average)
-    assert found.over_pairs == pytest.approx(quantiles(by_pairs), abs=0.012)
-    assert found.over_paradigms == pytest.approx(quantiles(by_paradigms), abs=0.012)
+    assert found.interval == pytest.approx(quantiles([anew(values, rng) for _ in range(3000)]), abs=step)
+    assert (found.over_pairs, found.over_paradigms).count(None) == 1
 
 
-def test_the_two_intervals_answer_two_questions():
-    """Every pair of a paradigm gains the same: no doubt about pairs, much about paradigms; and the other way round."""
+def test_pairs_of_several_paradigms_are_not_resampled():
+    """The means of the paradigms already contain the spread of their pairs."""
     apart = difference(encoder("a", 1.0, 0.0, 1.0), encoder("b", 0.0, 0.0, 0.0))
-    assert apart.over_pairs == pytest.approx((2 / 3, 2 / 3))
     assert apart.over_paradigms == pytest.approx((2 / 3 * (1 - math.sqrt(3 / 2)), 1.0))  # no gain is above 1
     alike = difference(encoder("a", 0.6, 0.6), encoder("b", 0.5, 0.5))
-    assert alike.over_paradigms == pytest.approx((0.1, 0.1))
-    assert alike.over_pairs[0] < 0.1 < alike.over_pairs[1]
-    assert difference(encoder("a", 0.6), encoder("b", 0.5)).over_paradigms is None
-    assert difference(encoder("a", 0.6), encoder("b", 0.5)) == difference(encoder("a", 0.6), encoder("b", 0.5))
+    assert alike.interval == alike.over_paradigms == pytest.approx((0.1, 0.1)) and alike.over_pairs is None
+    one = difference(encoder("a", 0.6), encoder("b", 0.5))
+    assert one.over_paradigms is None and one.over_pairs[0] < 0.1 < one.over_pairs[1]
+    assert one == difference(encoder("a", 0.6), encoder("b", 0.5))
 
 
 def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
-    """The interval of 2 pairs in each of 400 paradigms is that of the mean's standard error; resampling alone
-    would make it narrower by √2."""
-    rng = np.random.default_rng(0)
-    cells = [{f"p{n}": Cell(rng.random(2) < share, 0, 0, 0.5) for n in range(400)} for share in (0.7, 0.5)]
-    first, second = Result("a", cells[0]), Result("b", cells[1])
-    gains = [cells[0][uid].right.astype(int) - cells[1][uid].right for uid in cells[0]]
-    error = math.sqrt(sum(gain.var(ddof=1) / 2 for gain in gains)) / 400
-    low, high = difference(first, second).over_pairs
-    assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.05)
+    """The interval is that of the mean's standard error; resampling 3 pairs alone would make it narrower by √(2/3)."""
+    gain = np.array([1, 0, 0])
+    found = difference(*(Result(name, {"x": Cell(gain > least, 0, 0, 0.5)}) for name, least in (("a", 0), ("b", 1))))
+    assert found.over_pairs[0] == pytest.approx(1 / 3 - math.sqrt(3 / 2) / 3)
+    assert difference(encoder("a", 1.0, pairs=1), encoder("b", 0.0, pairs=1)).interval is None
     one, other = encoder("a", 1.0, 1.0, pairs=1), encoder("b", 0.0, 1.0, pairs=1)
-    assert difference(one, other).over_pairs is None and difference(one, other).over_paradigms is not None
-    mixed = {uid: Result(uid, {"x": encoder(uid, 1.0).cells["p0"], **encoder(uid, 0.0, pairs=1).cells}) for uid in "ab"}
-    assert difference(mixed["a"], mixed["b"]).over_pairs is None
+    assert difference(one, other).over_paradigms is not None
 
 
 def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.metrics import Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 Line = tuple[str, str, str]
@@ -27,6 +27,8 @@ class Kind(ABC):
 
     head: ClassVar[str]
     """Name in `heads.HEADS` of the layers on top of the encoder."""
+    metrics: ClassVar[Mapping[str, Metric]]
+    """Metrics by name; the first is the default."""
     usual_columns: ClassVar[Columns]
     """Default columns of the files."""
     predicts_numbers: ClassVar[bool] = False
@@ -65,6 +67,13 @@ class Kind(ABC):
         `counts` has the number of training rows per label. Return None for kinds without such a prediction.
         """
         return None
+
+    def constant_guess(self, task: Task, answers: Any) -> float | None:
+        """Return the score of the most frequent answer for all rows, of runs that did not record their `baseline`.
+
+        For numbers it is 0, which the undefined correlation with a constant counts as. None for kinds without one.
+        """
+        return 0.0 if self.predicts_numbers else None
 
     @abstractmethod
     def num_outputs(self, task: Task) -> int:
@@ -105,7 +114,7 @@ class Kind(ABC):
 
     def score(self, metric: str, answers: Any, predictions: Any) -> float | None:
         """Return the score of the predictions; None if it is undefined."""
-        return METRICS[metric](answers, predictions)
+        return self.metrics[metric].value(answers, predictions)
 
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the names of metrics that are reported in addition to the task's own."""

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.tasks.finetune.answers import score_answers
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
-from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
+from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
 from megatron_ddrp.tasks.finetune.squad_files import flat_answers
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
@@ -67,6 +66,7 @@ class QuestionAnswering(Kind):
     """Kind that predicts a span of the context. An example's texts are question and context, its label `Answers`."""
 
     head: ClassVar[str] = "qa"
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS["qa"]
     usual_columns: ClassVar[Columns] = Columns("question", "context", "answers")
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
@@ -190,17 +190,9 @@ class QuestionAnswering(Kind):
             answers.append("" if is_none else context[begin:end].strip())
         return answers
 
-    def score(self, metric: str, answers: list[tuple[str, ...]], predictions: list[str | None]) -> float | None:
-        """Return F1 or exact match; None if a prediction is missing."""
-        found = [prediction for prediction in predictions if prediction is not None]
-        if len(found) < len(predictions):
-            return None
-        scores = score_answers(answers, found)
-        return scores.exact_match if metric == "exact-match" else scores.f1
-
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the other metric of F1 and exact match."""
-        return tuple(name for name in METRICS_OF_KIND["qa"] if name != task.metric)
+        return tuple(name for name in self.metrics if name != task.metric)
 
     def lines(self, task: Task, answers: list[tuple[str, ...]], predictions: list[str | None]) -> Iterable[Line]:
         """Yield one line per question: the answer as a JSON string (null: no prediction), gold answers as a list."""

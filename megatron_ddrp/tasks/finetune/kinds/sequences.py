@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
@@ -115,6 +116,8 @@ class SequenceKind(Kind):
 class Classification(SequenceKind):
     """Kind that predicts one of several labels."""
 
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS["classification"]
+
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return the label."""
         return (written(cell),)
@@ -127,6 +130,11 @@ class Classification(SequenceKind):
         """Return the score of predicting the most frequent class for every row."""
         answers = np.array(labels)
         return self.score(task.metric, answers, np.full(len(answers), float(task.most_frequent(counts)))) or 0.0
+
+    def constant_guess(self, task: Task, answers: np.ndarray) -> float | None:
+        """Return the score of predicting the most frequent class of the answers for every row."""
+        counts = {label: int((answers == number).sum()) for number, label in enumerate(task.labels)}
+        return self.baseline(task, counts, answers.tolist())
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return class numbers, int64 `[rows]`; labels with a nan (rows without labels) stay unchanged."""
@@ -152,6 +160,7 @@ class Classification(SequenceKind):
 class MultiLabel(SequenceKind):
     """Kind that predicts any number of labels, or none. A cell holds a list, or text with `|` between the labels."""
 
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS["multi-label"]
     usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
 
     def label_names(self, cell: Any) -> Sequence[str]:
@@ -212,6 +221,7 @@ class MultiLabel(SequenceKind):
 class Regression(SequenceKind):
     """Kind that predicts a number."""
 
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS["regression"]
     predicts_numbers: ClassVar[bool] = True
 
     def label_names(self, cell: Any) -> Sequence[str]:

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.tasks.finetune.entities import STRICT, score_entities
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.words import pieces_of_words, windows_of
 
@@ -63,6 +62,7 @@ class Tokens(Kind):
     """
 
     head: ClassVar[str] = "tokens"
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS["tokens"]
     usual_columns: ClassVar[Columns] = Columns("tokens", None, "tags")
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
@@ -161,15 +161,6 @@ class Tokens(Kind):
     def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> Tags:
         """Return the outcomes of each word's first piece."""
         return Tags(outcomes[encoded.targets != IGNORED_LABEL], encoded.answers.ends, task.labels)
-
-    def score(self, metric: str, answers: Tags, predictions: Tags) -> float | None:
-        """Return F1 of entities for a seqeval metric, otherwise a metric of words."""
-        if not metric.startswith("seqeval"):
-            return METRICS[metric](answers.classes, predictions.classes)
-        if not np.isfinite(predictions.classes).all():
-            return None
-        sides = answers.by_sentence(), predictions.by_sentence()
-        return score_entities(*sides, metric == STRICT, answers.labels).f1
 
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the name of the words' accuracy, unless it is the task's metric."""

@@ -1,0 +1,33 @@
+"""Names of the measures of a run, in rows, in tables and in results.json."""
+
+from __future__ import annotations
+
+TRAINING_LOSS = "training masked-LM loss"
+LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
+TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
+FIRST_COMPONENT = "first component"
+MINIMAL_PAIRS = "minimal pairs"
+SPACE = {
+    "cosine between sentences": "cosine_between",
+    "cosine within, mean removed": "centred_cosine_within",
+    "IsoScore": "isoscore",
+    "effective rank": "effective_rank",
+    FIRST_COMPONENT: "first_component",
+    "kurtosis on the first component": "first_component_kurtosis",
+}
+"""Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
+PROBE, SHUFFLED, RANDOM, COSINE = (
+    "direction probe",
+    "direction probe, shuffled",
+    "direction probe, shuffled, random weights",
+    "direction cosine",
+)
+"""Measures of direction: a linear probe of left and right on text, on shuffled text, where only positions can tell, on
+shuffled text with random weights, and the cosine of the table's rows for offsets +k and −k."""
+DIRECTION = {PROBE: (0, "probe"), SHUFFLED: (0, "shuffled"), RANDOM: (1, "shuffled"), COSINE: (0, "near")}
+"""Measure → place among the models in the JSON of `megatron-ddrp analyze direction --random-init`, and key."""
+INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
+"""Measures of the tables about the inside of the models; all others are scores."""
+NO_MEASURES = (TOKENS, STEP_SECONDS)
+"""Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
+SMALLER_IS_BETTER = (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)

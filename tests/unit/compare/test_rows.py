@@ -1,0 +1,148 @@
+"""Rows: later ones replace earlier ones, and every mistake is one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.heat_map import by_phenomenon
+from megatron_ddrp.tasks.compare.results import Results, check_places
+from megatron_ddrp.tasks.compare.rows import as_run, read_rows
+from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
+
+
+def row(model="absolute", seed=1, loss=6.0, **other):
+    return make_row(model, seed, RUNGS[0], {LOSS: loss}, **other)
+
+
+def test_a_later_row_of_a_run_replaces_an_earlier_one(write_rows):
+    first = write_rows([row(loss=6.0), row(seed=2), row(loss=5.5)])
+    second = write_rows([row(seed=2, loss=5.0)], "more.jsonl")
+    runs = read_rows([first, second])
+    assert {run.seed: run.values[LOSS] for run in runs} == {1: 5.5, 2: 5.0}
+
+
+def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
+    run = as_run(make_row("ddrp+tcd", 1, RUNGS[0], {LOSS: None, "f(S)": 0.4, "CoLA": None}))
+    assert (run.values, run.undefined, run.paradigms, run.curves) == ({"f(S)": 0.4}, (LOSS, "CoLA"), {}, {})
+    assert run.arm.flags == (("hcd_weight", "0"),) and run.arm.key == "ddrp mth hcd-weight=0"
+
+
+def test_a_row_of_an_earlier_version_has_its_curves():
+    run = as_run(row(curve=[[1, 6.0], [2, 5.5]], validation=[[2, 5.0]], similarity=[[2, 0.4, 0.3]]))
+    assert run.curves == {
+        "training masked-LM loss": [[1, 6.0], [2, 5.5]], LOSS: [[2, 5.0]], "f(S)": [[2, 0.4]], "f(H)": [[2, 0.3]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": None}, "not a row of a run: model is missing; delete this line"),
+        ({"seed": float("inf")}, "seed: got inf, expected a whole number of at least 0; delete this line"),
+        ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
+        ({"seed": True}, "seed: got True, expected a whole number"),
+        ({"planned_tokens": -1}, "planned_tokens: got -1, expected a whole number of at least 0"),
+        ({"tokens": 10**400}, "tokens: got 1000.*, expected a whole number"),
+        ({"seconds": float("nan")}, "seconds: got nan, expected a number of at least 0"),
+        ({"values": {LOSS: float("nan")}}, "values: got .*nan.*, expected an object of finite numbers, with null for"),
+        ({"values": {LOSS: "5"}}, "values: got .*, expected an object of finite numbers"),
+        ({"values": [1]}, r"values: got \[1\], expected an object"),
+        ({"steps": [1]}, r"steps: got \[1\], expected a whole number"),
+        ({"flags": ["lr"]}, r"flags: got \['lr'\], expected an object of flags"),
+        ({"flags": {"lr": float("inf")}}, "flags: got .*inf.*, expected an object of flags"),
+        ({"half": 1}, "half: got 1, expected true or false"),
+        ({"similarity": [[1, 0.4]]}, "similarity: expected points"),
+        ({"curves": {LOSS: [[1, float("inf")]]}}, "curves: got .*, expected an object of lists of points"),
+        ({"paradigms": {"a": 1.5}}, "paradigms: got .*, expected an object of numbers from 0 to 1"),
+        ({"pairs": {"a": -1}}, "pairs: got .*, expected a whole number of at least 0, or an object of them"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_rows, change, message):
+    path = write_rows([row(), row(seed=2) | change])
+    with pytest.raises(UserError, match=rf"rows.jsonl, line 2: {message}") as caught:
+        read_rows([path])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row(), row(run="again")], "two runs of absolute, seed 1, 4,194,304 tokens: .* and again; delete the row"),
+        ([row(), row(run="again", common={"num_layers": 2})], "and again, which differ in .*hidden_size, bf16, lr;"),
+        (
+            [row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],
+            "two models are called 'absolute': absolute mlm and absolute mth hcd-weight=0; give each",
+        ),
+        (
+            [row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)],
+            "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete",
+        ),
+    ],
+)
+def test_runs_that_claim_one_place_are_refused(write_rows, rows, message):
+    with pytest.raises(UserError, match=message):
+        check_places(read_rows([write_rows(rows)]))
+    with pytest.raises(UserError, match=r"no row in .*rows.jsonl; train a run of the plan first"):
+        read_rows([write_rows([])])
+
+
+def test_a_changed_line_and_a_missing_file(write_rows, tmp_path):
+    path = write_rows([row()])
+    path.write_text(path.read_text().replace("6.0", "5.0"))
+    with pytest.raises(UserError, match="line 1: changed since it was written"):
+        read_rows([path])
+    with pytest.raises(UserError, match="no such file; give the rows"):
+        read_rows([tmp_path / "none.jsonl"])
+
+
+def test_the_same_name_may_mean_another_model_in_a_check(write_rows):
+    check_places(read_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))
+
+
+def test_arms_stand_in_the_order_of_the_page():
+    names = ["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"]
+    rows = [row(name) for name in names] + [row("absolute+mth", half=True)]
+    order = ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast", "absolute+mth, half the budget"]
+    assert [arm.label for arm in results_of(rows).arms] == order
+    assert results_of(rows).baseline.name == "absolute"
+    assert results_of([row("ddrp"), row("rope")]).baseline.name == "ddrp"
+
+
+def test_phenomena_and_fields():
+    rows = [full_row("absolute", seed, 0) for seed in (1, 2)]
+    found = by_phenomenon([as_run(row) for row in rows])
+    assert list(found)[:3] == ["all", "anaphor agreement", "argument structure"] and len(found) == 13
+    assert found["argument structure"] == pytest.approx(0.5 + 0.02 * 1.5 / 3)  # the mean of its two paradigms
+    for other in rows:
+        other["paradigms"]["not_blimp"] = 0.5
+    found = by_phenomenon([as_run(row) for row in rows])
+    assert found == {"all": rows[0]["values"]["minimal pairs"], "morphology": 0.55}
+    assert by_phenomenon([as_run(row())]) == {}
+
+
+def test_budgets_are_groups_by_their_words():
+    """With minutes the models of a group differ in tokens."""
+    rows = [row(budget="5 minutes"), row("ddrp", budget="5 minutes") | {"planned_tokens": 7}, row(seed=2)]
+    assert results_of(rows).budgets == {"5 minutes": RUNGS[0], "4,194,304 tokens": RUNGS[0]}
+
+
+def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
+    rows = [row(seed=seed) for seed in (1, 2, 3)]
+    rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
+    check = Results(read_rows([write_rows(rows)]), "warm-up")
+    assert [(run.arm.name, run.seed, run.check) for run in check.runs] == [
+        ("absolute", 2, "warm-up"),
+        ("ddrp", 2, "warm-up"),
+    ]
+    assert check.baseline.name == "absolute"
+
+
+def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_check(write_rows):
+    in_fp32 = {"common": row()["common"] | {"bf16": False}}
+    rows = [row(), row(loss=5.0, check="rate", **in_fp32), row("ddrp", check="rate", baseline="absolute", **in_fp32)]
+    rows.append(row("t5", check="warm-up", baseline="absolute", **in_fp32))
+    runs = read_rows([write_rows(rows)])
+    for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
+        found = Results(runs, name).runs
+        assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
