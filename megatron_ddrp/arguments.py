@@ -60,7 +60,7 @@ class Settings(dict[str, Any]):
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
-    """Parse a command line (default: this process's). Wrong arguments end the process with one line and exit code 2."""
+    """Parse a command line (default: this process's). Raises `UserError` for wrong arguments."""
     words = sys.argv[1:] if words is None else words
     from_file = read_config(file) if (file := config_file_of(words)) else FromFile({})
     parser = build_parser()

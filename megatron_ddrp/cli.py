@@ -1,4 +1,4 @@
-"""The argument parser of every command: underscores count as dashes; wrong arguments give one line and exit code 2.
+"""The argument parser of every command: underscores count as dashes; wrong arguments are one `UserError`.
 
 Recipes for Megatron and DeepSpeed mix `--deepspeed_config` and `--vocab-file`; both spellings work here.
 """
@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import Option, options_of
@@ -35,7 +35,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` with one-line errors, no abbreviations, and `--a_b` read as `--a-b`."""
+    """`argparse.ArgumentParser` that raises `UserError`, knows no abbreviations, and reads `--a_b` as `--a-b`."""
 
     hints: Mapping[str, str] = MappingProxyType({})
     """Name of a flag of other programs, with dashes → what to do instead."""
@@ -99,7 +99,7 @@ class ArgumentParser(argparse.ArgumentParser):
             message += ", or a name that --plugin FILE.py adds"
         if "required" in message:  # a misspelt flag leaves its right spelling missing
             message += "".join(f"; {': '.join(filter(None, unknown))}" for unknown in self._unknown_flags())
-        self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+        raise UserError(f"{' '.join(message.split())} (see {self.prog} --help)", WRONG_ARGUMENTS)
 
     def _unknown_flags(self) -> list[tuple[str, str]]:
         """Return a statement and a hint, maybe "", for each unknown flag of the command line."""
@@ -161,41 +161,76 @@ def add_flags(parser: argparse.ArgumentParser, *sections: Any) -> None:
 
 
 def _add_flag(group: Any, name: str, option: Option) -> None:
-    text, kind = option.rules["help"], _plain_type(option.hint)
+    rules, text, kind = option.rules, option.rules["help"], _plain_type(option.hint)
     if kind is bool:  # --no-… too, since flags win over --config
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         return
     required = option.default is dataclasses.MISSING
-    if not required and option.default is not None and "default" not in text:
-        text += f" (default: {option.default})"
-    metavar = None if "choices" in option.rules else "N" if kind is int else "X"
+    if not required and option.default not in (None, ()) and "default" not in text:
+        shown = option.default if isinstance(option.default, tuple) else (option.default,)
+        text += f" (default: {' '.join(map(str, shown))})"
+    metavar = None if "choices" in rules else "N" if kind is int else "X"
+    is_flag = not rules.get("positional")
     group.add_argument(
-        flag(name),
-        type=kind,
-        required=required,
+        *([flag(name), *rules.get("aliases", ())] if is_flag else [name]),
+        type=rules.get("word", kind),
+        **({"required": required} if is_flag else {}),
         default=argparse.SUPPRESS,
-        choices=option.rules.get("choices"),
-        nargs=option.rules.get("nargs"),
-        metavar=option.rules.get("metavar", metavar),
+        choices=rules.get("choices"),
+        nargs=rules.get("nargs"),
+        metavar=rules.get("metavar", metavar),
         help=text.replace("%", "%%"),
     )
 
 
 def given_options(section: type[Section], parsed: argparse.Namespace) -> Section:
-    """Return a dataclass from the given flags; the other fields have their defaults."""
-    return section(**{name: getattr(parsed, name) for name in options_of(section) if hasattr(parsed, name)})
+    """Return a dataclass from the given flags; the other fields have their defaults. Lists become tuples."""
+    given = {name: getattr(parsed, name) for name in options_of(section) if hasattr(parsed, name)}
+    return section(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def parse_sections(
-    parser: ArgumentParser, sections: Sequence[Any], arguments: Sequence[str] | None
+    parser: ArgumentParser, sections: Sequence[Any], arguments: Sequence[str] | None, plugins: bool = True
 ) -> argparse.Namespace:
-    """Return the options of a command line with the flags of some dataclasses and `--plugin`.
+    """Return the options of a command line with the flags of some dataclasses and, with `plugins`, `--plugin`.
 
     If a dataclass refuses a value, the command ends as for a wrong argument.
     """
     add_flags(parser, *sections)
-    add_plugin_flag(parser)
+    if plugins:
+        add_plugin_flag(parser)
+    return _checked(parser, sections, parser.parse_args(arguments))
+
+
+class Subcommand(NamedTuple):
+    """One of the commands that a command has."""
+
+    summary: str
+    description: str
+    sections: tuple[Any, ...]
+    """Dataclasses of its options."""
+
+
+def parse_subcommand(
+    description: str, subcommands: Mapping[str, Subcommand], arguments: Sequence[str] | None, plugins: bool = True
+) -> argparse.Namespace:
+    """Return the options of the subcommand that a command line begins with, and its name as `command`."""
+    parser = ArgumentParser(description=description)
+    names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
+    for name, subcommand in subcommands.items():
+        parsers[name] = names.add_parser(name, help=subcommand.summary, description=subcommand.description)
+        add_flags(parsers[name], *subcommand.sections)
+        if plugins:
+            add_plugin_flag(parsers[name])
     given = parser.parse_args(arguments)
+    options = _checked(parsers[given.command], subcommands[given.command].sections, given)
+    options.command = given.command
+    return options
+
+
+def _checked(parser: ArgumentParser, sections: Sequence[Any], given: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of all sections with their defaults."""
     options = argparse.Namespace()
     try:
         for section in sections:

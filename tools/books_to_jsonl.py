@@ -13,12 +13,14 @@ import json
 import os
 import re
 import sys
+from dataclasses import MISSING, dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.commands.options import on_error
+from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.preprocess.flags import add_on_error
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
@@ -50,14 +52,17 @@ def body(text: str) -> str:
     return text[begin:end] if begin < end else text
 
 
+@dataclass(frozen=True)
+class Options(Section):
+    """input and output"""
+
+    input: tuple[str, ...] = option(MISSING, "folders (or files) of .txt, also packed", nargs="+", metavar="DIR")
+    output: str = option(MISSING, "replaced if it is there", metavar="FILE.jsonl")
+    on_error: str = on_error("a book that is not UTF-8")
+
+
 def main() -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="DIR", help="folders (or files) of .txt, also packed"
-    )
-    parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="replaced if it is there")
-    add_on_error(parser, "a book that is not UTF-8: stop, or skip and count it")
-    arguments = parser.parse_args()
+    arguments = parse_sections(ArgumentParser(description=__doc__), (Options,), None, plugins=False)
     files = find_inputs(arguments.input)
     for file in files:
         if file.ending not in ("", ".txt"):

@@ -19,7 +19,7 @@ from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
 from megatron_ddrp.analysis.probe import Probe, measure_probe, shuffle_text
-from megatron_ddrp.analysis.session import SHORTEST, Output, Session, View, check_least, find_device
+from megatron_ddrp.analysis.session import Output, Session, View, find_device
 from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
@@ -113,8 +113,6 @@ def _check_number(flag: str, number: int, largest: int) -> None:
 def report_triangles(arguments: argparse.Namespace) -> None:
     """Report Algorithm 1 for the newest checkpoint of each folder."""
     threshold = arguments.threshold
-    if not 0 < threshold <= 1:
-        raise UserError(f"--threshold is {threshold}: it must lie in (0, 1]", WRONG_ARGUMENTS)
     session = Session(arguments, every_checkpoint=False)
     rows = []
     for view in session.views():
@@ -130,7 +128,6 @@ def report_triangles(arguments: argparse.Namespace) -> None:
 
 def report_direction(arguments: argparse.Namespace) -> None:
     """Report how well the newest checkpoint of each folder tells left from right."""
-    check_least("seed", arguments.seed, 0)
     session = Session(arguments, every_checkpoint=False, passes=2 * PROBE_PASSES)
     rows = []
     for view in session.views():
@@ -177,10 +174,7 @@ def _margin(error: float | None) -> str:
 def report_throughput(arguments: argparse.Namespace) -> None:
     """Report tokens per second and memory of encoders at inference, per row length."""
     output = Output(arguments.output)
-    for name, least in (("rounds", 1), ("tokens", 1)):
-        check_least(name, getattr(arguments, name), least)
     lengths = sorted(set(arguments.lengths))
-    check_least("lengths", lengths[0], SHORTEST)
     device = find_device(arguments.device)
     tokens = arguments.tokens or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
     setting = Setting(device, tokens, arguments.rounds, arguments.bf16, arguments.seed)

@@ -23,9 +23,6 @@ from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-SHORTEST = 3
-"""Fewest tokens of a sentence: [CLS], one token, [SEP]."""
-
 
 @dataclass(frozen=True)
 class View:
@@ -75,8 +72,6 @@ class Session:
     ) -> None:
         self.arguments, self.load, self.passes = arguments, load, passes
         self.output = Output(arguments.output)
-        for name, least in (("sentences", 1), ("batch_size", 1), ("max_length", SHORTEST)):
-            check_least(name, getattr(arguments, name), least)
         self.prefixes = _prefixes(arguments.data_path) if arguments.data_path else ()
         self.device = find_device(arguments.device)
         self.snapshots = find_snapshots(arguments.load, every_checkpoint)
@@ -161,13 +156,7 @@ class Output:
         print(f"{self.path}, .pdf, .svg and {written} written" if self.draws else f"{written} written")
 
 
-def check_least(name: str, value: int | None, least: int) -> None:
-    """Raise `UserError` if the value of a flag is below `least`; None passes."""
-    if value is not None and value < least:
-        raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}", WRONG_ARGUMENTS)
-
-
-def _prefixes(data_path: list[str]) -> tuple[str, ...]:
+def _prefixes(data_path: Sequence[str]) -> tuple[str, ...]:
     """Return the prefixes of `--data-path`. Raises `UserError` for weights."""
     blend = read_blend(data_path, "--data-path")
     if blend.weights is not None:

@@ -35,12 +35,15 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
+from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.commands.options import GivenTokenizer
 from megatron_ddrp.config import flag
+from megatron_ddrp.config.option import Section, option, refuse
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags
-from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -53,42 +56,75 @@ BELONGS_TO = {
 """Flag → the input that it needs."""
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of the command's flags, grouped by concern."""
-    parser = ArgumentParser(description=__doc__)
-    source = parser.add_argument_group("input, one of").add_mutually_exclusive_group(required=True)
-    saved = "a folder that megatron-ddrp pretrain --save wrote (its newest checkpoint), or one DIR/iter_N in it"
-    source.add_argument("--load", type=Path, metavar="DIR", help=saved)
-    foreign = "a Hugging Face folder, or a name on the hub: config.json, weights and tokenizer"
-    source.add_argument("--from-hf", type=Path, metavar="HF_DIR", help=foreign)
-    more = parser.add_argument_group("beside the input")
-    joined = "with --from-hf of an ELECTRA discriminator: the folder of its generator (default: a new one is drawn)"
-    more.add_argument("--generator", type=Path, metavar="HF_DIR", help=joined)
-    leaving = "with --load: the kind of folder, such as roberta, or megatron_ddrp, ours (default: as the model is)"
-    more.add_argument("--family", metavar="MODEL_TYPE", help=leaving)
-    kind = f"kind of vocabulary (default: {TOKENIZER_TYPES[0]})"
-    add_tokenizer(parser, "another vocabulary, with --from-hf (default: the folder's own)", None, kind)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output",
-        type=Path,
-        required=True,
+@dataclass(frozen=True)
+class Source(Section):
+    """input, --load or --from-hf"""
+
+    load: Path | None = option(
+        None,
+        "a folder that megatron-ddrp pretrain --save wrote (its newest checkpoint), or one DIR/iter_N in it",
         metavar="DIR",
-        help="folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load and as a "
-        "checkpoint for --from-hf",
     )
-    replaced = "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
-    output.add_argument("--overwrite", action="store_true", help=replaced)
-    card = parser.add_argument_group("model card, with --load")
-    licensed = "the hub's identifier of the model's license, such as apache-2.0 (default: the card says unknown)"
-    card.add_argument("--license", metavar="ID", help=licensed)
-    card.add_argument("--language", nargs="+", metavar="CODE", help="languages of the text, such as en or ja")
-    add_plugin_flag(parser.add_argument_group("plug-ins"))
-    return parser
+    from_hf: Path | None = option(
+        None, "a Hugging Face folder, or a name on the hub: config.json, weights and tokenizer", metavar="HF_DIR"
+    )
+    generator: Path | None = option(
+        None,
+        "with --from-hf of an ELECTRA discriminator: the folder of its generator (default: a new one is drawn)",
+        metavar="HF_DIR",
+    )
+    family: str | None = option(
+        None,
+        "with --load: the kind of folder, such as roberta, or megatron_ddrp, ours (default: as the model is)",
+        metavar="MODEL_TYPE",
+    )
+
+    def __post_init__(self) -> None:
+        if (self.load is None) == (self.from_hf is None):
+            refuse("one of the arguments --load --from-hf is required, and not both")
 
 
-def main() -> None:
-    arguments = build_parser().parse_args()
+@dataclass(frozen=True)
+class OtherVocabulary(GivenTokenizer):
+    """another vocabulary, with --from-hf (default: the folder's own)"""
+
+    tokenizer_type: str | None = option(
+        None, f"kind of vocabulary (default: {TOKENIZER_TYPES[0]})", choices=TOKENIZER_TYPES
+    )
+
+
+@dataclass(frozen=True)
+class Output(Section):
+    """output"""
+
+    output: Path = option(
+        MISSING,
+        "folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load and as a "
+        "checkpoint for --from-hf",
+        metavar="DIR",
+    )
+    overwrite: bool = option(
+        False, "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
+    )
+
+
+@dataclass(frozen=True)
+class Card(Section):
+    """model card, with --load"""
+
+    license: str | None = option(
+        None,
+        "the hub's identifier of the model's license, such as apache-2.0 (default: the card says unknown)",
+        metavar="ID",
+    )
+    language: tuple[str, ...] | None = option(
+        None, "languages of the text, such as en or ja", nargs="+", metavar="CODE"
+    )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    sections = (Source, OtherVocabulary, Output, Card)
+    arguments = parse_sections(ArgumentParser(description=__doc__), sections, words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
     for name, other in BELONGS_TO.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
@@ -111,7 +147,7 @@ def main() -> None:
         from megatron_ddrp.conversion.model_card import Publishing
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
-        publishing = Publishing(arguments.license, tuple(arguments.language or ()))
+        publishing = Publishing(arguments.license, arguments.language or ())
         exported = export_checkpoint(
             arguments.load, arguments.output, arguments.overwrite, arguments.family, publishing
         )

@@ -15,10 +15,13 @@ import contextlib
 import json
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import Subcommand, parse_subcommand
+from megatron_ddrp.commands.options import SEED, GivenTokenizer
+from megatron_ddrp.config.option import Section, option, refuse
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -28,11 +31,10 @@ from megatron_ddrp.data.dataset.merging import merge
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags, training_command
 from megatron_ddrp.data.dataset.shuffling import shuffle
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
-from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.progress import reading_progress
-from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer
-from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import FAILURE, UserError
 
 INSPECT = """Show a dataset: counts, lengths of its documents, and its first documents as text.
 
@@ -70,36 +72,59 @@ are larger than the memory should lie on an SSD.
 """
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of all commands."""
-    parser = ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inspect = commands.add_parser("inspect", help="counts, lengths, first documents", description=INSPECT)
-    check = commands.add_parser("verify", help="say exactly what is wrong where", description=VERIFY)
-    for command, purpose in ((inspect, "show documents as text instead of ids"), (check, "check ids and fingerprint")):
-        command.add_argument("prefix", metavar="P", help="prefix of the dataset; P.bin and P.idx name it too")
-        kind = f"kind of vocabulary (default: as the manifest says, else {TOKENIZER_TYPES[0]})"
-        add_tokenizer(command, f"tokenizer, to {purpose} (local files only)", None, kind)
-    shown = inspect.add_argument_group("what is shown")
-    shown.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
-    shown.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
-    shown.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="also write the counts, .json, or draw the lengths, .png (.pdf, .svg)",
+@dataclass(frozen=True)
+class Dataset(Section):
+    """dataset"""
+
+    prefix: str = option(MISSING, "prefix of the dataset; P.bin and P.idx name it too", metavar="P", positional=True)
+
+
+@dataclass(frozen=True)
+class Shown(Section):
+    """contents"""
+
+    documents: int = option(3, "documents to show", within="[0, 2147483648)")
+    tokens: int = option(64, "tokens to show of each", within="[0, 2147483648)")
+    output: Path | None = option(
+        None, "also write the counts, .json, or draw the lengths, .png (.pdf, .svg)", metavar="FILE"
     )
-    join = commands.add_parser("merge", help="several datasets → one", description=MERGE)
-    join.add_argument("input", nargs="+", metavar="IN", help="prefix of a dataset; IN.bin and IN.idx name it too")
-    mix = commands.add_parser("shuffle", help="documents in a random order", description=SHUFFLE)
-    mix.add_argument("prefix", metavar="IN", help="prefix of the dataset; IN.bin and IN.idx name it too")
-    mix.add_argument("--seed", type=int, default=1234, metavar="N", help="number that decides the order")
-    for command in (join, mix):
-        command.add_argument(
-            "--output-prefix", required=True, metavar="P", help="path and name of the result, without .bin"
-        )
-        command.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
-    return parser
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output is not None and self.output.suffix not in (".json", ".png"):
+            refuse(f"--output {self.output}: expected a name that ends in .json or .png")
+
+
+@dataclass(frozen=True)
+class Datasets(Section):
+    """datasets"""
+
+    input: tuple[str, ...] = option(
+        MISSING, "prefix of a dataset; IN.bin and IN.idx name it too", nargs="+", metavar="IN", positional=True
+    )
+
+
+@dataclass(frozen=True)
+class Order(Section):
+    """order"""
+
+    seed: int = option(1234, "number that decides the order", within=SEED)
+
+
+@dataclass(frozen=True)
+class Output(Section):
+    """output"""
+
+    output_prefix: str = option(MISSING, "path and name of the result, without .bin", metavar="P")
+    overwrite: bool = option(False, "replace a dataset that exists")
+
+
+SUBCOMMANDS = {
+    "inspect": Subcommand("counts, lengths, first documents", INSPECT, (Dataset, GivenTokenizer, Shown)),
+    "verify": Subcommand("say exactly what is wrong where", VERIFY, (Dataset, GivenTokenizer)),
+    "merge": Subcommand("several datasets → one", MERGE, (Datasets, Output)),
+    "shuffle": Subcommand("documents in a random order", SHUFFLE, (Dataset, Order, Output)),
+}
 
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
@@ -127,11 +152,6 @@ def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Print the contents of a dataset."""
     output = arguments.output
-    if output is not None and output.suffix not in (".json", ".png"):
-        raise UserError(f"--output {output}: expected a name that ends in .json or .png", WRONG_ARGUMENTS)
-    for name in ("documents", "tokens"):
-        if getattr(arguments, name) < 0:
-            raise UserError(f"--{name} {getattr(arguments, name)}: expected 0 or more", WRONG_ARGUMENTS)
     dataset, tokenizer = IndexedDataset(arguments.prefix), given_tokenizer(arguments)
     if tokenizer is not None:
         check_tokenizer(dataset.prefix, tokenizer)
@@ -217,7 +237,7 @@ def run_shuffle(arguments: argparse.Namespace) -> None:
     print(f"{shuffled.num_documents:,} documents, shuffled by seed {arguments.seed} → {shuffled.prefix}.{{bin,idx}}")
 
 
-def main() -> int | None:
-    arguments = build_parser().parse_args()
+def main(words: Sequence[str] | None = None) -> int | None:
+    arguments = parse_subcommand(str(__doc__), SUBCOMMANDS, words, plugins=False)
     commands = {"inspect": run_inspect, "verify": run_verify, "merge": run_merge, "shuffle": run_shuffle}
     return commands[arguments.command](arguments)

@@ -15,56 +15,56 @@ same command resumes a run that was killed. On several machines, each takes a pa
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.commands.options import GivenTokenizer, TextInput
+from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.dataset.recorded_tokenizer import training_command
 from megatron_ddrp.data.preprocess.estimate import estimate
-from megatron_ddrp.data.preprocess.flags import add_input, add_tokenizer
-from megatron_ddrp.data.preprocess.partition import parse_partition
+from megatron_ddrp.data.preprocess.partition import Partition, parse_partition
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share
 from megatron_ddrp.run.log import duration
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of the command's flags, grouped by concern."""
-    parser = ArgumentParser(description=__doc__)
-    add_input(parser, "to take, one dataset each: PREFIX_KEY_document")
-    add_tokenizer(parser, "tokenizer (local files only)", "BertWordPieceLowerCase", "kind of vocabulary")
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
-    )
-    output.add_argument(
-        "--split-sentences",
-        action="store_true",
-        help="one sequence per sentence, by NLTK's Punkt; writes PREFIX_text_sentence",
-    )
-    output.add_argument(
-        "--append-eod", action="store_true", help="end each document with [SEP]; training leaves it out"
-    )
-    output.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
-    speed = parser.add_argument_group("speed")
-    speed.add_argument(
-        "--partition",
-        type=parse_partition,
-        metavar="I/N",
-        help="take part I of N of the input (I from 1 to N), by bytes over all files, and write "
+@dataclass(frozen=True)
+class NewTokenizer(GivenTokenizer):
+    """tokenizer (local files only)"""
+
+    tokenizer_type: str = option(TOKENIZER_TYPES[0], "kind of vocabulary", choices=TOKENIZER_TYPES)
+
+
+@dataclass(frozen=True)
+class Output(Section):
+    """output"""
+
+    output_prefix: str = option(MISSING, "path and beginning of the files' names", metavar="PREFIX")
+    split_sentences: bool = option(False, "one sequence per sentence, by NLTK's Punkt; writes PREFIX_text_sentence")
+    append_eod: bool = option(False, "end each document with [SEP]; training leaves it out")
+    overwrite: bool = option(False, "replace a dataset that exists")
+
+
+@dataclass(frozen=True)
+class Speed(Section):
+    """speed"""
+
+    partition: Partition | None = option(
+        None,
+        "take part I of N of the input (I from 1 to N), by bytes over all files, and write "
         "PREFIX_partI-of-N_text_document. A document belongs to the part in which it begins; a packed or .parquet file "
         "belongs to one part as a whole, so give at least N of them",
+        metavar="I/N",
+        word=parse_partition,
     )
-    speed.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="tokenizing processes; the output does not depend on it"
+    workers: int = option(1, "tokenizing processes; the output does not depend on it", within="[1, 4096]")
+    dry_run: bool = option(
+        False,
+        "tokenize a few megabytes, print what the whole input will come to in tokens, bytes and time; write nothing",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="tokenize a few megabytes, print what the whole input will come to in tokens, bytes and time, and write "
-        "nothing",
-    )
-    return parser
 
 
 def print_estimate(config: PreprocessConfig) -> None:
@@ -90,11 +90,11 @@ def print_estimate(config: PreprocessConfig) -> None:
         print(warning, file=sys.stderr)
 
 
-def main() -> None:
-    flags = vars(build_parser().parse_args())
-    dry_run = flags.pop("dry_run")
-    arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
-    config = PreprocessConfig(**arguments)
+def main(words: Sequence[str] | None = None) -> None:
+    sections = (TextInput, NewTokenizer, Output, Speed)
+    options = vars(parse_sections(ArgumentParser(description=__doc__), sections, words, plugins=False))
+    dry_run = options.pop("dry_run")
+    config = PreprocessConfig(**options)
     if dry_run:
         print_estimate(config)
         return

@@ -13,12 +13,14 @@ every token an original.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
+from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
@@ -83,24 +85,26 @@ def read_text(path: Path) -> str:
     return text
 
 
-def main() -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save folder of a pre-training run")
-    parser.add_argument(
-        "--beside", type=Path, nargs="+", default=[], metavar="DIR", help="other runs to draw beside it (default: none)"
-    )
-    parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
-    parser.add_argument(
-        *("--scores-dir", "--glue-dir"),
-        type=Path,
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """input and output"""
+
+    load: Path = option(MISSING, "--save folder of a pre-training run", metavar="DIR")
+    beside: tuple[Path, ...] = option((), "other runs to draw beside it (default: none)", nargs="+", metavar="DIR")
+    data_path: str | None = option(None, "its dataset's prefix, for the unigram level", metavar="P")
+    scores_dir: Path | None = option(
+        None,
+        "--output-dir of megatron-ddrp finetune or megatron-ddrp glue (--glue-dir is the older name)",
         metavar="DIR",
-        help="--output-dir of megatron-ddrp finetune or megatron-ddrp glue (--glue-dir is the older name)",
+        aliases=("--glue-dir",),
     )
-    parser.add_argument("--note", dest="remark", metavar="TEXT", help="a sentence above the scores, in Markdown")
-    parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figures")
-    add_plugin_flag(parser)
-    arguments = parser.parse_args()
+    note: str | None = option(None, "a sentence above the scores, in Markdown", metavar="TEXT")
+    commands: Path | None = option(None, "the command lines that made the run", metavar="FILE")
+    output_dir: Path = option(MISSING, "for report.md and the figures", metavar="DIR")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse_sections(ArgumentParser(description=__doc__), (Options,), words)
     require_packages("plots", "matplotlib")
     found = read_runs(arguments.load, arguments.beside)
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
@@ -119,5 +123,5 @@ def main() -> None:
     if draw_speed(runs, output / SPEED):
         figures["Learning rate, gradient norm, speed and memory"] = SPEED
     head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
-    write_text(output / "report.md", page(runs, head, figures, Extras(unigram, scores, arguments.remark, commands)))
+    write_text(output / "report.md", page(runs, head, figures, Extras(unigram, scores, arguments.note, commands)))
     print(f"{output / 'report.md'} written")

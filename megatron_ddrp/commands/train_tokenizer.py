@@ -12,43 +12,51 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.commands.options import TextInput
+from megatron_ddrp.config.option import COUNT, Section, option, refuse
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.preprocess.documents import iter_documents
-from megatron_ddrp.data.preprocess.flags import add_input
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_stripped
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import UserError
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of the command's flags, grouped by concern."""
-    parser = ArgumentParser(description=__doc__)
-    add_input(parser, "to learn from")
-    vocabulary = parser.add_argument_group("vocabulary")
-    vocabulary.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
-    vocabulary.add_argument(
-        "--type", choices=("wordpiece", "sentencepiece"), default="wordpiece", help="kind of pieces"
-    )
-    case = vocabulary.add_mutually_exclusive_group()
-    case.add_argument("--lower", action="store_true", help="fold case and, for wordpiece, strip accents; the default")
-    case.add_argument("--cased", action="store_true", help="keep case and accents; for BertWordPieceCase")
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", required=True, metavar="FILE", help="vocab.txt, or the .model file")
-    output.add_argument("--overwrite", action="store_true", help="replace a file that exists")
-    return parser
+@dataclass(frozen=True)
+class Vocabulary(Section):
+    """vocabulary"""
+
+    vocab_size: int = option(MISSING, "number of pieces", within=COUNT)
+    type: str = option("wordpiece", "kind of pieces", choices=("wordpiece", "sentencepiece"))
+    lower: bool = option(False, "fold case and, for wordpiece, strip accents; the default")
+    cased: bool = option(False, "keep case and accents; for BertWordPieceCase")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocab_size <= len(SPECIALS):
+            refuse(f"--vocab-size is {self.vocab_size}: it must be more than the {len(SPECIALS)} special pieces")
+        if self.lower and self.cased:
+            refuse("--lower and --cased exclude each other: choose one")
 
 
-def main() -> None:
-    arguments = build_parser().parse_args()
+@dataclass(frozen=True)
+class Output(Section):
+    """output"""
+
+    output: str = option(MISSING, "vocab.txt, or the .model file", metavar="FILE")
+    overwrite: bool = option(False, "replace a file that exists")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    sections = (TextInput, Vocabulary, Output)
+    arguments = parse_sections(ArgumentParser(description=__doc__), sections, words, plugins=False)
     if os.path.exists(arguments.output) and not arguments.overwrite:
         raise UserError(f"{arguments.output}: exists already; give --overwrite to replace it, or another --output")
-    if arguments.vocab_size <= len(SPECIALS):
-        least = f"more than the {len(SPECIALS)} special pieces"
-        raise UserError(f"--vocab-size {arguments.vocab_size}: expected {least}", WRONG_ARGUMENTS)
     files = find_inputs(arguments.input, leave_out=[arguments.output])
     paths = [file.path for file in files]
     skipped: list[str] = []
@@ -78,7 +86,7 @@ def main() -> None:
 def next_command(arguments: argparse.Namespace) -> str:
     """Return the command that preprocesses the same input with the new vocabulary."""
     words = ["megatron-ddrp", "preprocess", "--input", *arguments.input]
-    if arguments.json_keys != ["text"]:
+    if arguments.json_keys != ("text",):
         words += ["--json-keys", *arguments.json_keys]
     words += ["--output-prefix", os.path.join(os.path.dirname(arguments.output), "corpus")]
     if arguments.type == "sentencepiece":

@@ -26,7 +26,9 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
     `choices`, `nargs` and `metavar` go to argparse. `within` is the range of a number, such as "[0, 1)" or "(0, inf)";
     every number has one, and no range includes inf or nan. `distinct` refuses a list with equal values. `read` is a
-    function that replaces the usual reading of a value from YAML (`reading.py`) and checks its range.
+    function that replaces the usual reading of a value from YAML (`reading.py`) and checks its range. `word` reads one
+    word of the command line in place of the field's type. `positional` is for a word without its flag, and `aliases`
+    are older names of the flag.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -83,8 +85,8 @@ def refused_range(value: Any, within: str) -> str | None:
 
 def _describe(within: str, low: float, high: float) -> str:
     """Return a range in words: `lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
-    if within == COUNT:
-        return "be at least 1 and below 2^31"
+    if high >= 2**31 and math.isfinite(high):
+        return f"be at least {low:g} and below 2^{math.log2(high):g}"
     if math.isfinite(high):
         return f"lie in {within}"
     return f"be {'at least' if within[0] == '[' else 'above'} {low:g} and finite"

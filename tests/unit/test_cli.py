@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.errors import UserError
 
 
 def parser():
@@ -29,20 +30,19 @@ def test_words_after_a_double_dash_stay_as_they_are():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--vocab-fil", "x"], "tool: error: unrecognized arguments: --vocab-fil; did you mean --vocab-file?"),
-        (["--steps", "many"], "tool: error: argument --steps: invalid int value: 'many'"),
-        (["--vocab-file"], "tool: error: argument --vocab-file: expected one argument"),
+        (["--vocab-fil", "x"], "unrecognized arguments: --vocab-fil; did you mean --vocab-file?"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--vocab-file"], "argument --vocab-file: expected one argument"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_2(arguments, complaint, capsys):
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(UserError) as caught:
         parser().parse_args(arguments)
-    printed = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert printed == f"{complaint} (see tool --help)\n"
+    assert caught.value.exit_code == 2 and str(caught.value) == f"{complaint} (see tool --help)"
+    assert capsys.readouterr() == ("", "")
 
 
-def test_a_misspelt_required_flag_is_answered_with_the_right_one(capsys):
+def test_a_misspelt_required_flag_is_answered_with_the_right_one():
     made = ArgumentParser(prog="tool")
     made.hints = {"pieces": "use --vocab-size"}
     made.add_argument("--vocab-size", required=True)
@@ -53,11 +53,11 @@ def test_a_misspelt_required_flag_is_answered_with_the_right_one(capsys):
         (["--qqq", "--output", "x"], "; --qqq is unknown"),
         ([], ""),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(UserError) as caught:
             made.parse_args(given)
         missing = "--vocab-size" if "--output" in given else "--vocab-size, --output"
-        complaint = f"tool: error: the following arguments are required: {missing}{said} (see tool --help)\n"
-        assert capsys.readouterr().err == complaint
+        complaint = f"the following arguments are required: {missing}{said} (see tool --help)"
+        assert str(caught.value) == complaint
 
 
 def test_help_shows_the_defaults_that_say_something():
@@ -74,7 +74,7 @@ def test_subcommands_share_the_rules():
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize(("word", "nearest"), [("preproces", "preprocess"), ("analyse", "analyze"), ("x", None)])
-def test_a_misspelt_choice_is_answered_with_the_nearest_one(word, nearest, several, capsys):
+def test_a_misspelt_choice_is_answered_with_the_nearest_one(word, nearest, several):
     made = ArgumentParser(prog="tool")
     if several:
         commands = made.add_subparsers(metavar="COMMAND")
@@ -82,8 +82,8 @@ def test_a_misspelt_choice_is_answered_with_the_nearest_one(word, nearest, sever
             commands.add_parser(name)
     else:
         made.add_argument("command", choices=["preprocess", "analyze"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError) as caught:
         made.parse_args([word])
-    said = capsys.readouterr().err
+    said = str(caught.value)
     assert f"invalid choice: '{word}'" in said and len(said.splitlines()) == 1
     assert ("did you mean" in said) is bool(nearest) and (nearest is None or f"; did you mean {nearest}?" in said)

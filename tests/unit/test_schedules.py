@@ -86,7 +86,7 @@ def test_a_checkpoint_is_read_with_the_theta_of_its_phase(tmp_path: Path) -> Non
         (("128",), "expected LENGTH:END"),
         (("128:x",), "expected LENGTH:END"),
         (("128:0.9:1:1",), "expected LENGTH:END"),
-        (("2:0.9",), "it must lie in"),
+        (("2:0.9",), "it must be at least 3 and below 2\\^31"),
         (("128:1.1",), "it must lie in"),
         (("128:1", "256:1"), "growing ends, at most 1"),
         (("128:0.9:0.5",), "it must be at least 1"),

@@ -196,9 +196,9 @@ def test_a_dataset_of_another_tokenizer_is_refused(albert, analyze_main, tmp_pat
 
 @pytest.mark.parametrize("more", [(), ("--data-path", "p", "--text", "t")])
 def test_the_sentences_come_from_one_place(more):
-    with pytest.raises(SystemExit) as caught:
-        analyze.build_parser().parse_args(["space", "--load", "r", "--output", "o.json", *more])
-    assert caught.value.code == 2
+    with pytest.raises(UserError, match="--data-path --text is required") as caught:
+        analyze.main(["space", "--load", "r", "--output", "o.json", *more])
+    assert caught.value.exit_code == 2
 
 
 def test_texts_are_drawn_evenly_and_the_same_for_every_model(tiny_corpus, tmp_path):

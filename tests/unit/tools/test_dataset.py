@@ -145,7 +145,7 @@ def test_merge_says_what_came_out(tiny_corpus, command, tmp_path):
         (("inspect", "empty"), 1, "empty.idx: 0 bytes, expected at least the 34 of a header"),
         (("inspect", "foreign"), 1, "foreign.idx: starts with b'Lorem ips', expected b'MMIDIDX"),
         (("inspect", "foreign", "--output", "x.pdf"), 2, "--output x.pdf: expected a name that ends in .json or .png"),
-        (("inspect", "foreign", "--documents", "-1"), 2, "--documents -1: expected 0 or more"),
+        (("inspect", "foreign", "--documents", "-1"), 2, "--documents is -1: it must be at least 0"),
         (("verify", "empty", "--tokenizer-type", "SentencePiece"), 2, "needs --tokenizer-model"),
         (("verify",), 2, "required: P"),
         ((), 2, "required: COMMAND"),
