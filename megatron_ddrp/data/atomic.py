@@ -53,7 +53,7 @@ class AtomicFile:
             if status is not None and not stat.S_ISREG(status.st_mode):
                 kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
                 raise UserError(f"{self.path}: cannot be written: it is {kind}; give the name of a file")
-            if status is not None and not os.access(self._target, os.W_OK):
+            if status is not None and _is_protected(self._target):
                 raise UserError(f"{self.path}: cannot be written: it is write-protected; choose another name")
             self._temporary, descriptor = _claim(self.path, self._target, _new_file)
             if mode is None and status is not None:
@@ -149,6 +149,17 @@ def _place(path: Path) -> tuple[Path, os.stat_result | None]:
     except FileNotFoundError:
         status = None
     return Path(os.path.realpath(path)), status
+
+
+def _is_protected(target: Path) -> bool:
+    """Return whether a file may not be written; another process may remove it at any moment."""
+    try:
+        os.close(os.open(target, os.O_WRONLY))
+    except PermissionError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def _claim(path: Path, target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:

@@ -69,7 +69,7 @@ class SelfAttention(Projecting):
 
     def split(self, projected: Tensor) -> Tensor:
         """Return `[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
-        return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return projected.view(*projected.shape[:2], projected.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
 
     def merge(self, context: Tensor) -> Tensor:
         """Invert `split` and project: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""

@@ -13,5 +13,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the new command, and run it."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     new = shlex.join(["megatron-ddrp", "compare", *words])
-    print(f"megatron-ddrp ladder will go in the next release; the same is: {new}", file=sys.stderr, flush=True)
+    if not {"-h", "--help"} & set(words):
+        print(f"megatron-ddrp ladder will go in the next release; the same is: {new}", file=sys.stderr, flush=True)
     return command.main(words)
