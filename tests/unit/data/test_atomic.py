@@ -228,9 +228,20 @@ def test_permissions_are_those_of_the_umask_or_of_the_file_before(tmp_path, umas
     assert modes == [expected, expected, 0o777 & ~umask, 0o640]
 
 
+def refused_of(name, opened):
+    """`os.open` that may not write the file `name`."""
+
+    def opens(path, flags, *more, **options):
+        if Path(path).name == name and flags & os.O_WRONLY:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *more, **options)
+
+    return opens
+
+
 def test_a_write_protected_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "h").write_text("mine")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as for any user but root
+    monkeypatch.setattr(os, "open", refused_of("h", os.open))  # as for any user but root
     with pytest.raises(UserError, match="h: cannot be written: it is write-protected"):
         write_text(tmp_path / "h", "new")
     assert tree(tmp_path) == {"h": "mine"}
