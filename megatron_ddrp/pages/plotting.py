@@ -17,7 +17,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 GREY = "#555555"
-FONT_SIZE = 13
+FONT_SIZE, DPI = 13, 150
 SMALL = 10
 CHARACTERS_PER_INCH = 9
 """Number of characters of size `FONT_SIZE` per inch."""
@@ -27,6 +27,7 @@ FORMATS = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
 """Ending of a figure's file → metadata without a date, so that the same figure has the same bytes."""
 SETTINGS: dict[Any, Any] = {
     "font.size": FONT_SIZE,
+    "figure.dpi": DPI,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "megatron-ddrp",
@@ -54,7 +55,7 @@ def save_figure(plt: Any, figure: Any, path: Path) -> None:
     contents: dict[Path, bytes] = {}
     for ending, metadata in FORMATS.items():
         stream = io.BytesIO()
-        figure.savefig(stream, format=ending[1:], dpi=150, metadata=metadata)
+        figure.savefig(stream, format=ending[1:], dpi=DPI, metadata=metadata)
         contents[path.with_suffix(ending)] = stream.getvalue()
     plt.close(figure)
     for file, content in contents.items():

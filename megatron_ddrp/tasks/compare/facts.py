@@ -40,7 +40,7 @@ def _difference(name: str, values: Sequence[str], runs: Sequence[Run]) -> str:
         for budget in dict.fromkeys(run.budget for run in own):
             here, rest = ([run for run in some if run.budget == budget] for some in (own, others))
             seeds = {run.seed for run in here}
-            by_seed = f"seeds {', '.join(map(str, sorted(seeds)))}"
+            by_seed = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))}"
             models = ", ".join(dict.fromkeys(run.arm.label for run in here))
             which = by_seed if seeds.isdisjoint(run.seed for run in rest) else models
             places.append(f"{budget} ({which})" if rest else budget)

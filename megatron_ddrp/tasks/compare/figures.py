@@ -25,7 +25,7 @@ from megatron_ddrp.tasks.compare.arms import Arm
 from megatron_ddrp.tasks.compare.claims import Gain
 from megatron_ddrp.tasks.compare.gain_figure import draw_gains
 from megatron_ddrp.tasks.compare.heat_map import draw_pairs
-from megatron_ddrp.tasks.compare.numbers import factor_of, shown_budget
+from megatron_ddrp.tasks.compare.numbers import factor_of, shown_budget, unit_of
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.measures import GLUE, LOSS, TRAINING_LOSS
 
@@ -94,9 +94,11 @@ def draw_curves(results: Results, measure: str) -> Any:
         _draw_lines(axis, lines, styles(results))
         name = shown_budget(budget, results.budgets[budget])
         axis.set_title(f"minus {results.baseline.label}, {name}", fontsize="small")
+        axis.set_ylabel(f"difference{unit_of(measure)}")
     for axis in axes.flat[: 1 + len(panels)]:
         axis.grid(alpha=0.3)
         axis.set_xlabel("million tokens")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     hide_rest(axes, 1 + len(panels))
     return figure
 

@@ -11,6 +11,7 @@ from megatron_ddrp.tasks.measures import (
     LOSS,
     SPACE,
     TOKEN_SIMILARITY,
+    TRAINING_LOSS,
     TRIANGLE,
 )
 from megatron_ddrp.tasks.statistics import Difference, Spread, seeds_needed
@@ -85,5 +86,5 @@ def factor_of(measure: str) -> int:
 
 
 def unit_of(measure: str) -> str:
-    """Return the unit of a measure in brackets, with a space before it; empty for one without a unit."""
-    return " [nats]" if measure == LOSS else " [%]" if factor_of(measure) == 100 else ""
+    """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
+    return " [nats]" if measure in (LOSS, TRAINING_LOSS) else " [points]" if factor_of(measure) == 100 else ""

@@ -195,7 +195,7 @@ def test_a_flag_that_differs_between_seeds_names_the_seeds(page_of):
     for seed in (1, 2, 3):
         common = {"num_layers": 2, "bf16": seed < 3}
         rows += [make_row(name, seed, RUNGS[0], {LOSS: 5.0}, common=common) for name in ("absolute", "ddrp")]
-    values = "True at 4,194,304 tokens (seeds 1, 2); False at 4,194,304 tokens (seeds 3)"
+    values = "True at 4,194,304 tokens (seeds 1, 2); False at 4,194,304 tokens (seed 3)"
     assert f"- Flag that differs: `--bf16` is {values}." in text_of(page_of(rows))
 
 
