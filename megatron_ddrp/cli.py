@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -173,7 +174,7 @@ def _add_flag(group: Any, name: str, option: Option) -> None:
     is_flag = not rules.get("positional")
     group.add_argument(
         *([flag(name), *rules.get("aliases", ())] if is_flag else [name]),
-        type=rules.get("word", kind),
+        type=rules.get("word", partial(_word, kind) if kind in (str, Path) else kind),
         **({"required": required} if is_flag else {}),
         default=argparse.SUPPRESS,
         choices=rules.get("choices"),
@@ -181,6 +182,13 @@ def _add_flag(group: Any, name: str, option: Option) -> None:
         metavar=rules.get("metavar", metavar),
         help=text.replace("%", "%%"),
     )
+
+
+def _word(kind: type, text: str) -> Any:
+    """Return a word of the command line as text or a path, which cannot be empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected some text")
+    return kind(text)
 
 
 def given_options(section: type[Section], parsed: argparse.Namespace) -> Section:

@@ -1,8 +1,12 @@
 """Flags: underscores for dashes either way round, one line for wrong arguments, defaults in the help."""
 
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
 import pytest
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, Subcommand, parse_sections, parse_subcommand
+from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.errors import UserError
 
 
@@ -87,3 +91,39 @@ def test_a_misspelt_choice_is_answered_with_the_nearest_one(word, nearest, sever
     said = str(caught.value)
     assert f"invalid choice: '{word}'" in said and len(said.splitlines()) == 1
     assert ("did you mean" in said) is bool(nearest) and (nearest is None or f"; did you mean {nearest}?" in said)
+
+
+@dataclass(frozen=True)
+class Words(Section):
+    """words"""
+
+    name: str = option(MISSING, "text")
+    folder: Path | None = option(None, "path")
+    files: tuple[Path, ...] = option((), "paths", nargs="+")
+    place: str = option("here", "positional", positional=True, nargs="?")
+    old: str | None = option(None, "with an older name", aliases=("--older",))
+    size: int = option(1, "number", within="[1, 10]")
+
+
+@pytest.mark.parametrize("words", [["--name", ""], ["--folder", " "], ["--files", "a", ""], ["", "--name", "a"]])
+def test_an_empty_word_is_no_text_and_no_path(words):
+    given = words if "--name" in words else ["--name", "a", *words]
+    with pytest.raises(UserError, match=r"got '.?', expected some text") as refused:
+        parse_sections(ArgumentParser(prog="tool"), (Words,), given)
+    assert refused.value.exit_code == 2
+
+
+def test_options_become_values_of_their_types_with_defaults():
+    parsed = parse_sections(ArgumentParser(prog="tool"), (Words,), ["--name", "a", "--files", "b", "c", "--older", "d"])
+    assert (parsed.name, parsed.files, parsed.old) == ("a", (Path("b"), Path("c")), "d")
+    assert (parsed.folder, parsed.place, parsed.size) == (None, "here", 1)
+    with pytest.raises(UserError, match=r"--size is 11: it must lie in \[1, 10\] \(see tool --help\)"):
+        parse_sections(ArgumentParser(prog="tool"), (Words,), ["--name", "a", "--size", "11"])
+
+
+def test_a_subcommand_has_options_of_its_own():
+    subcommands = {"first": Subcommand("one", "One.", (Words,)), "second": Subcommand("two", "Two.", ())}
+    parsed = parse_subcommand("All.", subcommands, ["first", "--name", "a", "there"], plugins=False)
+    assert (parsed.command, parsed.name, parsed.place) == ("first", "a", "there")
+    with pytest.raises(UserError, match="unrecognized arguments: --name a"):
+        parse_subcommand("All.", subcommands, ["second", "--name", "a"], plugins=False)
