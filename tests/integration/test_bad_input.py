@@ -56,7 +56,7 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
         ({"lr": -1.0}, ("--lr is -1.0", "at least 0")),
         ({"seed": 2**70}, ("--seed is 1180591620717411303424", "below 2^63")),
         ({"data_path": None}, ("--data-path is missing",)),
-        ({"vocab_file": ""}, ("--tokenizer-type BertWordPieceLowerCase needs --vocab-file",)),
+        ({"vocab_file": ""}, ("--vocab-file: got '', expected some text",)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
