@@ -82,19 +82,20 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     add_renamed(parser, given, taken)
     settings = Settings(under_flags(from_file.values, given))
     decided = decide_by_deepspeed(settings, assumed.get("world_size") or launched_world_size())
-    for found in theirs:
+    settled = {}
+    for found in (found for found in theirs if found.asks):
         try:
-            taken[found] = found.ours(settings)
+            settled[found] = found.ours(settings)
         except ValueError as error:
             refused.append((found.typed, str(error)))
     if refused:
         parser.refuse(refused)
-    add_renamed(parser, given, taken)
+    add_renamed(parser, given, settled)
     if {WARMUP_STEPS, WARMUP_SHARE} <= given.keys():
         parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
     settings = Settings(under_flags(settings, given))
     config = config_of(settings)
-    remarks = (from_file.remark, *remarks_on(taken, settings, config), decided)
+    remarks = (from_file.remark, *remarks_on(taken | settled, settings, config), decided)
     remarks += (idle_remark(settings, config), warmup_remark(config))
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
 
@@ -109,7 +110,7 @@ def config_file_of(words: Sequence[str]) -> str | None:
 def add_renamed(parser: ArgumentParser, given: dict[str, Any], taken: Mapping[Found, Sequence[str]]) -> None:
     """Add the settings that Megatron-LM's flags stand for; refuse a contradiction. `taken` has our words for each."""
     for found, ours in taken.items():
-        for name, value in vars(parser.parse_args(ours)).items():
+        for name, value in vars(parser.parse_args(ours)).items() if ours else ():
             if given.setdefault(name, value) != value:
                 parser.error(
                     f"{found.typed} is {flag(name)} {value} here, but {flag(name)} is {given[name]}: give one of them"

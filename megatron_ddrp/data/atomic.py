@@ -154,11 +154,10 @@ def _place(path: Path) -> tuple[Path, os.stat_result | None]:
 def _is_protected(target: Path) -> bool:
     """Return whether a file may not be written; another process may remove it at any moment."""
     try:
-        os.close(os.open(target, os.O_WRONLY))
+        with contextlib.suppress(FileNotFoundError):
+            os.close(os.open(target, os.O_WRONLY))
     except PermissionError:
         return True
-    except FileNotFoundError:
-        return False
     return False
 
 

@@ -403,7 +403,7 @@ def test_memory_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waits_of_the_host_have_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA tells of them; the warning that the mode itself gives is none."""
+    """Warnings of waits are read as CUDA writes them; the warning about the mode itself is no wait."""
 
     def set_mode(mode: str) -> None:
         warnings.warn("the mode does not yet detect all synchronizing operations", UserWarning, stacklevel=1)

@@ -1,4 +1,4 @@
-"""What recipes for several machines send to the other machines beside the flags."""
+"""Recipes for several machines send environment variables to the other machines."""
 
 import os
 import subprocess
