@@ -1,4 +1,7 @@
-"""Triton's own dispatch for a GPU that is not there: launches take their whole way in Python, and no kernel is run."""
+"""Triton's dispatch and DeepSpeed's settings for a GPU that is not there.
+
+Triton's launches take their whole way in Python, and no kernel is run; DeepSpeed's engine trains on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.engine import build
 from megatron_ddrp.model.attention.gpu import launching, triton_attention
 
 
@@ -67,3 +74,23 @@ def forget_compilations() -> None:
         for value in vars(module).values():
             if hasattr(value, "device_caches"):
                 value.device_caches.clear()
+
+
+@contextmanager
+def deepspeed_without_gpu() -> Iterator[None]:
+    """Let DeepSpeed train on the CPU in any half precision, with the settings for a GPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    settings, accelerator = build.deepspeed_settings, type(get_accelerator())
+    half = [torch.float, torch.half, torch.bfloat16]
+
+    def of_gpu(config: Config, micro_batches: int, data_size: int, parameters: int, _: str) -> dict[str, Any]:
+        return settings(config, micro_batches, data_size, parameters, "cuda")
+
+    with (
+        mock.patch.object(build, "deepspeed_settings", of_gpu),
+        mock.patch.object(accelerator, "is_fp16_supported", lambda _: True),
+        mock.patch.object(accelerator, "supported_dtypes", lambda _: half),
+        mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False),
+    ):
+        yield

@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from absent_gpu import triton_without_gpu
+from absent_gpu import deepspeed_without_gpu, triton_without_gpu
 from arms import make_rows
 from measure import benchmark_parser, time_rounds
 from pages import write_table
@@ -176,21 +176,10 @@ def layer_step(kind: Kind, layers: int) -> Step:
 
 
 @contextmanager
-def settings_of_a_gpu() -> Iterator[None]:
-    """Let DeepSpeed train on the CPU in any half precision, with the settings for a GPU."""
-    from deepspeed.accelerator import get_accelerator
-
-    settings, accelerator = build.deepspeed_settings, type(get_accelerator())
-    half = [torch.float, torch.half, torch.bfloat16]
-
-    def of_gpu(config: Config, micro_batches: int, data_size: int, parameters: int, _: str) -> dict[str, Any]:
-        return settings(config, micro_batches, data_size, parameters, "cuda")
-
+def training_without_gpu() -> Iterator[None]:
+    """Let DeepSpeed train as on a GPU, with graphs whose replays do nothing."""
     with (
-        mock.patch.object(build, "deepspeed_settings", of_gpu),
-        mock.patch.object(accelerator, "is_fp16_supported", lambda _: True),
-        mock.patch.object(accelerator, "supported_dtypes", lambda _: half),
-        mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False),
+        deepspeed_without_gpu(),
         mock.patch.object(build, "ModelGraphs", lambda: graphs.ModelGraphs(NoGraphs)),
         mock.patch.object(graphs, "why_not_graphs", lambda *_: None),
     ):
@@ -262,7 +251,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     chosen, ranks = kinds(options.compile), process_group.start(ParallelConfig())
-    with triton_without_gpu(), settings_of_a_gpu():
+    with triton_without_gpu(), training_without_gpu():
         tables = {
             LAYERS_TABLE: layer_table(layer_seconds(chosen, options.rounds)),
             STEPS_TABLE: step_table(chosen, ranks, options.step_rounds),

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from absent_gpu import deepspeed_without_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ddrp.arguments import parse_arguments
@@ -82,16 +83,9 @@ def waits_of_step(config: Config) -> Waits:
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
-    settings, accelerator, waiting = build.deepspeed_settings, type(get_accelerator()), Waiting()
-
-    def of_gpu(config: Config, micro_batches: int, data_size: int, parameters: int, _: str) -> dict[str, Any]:
-        return settings(config, micro_batches, data_size, parameters, "cuda")
-
+    accelerator, waiting = type(get_accelerator()), Waiting()
     with (
-        mock.patch.object(build, "deepspeed_settings", of_gpu),
-        mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False),
-        mock.patch.object(accelerator, "is_fp16_supported", lambda _: True),
-        mock.patch.object(accelerator, "supported_dtypes", lambda _: [torch.float, torch.half, torch.bfloat16]),
+        deepspeed_without_gpu(),
         mock.patch.object(accelerator, "current_stream", lambda *_: Stream(waiting)),
         mock.patch.object(accelerator, "Event", lambda *_, **__: Stream(waiting)),
         mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
