@@ -6,15 +6,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ddrp.encoders.text_encoder import load_encoder
+    from megatron_ddrp.functions import (
+        compare,
+        convert,
+        finetune,
+        glue,
+        minimal_pairs,
+        preprocess,
+        pretrain,
+        report,
+        train_tokenizer,
+    )
 
-__all__ = ["__version__", "load_encoder"]
+__all__ = [
+    "__version__",
+    "compare",
+    "convert",
+    "finetune",
+    "glue",
+    "load_encoder",
+    "minimal_pairs",
+    "preprocess",
+    "pretrain",
+    "report",
+    "train_tokenizer",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load_encoder` when it is first asked for: it needs torch, which takes seconds to import."""
+    """Import a function when it is first asked for, since some need torch, which takes seconds to import."""
     if name == "load_encoder":
         from megatron_ddrp.encoders.text_encoder import load_encoder
 
         return load_encoder
+    if name in __all__:
+        from megatron_ddrp import functions
+
+        return getattr(functions, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.muon import optimizer_remarks
@@ -30,21 +31,28 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
 from megatron_ddrp.run import stopping
+from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
 from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
-from megatron_ddrp.run.log import MetricsLog, check_writers
+from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import Run
 from megatron_ddrp.run.remedies import need_less_memory
 from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
 
 
-def train(config: Config) -> int:
-    """Train on this rank; every rank runs the same code.
+class Trained(NamedTuple):
+    """Result of a run."""
 
-    Return 0, or `ASKED_TO_STOP` if a stop was requested before the last step.
-    """
+    code: int
+    """0, or `ASKED_TO_STOP` if a stop was requested before the last step."""
+    iteration: int
+    """Steps of the run so far."""
+
+
+def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
+    """Train on this rank; every rank runs the same code. The process group stays."""
     began, alone = time.monotonic(), not is_launched()
     ranks = process_group.start(config.parallel)
     if config.training.num_threads:
@@ -64,23 +72,24 @@ def train(config: Config) -> int:
     sizes = count_parameters(model)
     about_optimizer = optimizer_remarks(model, config)
     advice = partial(need_less_memory, config, ranks.world_size, ranks.device.type)
-    with allocations_as_user_errors(advice):
-        engine = build_engine(model, config, ranks, loader.num_micro_batches)
-    resumed = load_checkpoint(engine, load, config, ranks) if load else None
-    progress = resumed.progress if resumed else Progress()
-    changes = agree(lambda: corpus.changes(progress.datasets))
-    progress = replace(progress, datasets=corpus.contents)
-    notes = open_notes(config, corpus)
-    if notes is not None and resumed and not resumed.weights_only:
-        agree(lambda: load_notes(notes, resumed.path))
-
+    first = ranks.rank == 0
     with ExitStack() as stack:
         stack.enter_context(allocations_as_user_errors(advice))
-        first = ranks.rank == 0
+        engine = build_engine(model, config, ranks, loader.num_micro_batches)
+        stack.callback(release, engine)
+        resumed = load_checkpoint(engine, load, config, ranks) if load else None
+        progress = resumed.progress if resumed else Progress()
+        changes = agree(lambda: corpus.changes(progress.datasets))
+        progress = replace(progress, datasets=corpus.contents)
+        notes = open_notes(config, corpus)
+        if notes is not None and resumed and not resumed.weights_only:
+            agree(lambda: load_notes(notes, resumed.path))
+
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
-        log = agree(lambda: stack.enter_context(open_log(config, resumed, active=first)))
         requests = StopRequests(config.checkpoint.exit_duration_in_mins, began, alone).heed()
+        listeners = Callbacks([*callbacks_of(config), *callbacks] if first else [], requests)
+        log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
         own = (*verified, *corpus.remarks, *changes, *shifted, *at_home, *precision_remarks(config, ranks.device))
@@ -90,6 +99,7 @@ def train(config: Config) -> int:
         for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
+        agree(lambda: listeners.start(config, progress.iteration, engine.module))
         run = Run(config, ranks, engine, log, folder, home, notes)
         progress, request = run.steps(loader, validation, progress, requests)
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
@@ -98,16 +108,15 @@ def train(config: Config) -> int:
             log.say(f"stopped at step {progress.iteration:,} by {stopping.name_of(request)}{saved}")
         if folder and first:
             stopping.note_exit_code(folder, code)
-    process_group.stop()
-    return code
+    return Trained(code, progress.iteration)
 
 
-def open_log(config: Config, resumed: Resumed | None, active: bool) -> MetricsLog:
+def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: Callbacks | None = None) -> MetricsLog:
     """Return the log of a run. Its earlier rows were written at the `--log-interval` stored in the checkpoint."""
     if resumed is None:
-        return MetricsLog(config, 0, active)
+        return MetricsLog(config, 0, active, None, callbacks)
     stored = Config.from_dict(read_state(resumed.path)["config"])
-    return MetricsLog(config, resumed.progress.iteration, active, stored.logging.log_interval)
+    return MetricsLog(config, resumed.progress.iteration, active, stored.logging.log_interval, callbacks)
 
 
 def remarks_of_ranks(own: Sequence[str]) -> list[str]:
@@ -135,7 +144,7 @@ def allocate_model(config: Config) -> Encoder:
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
-    check_writers(config)
+    callbacks_of(config)
     read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
     place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))

@@ -122,9 +122,11 @@ class Card(Section):
     )
 
 
+SECTIONS = (Source, OtherVocabulary, Output, Card)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    sections = (Source, OtherVocabulary, Output, Card)
-    arguments = parse_sections(ArgumentParser(description=__doc__), sections, words)
+    arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
     for name, other in BELONGS_TO.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:

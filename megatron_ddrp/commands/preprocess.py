@@ -24,7 +24,7 @@ from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.dataset.recorded_tokenizer import training_command
 from megatron_ddrp.data.preprocess.estimate import estimate
 from megatron_ddrp.data.preprocess.partition import Partition, parse_partition
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, PreprocessResult, preprocess
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share
@@ -90,16 +90,20 @@ def print_estimate(config: PreprocessConfig) -> None:
         print(warning, file=sys.stderr)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    sections = (TextInput, NewTokenizer, Output, Speed)
-    options = vars(parse_sections(ArgumentParser(description=__doc__), sections, words, plugins=False))
+SECTIONS = (TextInput, NewTokenizer, Output, Speed)
+
+
+def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
+    """Write the datasets; return None after --dry-run."""
+    options = vars(parse_sections(ArgumentParser(description=__doc__), SECTIONS, words, plugins=False))
     dry_run = options.pop("dry_run")
     config = PreprocessConfig(**options)
     if dry_run:
         print_estimate(config)
-        return
+        return None
     exit_on_sigterm()  # so that what is done is kept
     result = preprocess(config)
     print(result.summary())
-    if config.partition is None:
+    if config.partition is None and words is None:
         print(f"next: {training_command(result.prefixes[0])}")
+    return result

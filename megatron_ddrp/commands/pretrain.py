@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import concerns
 from megatron_ddrp.errors import allocations_as_user_errors
 from megatron_ddrp.run.launch import first_rank_speaks
 
+SECTIONS = tuple(concerns().values())
 
-def main() -> int:
+
+def main(words: Sequence[str] | None = None) -> int:
     with first_rank_speaks():
-        arguments = parse_arguments()
+        arguments = parse_arguments(words)
         for line in arguments.remarks:
             print(line, flush=True)
     if arguments.dry_run:
@@ -18,8 +23,11 @@ def main() -> int:
         with allocations_as_user_errors():
             dry_run(arguments.config, arguments.world_size, arguments.device_memory)
         return 0
+    from megatron_ddrp.parallel import process_group
     from megatron_ddrp.parallel.process_group import agreed_errors_told_once, lost_rank_in_one_line
     from megatron_ddrp.train import train
 
     with agreed_errors_told_once(), lost_rank_in_one_line(), allocations_as_user_errors():
-        return train(arguments.config)
+        code = train(arguments.config).code
+        process_group.stop()
+        return code

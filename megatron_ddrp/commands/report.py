@@ -103,8 +103,11 @@ class Options(Section):
     output_dir: Path = option(MISSING, "for report.md and the figures", metavar="DIR")
 
 
+SECTIONS = (Options,)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    arguments = parse_sections(ArgumentParser(description=__doc__), (Options,), words)
+    arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
     require_packages("plots", "matplotlib")
     found = read_runs(arguments.load, arguments.beside)
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None

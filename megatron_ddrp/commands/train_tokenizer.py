@@ -52,9 +52,11 @@ class Output(Section):
     overwrite: bool = option(False, "replace a file that exists")
 
 
+SECTIONS = (TextInput, Vocabulary, Output)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    sections = (TextInput, Vocabulary, Output)
-    arguments = parse_sections(ArgumentParser(description=__doc__), sections, words, plugins=False)
+    arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words, plugins=False)
     if os.path.exists(arguments.output) and not arguments.overwrite:
         raise UserError(f"{arguments.output}: exists already; give --overwrite to replace it, or another --output")
     files = find_inputs(arguments.input, leave_out=[arguments.output])
@@ -80,7 +82,8 @@ def main(words: Sequence[str] | None = None) -> None:
         print(line)
     if warning:
         print(warning, file=sys.stderr)
-    print(f"next: {next_command(arguments)}")
+    if words is None:
+        print(f"next: {next_command(arguments)}")
 
 
 def next_command(arguments: argparse.Namespace) -> str:

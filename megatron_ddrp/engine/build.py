@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from megatron_ddrp.engine.optimizer_state import check_deepspeed
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.graphs import ModelGraphs, uses_graphs
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
+from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
@@ -80,6 +82,28 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     elif not settings["bf16"].get("check_grad_overflow", True):
         optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
     return engine
+
+
+def release(engine: Any) -> None:
+    """Free an engine's memory, which hooks on gradients hold in circles of references; ZeRO 3 keeps more in others."""
+    with contextlib.suppress(RuntimeError):  # a device that failed cannot be waited for
+        engine.destroy()
+    if engine.zero_optimization_stage() == 3:
+        engine.basic_optimizer.state.clear()
+        engine.basic_optimizer.param_groups.clear()
+        vars(engine.optimizer).clear()
+        for parameter in engine.module.parameters():
+            vars(parameter).clear()
+            parameter.data = parameter.data.new_empty(0)
+
+
+def leave_groups() -> None:
+    """Leave the process group, if there is one, and let DeepSpeed forget its own, which its next engine would use."""
+    theirs: Any = sys.modules.get("deepspeed.comm.comm")  # not loaded: no engine was built
+    if theirs is not None and theirs.cdb is not None:
+        theirs.destroy_process_group()
+        theirs.cdb = None
+    process_group.leave()
 
 
 def quiet_deepspeed() -> None:

@@ -186,6 +186,17 @@ def stop() -> None:
     """Wait for all ranks, then leave the process group; without the barrier a fast rank's exit can abort a slow one."""
     if dist.is_initialized():
         dist.barrier()
+    leave()
+
+
+def is_joined() -> bool:
+    """Return whether this process has a process group, whoever formed it."""
+    return dist.is_initialized()
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""One readable progress line, and the same numbers in metrics.jsonl, TensorBoard and Weights & Biases. Rank 0 only."""
+"""One readable progress line, and the same numbers in metrics.jsonl and for callbacks. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.metrics import METRICS, MetricsFile
 
 UNSAVED_SECONDS = 3600
@@ -20,26 +20,27 @@ UNSAVED_SECONDS = 3600
 class MetricsLog:
     """Log of a run: rows of numbers, whose `iteration` counts from 1, and lines for people.
 
-    Raises `UserError` if metrics.jsonl or the folder of `--tensorboard-dir` cannot be written.
+    Raises `UserError` if metrics.jsonl cannot be written.
     """
 
-    def __init__(self, config: Config, start_iteration: int, active: bool, logged_every: int | None = None) -> None:
-        """Open the logs; `logged_every` is `--log-interval` up to `start_iteration` (default: that of `config`)."""
+    def __init__(
+        self,
+        config: Config,
+        start_iteration: int,
+        active: bool,
+        logged_every: int | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        """Open the log; `logged_every` is `--log-interval` up to `start_iteration` (default: that of `config`)."""
         self.config = config
         self.active = active
+        self.callbacks = callbacks or Callbacks()
         self._file: MetricsFile | None = None
-        self._writers: list[Any] = []
         if not active:
             return
         if config.checkpoint.save:
             self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
             self._tell_of_missing_rows(start_iteration, logged_every or config.logging.log_interval)
-        if config.logging.tensorboard_dir:
-            self._writers.append(_TensorBoard(config.logging.tensorboard_dir, start_iteration))
-        if config.logging.wandb_project:
-            import wandb
-
-            self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
 
     def _tell_of_missing_rows(self, start_iteration: int, logged_every: int) -> None:
         """Warn if a run that resumes in its own folder finds fewer rows than it has logged there."""
@@ -50,14 +51,11 @@ class MetricsLog:
         if self._file.last_row < logged:
             self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a row to every log at once, so that it survives a kill."""
-        if not self.active:
-            return
+    def write(self, row: dict[str, Any], event: str) -> None:
+        """Append a row to metrics.jsonl at once, so that it survives a kill; then tell the callbacks of the event."""
         if self._file:
             self._file.write(row)
-        for writer in self._writers:
-            writer.log({k: v for k, v in row.items() if k != "iteration"}, step=row["iteration"])
+        self.callbacks.tell(event, row)
 
     def restore(self) -> list[str]:
         """Write metrics.jsonl again if it was deleted; return its name in that case."""
@@ -74,42 +72,7 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         if self._file:
             self._file.close()
-        for writer in self._writers:
-            writer.finish()
-
-
-class _TensorBoard:
-    """TensorBoard writer with the two methods of a wandb run that we use."""
-
-    def __init__(self, folder: str, start_iteration: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        try:
-            self.writer: Any = SummaryWriter(folder, purge_step=start_iteration + 1)
-        except OSError as error:
-            raise UserError(
-                f"--tensorboard-dir {folder}: cannot be written: {error.strerror}; give a folder that can be"
-            ) from None
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self.writer.close()
-
-
-def check_writers(config: Config) -> None:
-    """Refuse a missing optional package on every rank before training, not only on rank 0 later."""
-    for wanted, module, name in (
-        (config.logging.tensorboard_dir, "tensorboard", "--tensorboard-dir"),
-        (config.logging.wandb_project, "wandb", "--wandb-project"),
-    ):
-        if wanted:
-            try:
-                __import__(module)
-            except ImportError:
-                raise UserError(f"{name} needs the package {module}: pip install {module}", exit_code=2) from None
+        self.callbacks.end()
 
 
 class Clock:

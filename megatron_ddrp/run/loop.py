@@ -120,7 +120,7 @@ class Run:
         """Log a step: the mean losses and rates since the last row, and the step's own learning rate and norm."""
         config, device = self.config, self.ranks.device
         objective = make_objective(config.objective)
-        row = {
+        row: dict[str, Any] = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "consumed_tokens": progress.consumed_tokens,
@@ -130,7 +130,8 @@ class Run:
             **clock.read(),
             "peak_memory_gib": largest_over_ranks(peak_memory_bytes(device), device) / 2**30,
         }
-        self.log.write(row)
+        row |= self.log.callbacks.columns(row)
+        self.log.write(row, "on_step")
         self.log.say(progress_line(row, objective.labels, config.training.train_iters, clock.eta(progress.iteration)))
 
     def validate(self, loader: BatchLoader, progress: Progress) -> None:
@@ -138,7 +139,7 @@ class Run:
         config = self.config
         steps = validation_steps(config.logging.eval_iters, len(loader.samples), loader.global_batch_size)
         losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
-        self.log.write({"iteration": progress.iteration, **losses})
+        self.log.write({"iteration": progress.iteration, **losses}, "on_validation")
         labels = make_objective(config.objective).labels
         line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
         self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
@@ -150,6 +151,7 @@ class Run:
             agree(self._restore)
             saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes)
             self.log.say(f"saved {saved}")
+            self.log.callbacks.tell("on_checkpoint", saved)
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:

@@ -23,6 +23,8 @@ from megatron_ddrp.data.atomic import write_text
 EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
 """Code of the time limit, larger than every signal's number."""
+BY_CALLBACK = 1001
+"""Code of a callback that raises `StopTraining`."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -55,14 +57,18 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """Code of the request: 0 without one, a signal's number, or `OUT_OF_TIME`; all ranks follow the largest."""
+        """Code of the request: 0 without one, a signal's number, `BY_CALLBACK` or `OUT_OF_TIME`.
+
+        All ranks follow the largest.
+        """
         out_of_time = self.deadline is not None and time.monotonic() >= self.deadline
         return self.received or OUT_OF_TIME * out_of_time
 
 
 def name_of(code: int) -> str:
-    """Return the name of the signal or flag that stopped this run."""
-    return "--exit-duration-in-mins" if code == OUT_OF_TIME else signal.Signals(code).name
+    """Return the name of the signal, flag or callback that stopped this run."""
+    named = {OUT_OF_TIME: "--exit-duration-in-mins", BY_CALLBACK: "a callback"}
+    return named.get(code) or signal.Signals(code).name
 
 
 def note_exit_code(folder: Path, code: int) -> None:

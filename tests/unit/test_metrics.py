@@ -4,11 +4,13 @@ import json
 import resource
 
 import pytest
+import torch
 
 from megatron_ddrp.checkpoint import write_state
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.checkpoint import Progress, Resumed
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.metrics import DAMAGED, METRICS, MetricsFile, read_rows
 from megatron_ddrp.train import open_log
@@ -212,7 +214,7 @@ def test_a_tensorboard_folder_that_is_a_file_is_refused_in_one_line(below, reaso
     (tmp_path / "notes.txt").write_text("mine")
     board = f"{tmp_path}/notes.txt{below}"
     with pytest.raises(UserError) as refusal:
-        MetricsLog(Config().replace(logging={"tensorboard_dir": board}), 0, active=True)
+        TensorBoard(board).on_start(Config(), 0, torch.nn.Linear(1, 1))
     line = f"--tensorboard-dir {board}: cannot be written: {reason}; give a folder that can be"
     assert str(refusal.value) == line and (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -116,3 +116,6 @@ def _page_of_rows(options: argparse.Namespace) -> int:
         print(page.replace_tables(options.tables))  # first, because it may refuse the file
     print(page.write())
     return 0
+
+
+SECTIONS: tuple[type, ...] = ()

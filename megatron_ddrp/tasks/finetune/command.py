@@ -29,3 +29,6 @@ def predict(wanted: Prediction) -> int:
     count = predict_file(wanted.load, wanted.input, wanted.output, device_of(0), columns)
     print(f"{count:,} rows written to {wanted.output}")
     return 0
+
+
+SECTIONS: tuple[type, ...] = ()

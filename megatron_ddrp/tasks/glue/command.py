@@ -14,3 +14,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with first_rank_speaks():
         options = parse_arguments(arguments)
     return run(options)
+
+
+SECTIONS: tuple[type, ...] = ()

@@ -80,7 +80,10 @@ class PairMachine(Machine):
     )
 
 
+SECTIONS = (What, How, PairMachine)
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
     parser = ArgumentParser(description=DESCRIPTION)
-    return parse_sections(parser, (What, How, PairMachine), arguments)
+    return parse_sections(parser, SECTIONS, arguments)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ddrp.tasks.minimal_pairs.arguments import parse_arguments
+from megatron_ddrp.tasks.minimal_pairs.arguments import SECTIONS, parse_arguments
+
+__all__ = ["SECTIONS", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,231 @@
+"""The commands as Python functions: a keyword is a flag, with underscores.
+
+    from megatron_ddrp import pretrain
+
+    run = pretrain(texts=texts, vocab_file="vocab.txt", num_layers=4, train_iters=1000, save="run", load="run")
+    run.rows[-1]["loss"], run.load_encoder().pool(["A text."])
+
+A function reads its keywords through the command's own parser, so names, types, ranges, defaults, `config="f.yaml"`
+and `plugin="f.py"` are those of the command line. A mistake raises `UserError`. The process is left as it was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.__main__ import COMMANDS, PROGRAM
+from megatron_ddrp.config.option import flag_words
+from megatron_ddrp.data.preprocess.python_texts import texts_as_file
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
+from megatron_ddrp.keywords import takes_flags_of
+from megatron_ddrp.run.guest import guest
+from megatron_ddrp.run.launch import is_launched
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of `pretrain`."""
+
+    path: Path | None
+    """Its `save` folder."""
+    iteration: int
+    """Steps of the run so far."""
+    stopped: bool
+    """True if it was asked to stop before its last step; the same call with `load` resumes."""
+    rows: Rows
+    """Rows of metrics.jsonl from this call; none on other ranks than rank 0."""
+
+    def load_encoder(self, **settings: Any) -> Any:
+        """Return the newest encoder, as `megatron_ddrp.load_encoder` does. Raises `UserError` without `save`."""
+        from megatron_ddrp.encoders.text_encoder import load_encoder
+
+        if self.path is None:
+            raise UserError("the run kept nothing: give pretrain save= with a folder")
+        return load_encoder(self.path, **settings)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The output folder of a command that scores encoders; a notebook shows its page."""
+
+    path: Path
+    """Its `output_dir`."""
+    page: str
+    """Table or page, in Markdown."""
+    rows: Rows
+    """One dictionary per finished run or score."""
+    summary: dict[str, Any]
+    """The page's numbers."""
+
+    def _repr_markdown_(self) -> str:
+        return self.page
+
+
+@takes_flags_of("pretrain")
+def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
+    """Pre-train in this process, or on the ranks of the launcher that runs this script.
+
+    Data are a dataset on the disk (`data_path`), or `texts`: strings, or rows with a key `text`, such as a
+    `datasets.Dataset`; they are preprocessed first, beside `save` or in a temporary folder.
+    `callbacks` are objects of classes derived from `megatron_ddrp.run.callbacks.Callback`.
+    """
+    from megatron_ddrp.arguments import parse_arguments  # here, because it takes time
+
+    words = given_words(settings)
+    with as_command("pretrain", words), ExitStack() as stack:
+        if texts is not None:
+            words += ["--data-path", *stack.enter_context(dataset_of(texts, settings))]
+        arguments = parse_arguments(words)
+        for line in arguments.remarks:
+            print(line)
+        if arguments.dry_run:
+            from megatron_ddrp.commands.dry_run import dry_run
+
+            dry_run(arguments.config, arguments.world_size, arguments.device_memory)
+            return Run(None, 0, False, [])
+        from megatron_ddrp.run.callbacks import RowList
+        from megatron_ddrp.train import train
+
+        kept = RowList()
+        trained = train(arguments.config, [kept, *callbacks])
+    save = arguments.config.checkpoint.save
+    return Run(Path(save) if save else None, trained.iteration, bool(trained.code), kept.rows)
+
+
+@takes_flags_of("preprocess")
+def preprocess(*, texts: Iterable[Any] | None = None, **settings: Any) -> list[str]:
+    """Write indexed datasets from `input` files or from `texts`, and return their prefixes, for `data_path`.
+
+    `texts` are strings, or rows with the keys `json_keys`, such as a `datasets.Dataset`.
+    """
+    with input_of(texts, settings) as given:
+        result = run_command("preprocess", given)
+    return [] if result is None else list(result.prefixes)
+
+
+@takes_flags_of("train-tokenizer")
+def train_tokenizer(*, texts: Iterable[Any] | None = None, **settings: Any) -> Path:
+    """Learn a vocabulary from `input` files or from `texts`, as `preprocess` takes them; return its file."""
+    with input_of(texts, settings) as given:
+        run_command("train-tokenizer", given)
+    return Path(settings["output"])
+
+
+@takes_flags_of("convert")
+def convert(**settings: Any) -> Path:
+    """Convert a checkpoint to a Hugging Face folder, or back; return the folder."""
+    run_command("convert", settings)
+    return Path(settings["output"])
+
+
+@takes_flags_of("finetune")
+def finetune(**settings: Any) -> Results:
+    """Fine-tune encoders on your own tasks."""
+    return results_of("finetune", settings, "table.md", "runs.jsonl", "table.json")
+
+
+@takes_flags_of("glue")
+def glue(**settings: Any) -> Results:
+    """Fine-tune encoders on GLUE over a grid and seeds."""
+    return results_of("glue", settings, "table.md", "runs.jsonl", "table.json")
+
+
+@takes_flags_of("minimal-pairs")
+def minimal_pairs(**settings: Any) -> Results:
+    """Score masked language models on minimal pairs, without fine-tuning."""
+    return results_of("minimal-pairs", settings, "table.md", "scores.jsonl", "results.json")
+
+
+@takes_flags_of("compare")
+def compare(plan: Any, **settings: Any) -> Results:
+    """Train and score the models of a plan, or take files of rows, and write one page."""
+    plans = [plan] if isinstance(plan, (str, os.PathLike)) else plan
+    return results_of("compare", settings, "page.md", "rows.jsonl", "results.json", map(os.fspath, plans))
+
+
+@takes_flags_of("report")
+def report(**settings: Any) -> Path:
+    """Write a short report of a run, with its curves; return its page."""
+    run_command("report", settings)
+    return Path(settings["output_dir"]) / "report.md"
+
+
+def results_of(
+    name: str, settings: Mapping[str, Any], page: str, rows: str, summary: str, words: Iterable[str] = ()
+) -> Results:
+    """Run a command and return what it wrote; a file that it left out counts as empty, as after a dry run."""
+    run_command(name, settings, words)
+    folder = Path(settings["output_dir"])
+    text, lines, numbers = ((folder / file) for file in (page, rows, summary))
+    return Results(
+        folder,
+        text.read_text(encoding="utf-8") if text.exists() else "",
+        [json.loads(line) for line in lines.read_bytes().splitlines() if line] if lines.exists() else [],
+        json.loads(numbers.read_bytes()) if numbers.exists() else {},
+    )
+
+
+def run_command(name: str, settings: Mapping[str, Any], words: Iterable[str] = ()) -> Any:
+    """Run a command in this process and return what its `main` gives. Raises `UserError` where the command fails."""
+    words = [*words, *given_words(settings)]
+    with as_command(name, words):
+        result = importlib.import_module(COMMANDS[name].module).main(words)
+    if isinstance(result, int) and result:
+        raise UserError(f"{name} ended with exit code {result}: the lines that it printed say why", result)
+    return result
+
+
+@contextmanager
+def as_command(name: str, words: Sequence[str]) -> Iterator[None]:
+    """Let messages and model cards name the command and its words inside the block; the process is left as it was."""
+    before = sys.argv
+    sys.argv = [f"{PROGRAM} {name}", *words]
+    try:
+        with guest(), allocations_as_user_errors():
+            yield
+    finally:
+        sys.argv = before
+
+
+def given_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return keywords as words of a command line; None stands for a flag that is not given."""
+    return flag_words((name, value) for name, value in settings.items() if value is not None)
+
+
+@contextmanager
+def input_of(texts: Iterable[Any] | None, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the keywords of a command that reads text, with `texts` as its `input`."""
+    if texts is None:
+        yield dict(settings)
+        return
+    if settings.get("input") is not None:
+        raise UserError("texts and input exclude each other: give one of them", WRONG_ARGUMENTS)
+    keys = settings.get("json_keys") or ("text",)
+    with texts_as_file(texts, (keys,) if isinstance(keys, str) else tuple(keys)) as path:
+        yield {**settings, "input": path}
+
+
+@contextmanager
+def dataset_of(texts: Iterable[Any], settings: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the prefixes of the preprocessed texts, beside `save` or in a temporary folder."""
+    if settings.get("data_path") is not None:
+        raise UserError("texts and data_path exclude each other: give one of them", WRONG_ARGUMENTS)
+    if is_launched():
+        raise UserError("texts are for one process: before the launch, call preprocess and give its data_path")
+    with ExitStack() as stack:
+        save = settings.get("save")
+        prefix = f"{save}-texts" if save else f"{stack.enter_context(tempfile.TemporaryDirectory())}/texts"
+        tokenizer = ("vocab_file", "tokenizer_type", "tokenizer_model")
+        own = {name: settings[name] for name in tokenizer if settings.get(name) is not None}
+        yield preprocess(texts=texts, output_prefix=prefix, overwrite=True, **own)

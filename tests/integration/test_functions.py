@@ -1,0 +1,282 @@
+"""The commands as Python functions, called many times in this one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_ddrp
+from megatron_ddrp import preprocess, pretrain, train_tokenizer
+from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.callbacks import Callback, StopTraining
+from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.run.stopping import SIGNALS
+from tests.conftest import TinyCorpus, documents
+from tests.integration.conftest import TINY
+
+Settings = dict[str, Any]
+
+
+@pytest.fixture
+def settings(tiny_corpus: TinyCorpus) -> Settings:
+    return TINY | {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file, "train_iters": 6}
+
+
+def state_of_process() -> list[Any]:
+    """What a library may find changed after a run, in a form that can be compared."""
+    return [
+        {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        {number: signal.getsignal(number) for number in SIGNALS},
+        list(sys.argv),
+        sys.excepthook,
+        list(warnings.filters),
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.distributed.is_initialized(),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def process_is_left_as_it_was() -> Iterator[None]:
+    before = state_of_process()
+    yield
+    after = state_of_process()
+    assert [a for a, b in zip(before, after, strict=True) if a != b] == []
+
+
+def numbers_held() -> int:
+    """Elements of all tensors that Python still knows, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has deprecated objects that complain when they are looked at
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() // 4 for each in tensors}.values())
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the newest checkpoint's tensors, by file; its state.json names the folder of its run."""
+    path = newest(folder)
+    assert path is not None
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != "state.json")
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+class At(Callback):
+    """Calls `act` after the logged step `step`."""
+
+    def __init__(self, step: int, act: Callable[[], Any]) -> None:
+        self.step, self.act, self.ended = step, act, False
+
+    def on_step(self, row: Any) -> None:
+        if row["iteration"] == self.step:
+            self.act()
+
+    def on_end(self) -> None:
+        self.ended = True
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+def test_runs_of_one_process_are_equal_at_every_zero_stage_and_keep_no_memory(settings: Settings) -> None:
+    ends, held = [], []
+    before = numbers_held()
+    for stage in (1, 0, 1, 3, 2):
+        run = pretrain(**settings, zero_stage=stage)
+        assert (run.path, run.iteration, run.stopped) == (None, 6, False)
+        assert [row["iteration"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+        ends.append(run.rows[-1]["loss"])
+        held.append(numbers_held() - before)
+    assert ends == pytest.approx([ends[0]] * 5, rel=1e-5) and ends[0] == ends[2]
+    assert max(held) < 1000, f"numbers held after each run: {held}"
+
+
+@pytest.mark.parametrize(
+    ("act", "stopped"),
+    [
+        (lambda: fail(StopTraining()), True),
+        (lambda: signal.raise_signal(signal.SIGTERM), True),
+        (lambda: fail(ZeroDivisionError("mine")), False),
+    ],
+    ids=["StopTraining", "signal", "error"],
+)
+def test_a_run_that_ended_early_resumes_bit_for_bit(
+    act: Callable[[], Any], stopped: bool, settings: Settings, tmp_path: Path
+) -> None:
+    settings |= {"zero_stage": 1, "save_interval": 2, "hidden_dropout": 0.1, "train_iters": 4}
+    whole = pretrain(**settings, save=tmp_path / "whole")
+    early = At(3, act)
+    own = settings | {"save": tmp_path / "own", "load": tmp_path / "own"}
+    if stopped:
+        run = pretrain(**own, callbacks=[early])
+        assert run.stopped and run.iteration == 3
+    else:
+        with pytest.raises(ZeroDivisionError, match="^mine$"):
+            pretrain(**own, callbacks=[early])
+    assert early.ended
+    resumed = pretrain(**own)
+    assert (resumed.iteration, resumed.stopped) == (4, False)
+    assert hashes(tmp_path / "own") == hashes(tmp_path / "whole")
+    assert resumed.rows[-1]["loss"] == whole.rows[-1]["loss"]
+
+
+def test_two_interrupts_end_a_run_at_once(settings: Settings) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(**settings, callbacks=[At(2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Norm(Callback):
+    """A column of its own, and a note of everything that happens."""
+
+    def __init__(self, name: str = "embedding_norm") -> None:
+        self.name, self.events = name, []
+        self.events: list[str]
+
+    def on_start(self, config: Any, iteration: int, model: Any) -> None:
+        self.weight = next(model.parameters())
+        self.events.append(f"start {iteration}")
+
+    def columns(self) -> dict[str, float]:
+        return {self.name: self.weight.detach().norm()}
+
+    def on_step(self, row: Any) -> None:
+        self.events.append(f"step {row['iteration']}")
+
+    def on_validation(self, row: Any) -> None:
+        self.events.append(f"validation {row['iteration']}")
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.events.append(path.name)
+
+    def on_end(self) -> None:
+        self.events.append("end")
+
+
+def test_a_callback_sees_the_run_and_adds_a_column(settings: Settings, tmp_path: Path) -> None:
+    norm = Norm()
+    settings |= {"train_iters": 2, "log_interval": 1, "eval_interval": 2, "save": tmp_path / "run"}
+    run = pretrain(**settings, callbacks=[norm])
+    assert norm.events == ["start 0", "step 1", "step 2", "validation 2", "iter_0000002", "end"]
+    rows = read_rows(tmp_path / "run")
+    assert rows == json.loads(json.dumps(run.rows))
+    assert [row.get("embedding_norm", 0) > 0 for row in rows] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["loss", 3])
+def test_a_column_cannot_take_the_name_of_another(name: Any, settings: Settings) -> None:
+    with pytest.raises(UserError, match=r"Norm.columns\(\) gave .*expected a name of its own"):
+        pretrain(**settings, callbacks=[Norm(name)])
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_layrs": 2}, "did you mean --num-layers"),
+        ({"num_layers": "two"}, "invalid int value"),
+        ({"num_layers": 0}, "--num-layers"),
+        ({"position_encoding": "dddrp"}, "did you mean ddrp"),
+        ({"vocab_file": "nowhere.txt"}, "nowhere.txt"),
+        ({"num_attention_heads": 5}, "--num-attention-heads"),
+        ({"texts": ["A text."]}, "texts and data_path exclude each other"),
+    ],
+)
+def test_a_mistake_is_one_error_of_one_line(change: Settings, line: str, settings: Settings) -> None:
+    with pytest.raises(UserError, match=line) as error:
+        pretrain(**settings | change)
+    assert "\n" not in str(error.value)
+
+
+def test_only_the_main_thread_may_run(settings: Settings) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            pretrain(**settings)
+        except UserError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+
+
+def test_texts_become_the_dataset_that_the_command_writes(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    rows = ({"text": text, "id": number} for number, text in enumerate(documents()))
+    (prefix,) = preprocess(texts=rows, output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file)
+    for ending in (".bin", ".idx"):
+        assert Path(prefix + ending).read_bytes() == Path(f"{tiny_corpus.prefix}{ending}").read_bytes()
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_texts_that_end_in_an_error_give_no_dataset(on_error: str, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield from documents()
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="^mine$"):
+        preprocess(texts=texts(), output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file, on_error=on_error)
+    assert not list(tmp_path.glob("own*.idx"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "line"),
+    [
+        ("corpus.txt", "texts is one str: give a list"),
+        (["A text.", 3], "text 2 is 3: expected a string, or a row with a string for 'text'"),
+        ([{"body": "A text."}], "text 1 is {'body': 'A text.'}"),
+    ],
+)
+def test_texts_that_are_none_are_refused(texts: Any, line: str, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=line):
+        preprocess(texts=texts, output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_and_a_run_from_texts_alone(tmp_path: Path) -> None:
+    vocabulary = train_tokenizer(texts=documents(), vocab_size=300, output=tmp_path / "vocab.txt")
+    settings = TINY | {"train_iters": 2, "save": tmp_path / "run", "load": tmp_path / "run"}
+    run = pretrain(texts=documents(), vocab_file=vocabulary, **settings)
+    with torch.random.fork_rng():
+        assert run.load_encoder().encode("A text.").shape[1] == TINY["hidden_size"]
+    assert pretrain(texts=documents(), vocab_file=vocabulary, **settings).rows == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in megatron_ddrp.__all__ if name not in ("__version__", "load_encoder")]
+)
+def test_a_function_lists_the_flags_of_its_command(name: str) -> None:
+    import inspect
+
+    function = getattr(megatron_ddrp, name)
+    parameters = inspect.signature(function).parameters
+    assert len(parameters) > 5
+    assert all(
+        f"\n    {flag}: " in function.__doc__ for flag in parameters if flag not in ("texts", "callbacks", "plan")
+    )
+    assert dataclasses.is_dataclass(megatron_ddrp.functions.Run)
