@@ -190,7 +190,7 @@ def stop() -> None:
 
 
 def is_joined() -> bool:
-    """Return whether this process has a process group, whoever formed it."""
+    """Return whether this process has a process group, its own or that of another library."""
     return dist.is_initialized()
 
 

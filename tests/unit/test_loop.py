@@ -20,6 +20,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log, loop
+from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.stopping import StopRequests
 
@@ -47,7 +48,7 @@ class Training:
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
         monkeypatch.setattr(loop.Run, "save", lambda run, folder, progress, must: self.save(progress))
-        log = SimpleNamespace(say=self.say, write=self.write)
+        log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks())
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
         self.run = loop.Run(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
 
@@ -61,7 +62,7 @@ class Training:
         counts = torch.full((len(objective.counts),), 5)
         return StepResult(0.1, sums, torch.tensor(norm), counts, objective)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], event: str) -> None:
         self.events.append(f"row {row['iteration']}")
         self.rows.append(row)
 
