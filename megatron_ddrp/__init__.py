@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ddrp.encoders.text_encoder import load_encoder
-    from megatron_ddrp.functions import (
+    from megatron_ddrp.commands.functions import (
         compare,
         convert,
         finetune,
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return load_encoder
     if name in __all__:
-        from megatron_ddrp import functions
+        from megatron_ddrp.commands import functions
 
         return getattr(functions, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

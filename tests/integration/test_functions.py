@@ -279,4 +279,4 @@ def test_a_function_lists_the_flags_of_its_command(name: str) -> None:
     assert all(
         f"\n    {flag}: " in function.__doc__ for flag in parameters if flag not in ("texts", "callbacks", "plan")
     )
-    assert dataclasses.is_dataclass(megatron_ddrp.functions.Run)
+    assert dataclasses.is_dataclass(megatron_ddrp.commands.functions.Run)
