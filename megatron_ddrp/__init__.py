@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_ddrp.encoders.text_encoder import load_encoder
     from megatron_ddrp.commands.functions import (
         compare,
         convert,
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
         report,
         train_tokenizer,
     )
+    from megatron_ddrp.encoders.text_encoder import load_encoder
 
 __all__ = [
     "__version__",

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.__main__ import COMMANDS, PROGRAM
+from megatron_ddrp.commands.keywords import takes_flags_of
 from megatron_ddrp.config.option import flag_words
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
-from megatron_ddrp.commands.keywords import takes_flags_of
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.launch import is_launched
 
