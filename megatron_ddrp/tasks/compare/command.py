@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in _data_remarks(experiment):
             _say(f"  {line}")
     jobs = experiment.jobs()
-    runner.run(jobs, wait=not options.no_wait)
+    runner.run(jobs, wait=options.wait)
     if left := len(runner.left(jobs)):
         experiment.record()
         print(left_to_others(left, options.output_dir))
