@@ -3,11 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import kernels
 import pytest
@@ -19,26 +15,12 @@ from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import resolve_backend
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import make_case
-
-ROOT = Path(__file__).parents[3]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def run(arguments, **environment):
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))} | environment
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500, check=False
-    )
+from tests.unit.model.triton_interpreter import assert_checks_pass, needs_triton, run
 
 
 @needs_triton
 def test_maths_under_the_interpreter():
-    """In a process of its own: see triton_interpreted.py, where each check can be read and run alone."""
-    checks = str(Path(__file__).with_name("triton_interpreted.py"))
-    result = run(["-m", "pytest", checks, "-p", "no:cacheprovider"], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) >= 25, result.stdout
+    assert_checks_pass("triton_kernels.py", 50)
 
 
 def test_package_needs_no_triton():
