@@ -17,8 +17,8 @@ from tests.unit.model.test_graphs import PADDED, assert_equal_with_graphs, confi
 
 pytest_plugins = ["tests.unit.model.triton_interpreter"]
 
-TILE = 128
-LENGTHS = (1, 17, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 4 * TILE + 1)
+TILE = 256
+LENGTHS = (1, 17, TILE - 1, TILE, TILE + 1, 2 * TILE + 1)
 HEAD_SIZES = (64, 80, 96, 128)
 LAYOUTS = {
     "whole": lambda seq: [1] * seq,
