@@ -16,7 +16,7 @@ from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_
 from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
 from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
-from megatron_ddrp.config.idle import idle_settings
+from megatron_ddrp.config.differences import idle_settings
 from megatron_ddrp.config.option import Section, option, refuse
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.translation import HINTS, Found, differing_defaults, translate

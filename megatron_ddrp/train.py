@@ -19,25 +19,31 @@ from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
+from megatron_ddrp.engine.device import (
+    allow_tf32,
+    check_device,
+    choices,
+    missing_graphs,
+    precision_remarks,
+    rows_for,
+    unused_devices,
+)
 from megatron_ddrp.engine.muon import optimizer_remarks
-from megatron_ddrp.engine.precision import allow_tf32, precision_remarks
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
     allocations_as_user_errors,
 )
+from megatron_ddrp.memory import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
-from megatron_ddrp.run import stopping
-from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
+from megatron_ddrp.run import launch
 from megatron_ddrp.run.host_memory import keep_freed_memory
-from megatron_ddrp.run.launch import is_launched
+from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
 from megatron_ddrp.run.loop import Run
-from megatron_ddrp.run.remedies import need_less_memory
 from megatron_ddrp.run.run_folder import RunFolder
-from megatron_ddrp.run.stopping import StopRequests
 
 
 def train(config: Config) -> int:
@@ -95,9 +101,9 @@ def train(config: Config) -> int:
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
             saved = "" if folder else "; nothing is saved without --save"
-            log.say(f"stopped at step {progress.iteration:,} by {stopping.name_of(request)}{saved}")
+            log.say(f"stopped at step {progress.iteration:,} by {launch.name_of(request)}{saved}")
         if folder and first:
-            stopping.note_exit_code(folder, code)
+            launch.note_exit_code(folder, code)
     process_group.stop()
     return code
 

@@ -14,8 +14,8 @@ from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import count_micro_batches
+from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.engine.muon import optimizer_remarks
-from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device

@@ -111,9 +111,12 @@ def main(words: Sequence[str] | None = None) -> None:
     scores = read_text(arguments.scores_dir / "table.md") if arguments.scores_dir else None
     commands = read_text(arguments.commands) if arguments.commands else None
 
-    from megatron_ddrp.report.facts import facts  # loads torch
     from megatron_ddrp.report.figures import draw_losses, draw_speed
-    from megatron_ddrp.report.page import Extras, page
+    from megatron_ddrp.report.page import (
+        Extras,
+        facts,  # loads torch
+        page,
+    )
 
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, options_of, read_settings
-from megatron_ddrp.config.run import Config, concerns
+from megatron_ddrp.config.run import OLDER, Config, concerns
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
 

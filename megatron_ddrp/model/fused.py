@@ -11,11 +11,14 @@ differ from those of dropout without compilation.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -26,7 +29,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.norm import Norm, normalise
-from megatron_ddrp.model.triton_needs import missing_for_triton
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability for which `auto` compiles: Triton 3.9 generates no code for V100."""
@@ -208,3 +210,24 @@ def compiles(setting: str, device: torch.device) -> bool:
     if device.type != "cuda" or why_not_compile(device):
         return False
     return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
+
+
+def missing_for_triton() -> str | None:
+    """Return what Triton lacks on this machine, as the object of "needs", or None if it can compile.
+
+    Triton builds its launcher with a C compiler and Python's headers at the first use.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which torch installs for CUDA"
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (is_interpreted or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler, and neither gcc nor clang is found (install one or set CC)"
+    if not (is_interpreted or (_headers() / "Python.h").is_file()):
+        return f"Python.h, which is not in {_headers()} (install python3-dev, or use a Python that has it)"
+    return None
+
+
+def _headers() -> Path:
+    """Return the folder where Triton looks for Python's headers, also in Debian's Python."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])

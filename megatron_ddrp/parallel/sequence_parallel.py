@@ -36,8 +36,7 @@ from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.model.norm import Norm, normalise
 from megatron_ddrp.model.stages import State
-from megatron_ddrp.parallel.collectives import sum_of_ranks
-from megatron_ddrp.parallel.column_maps import Entrance, Wait, enter, replicated
+from megatron_ddrp.parallel.collectives import Entrance, Wait, enter, replicated, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.tensor_parallel import (
     ColumnParallelGeluLinear,

@@ -14,20 +14,19 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate, validation_steps
 from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
-from megatron_ddrp.engine.host_copy import HostCopy
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
-from megatron_ddrp.engine.step import StepResult, evaluate
+from megatron_ddrp.engine.step import HostCopy, StepResult, evaluate
 from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
 from megatron_ddrp.objectives.contract import losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device, largest_over_ranks
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
+from megatron_ddrp.run.launch import StopRequests
 from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, progress_line, similarities, terms
 from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.run_folder import RunFolder
-from megatron_ddrp.run.stopping import StopRequests
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ModelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.engine.device import check_device
 from megatron_ddrp.engine.inputs import moved, training_inputs
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.objectives.contract import count, make_objective
-from megatron_ddrp.run.device import check_device
 from tests.gpu.cases import half_precision, on_devices
 
 LOSS, NORM = 1e-3, 0.1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.stages import State
-from megatron_ddrp.parallel.column_maps import enter
+from megatron_ddrp.parallel.collectives import enter
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sequence_parallel import PARALLEL, apply_sequence_parallel, gathered, join, leave, split
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel

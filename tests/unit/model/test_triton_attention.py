@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model import triton_needs
+from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import resolve_backend
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
@@ -42,7 +42,7 @@ def test_package_needs_no_triton():
 def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = why_not_triton(Demand(torch.device(device), dtype, 0.1, head_dim))
     if expected is None:
@@ -54,10 +54,10 @@ def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, mon
 def test_missing_triton_and_full_dropout_are_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 1.0, 64))
     assert reason is not None and "dropout below 1, got 1.0" in reason
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
     reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.0, 64))
     assert reason is not None and "needs the package triton" in reason
 
@@ -67,7 +67,7 @@ def test_without_a_c_compiler_auto_takes_another_backend(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     demand = Demand(torch.device("cuda"), torch.bfloat16, 0.1, 64)
     assert "needs a C compiler" in str(why_not_triton(demand))

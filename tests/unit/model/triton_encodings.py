@@ -9,8 +9,8 @@ import torch
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.model import graphs
-from megatron_ddrp.model.attention.gpu import launching
-from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
+from megatron_ddrp.model.attention.gpu import plan
+from megatron_ddrp.model.attention.gpu.plan import Tile, Tiles
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention
 from tests.unit.model.attention_cases import answer, make_case, reference
 from tests.unit.model.test_graphs import PADDED, assert_equal_with_graphs, config_of
@@ -66,7 +66,7 @@ def test_every_two_values_meet():
 @pytest.mark.parametrize("encoding, seq, head_dim, layout", pairwise())
 def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeypatch):
     """Each encoding's own terms, with random numbers in them, against eager attention in float64."""
-    monkeypatch.setattr(launching, "tiles", lambda *_: Tiles(*(Tile(TILE, TILE, 4, 1),) * 4))
+    monkeypatch.setattr(plan, "tiles", lambda *_: Tiles(*(Tile(TILE, TILE, 4, 1),) * 4))
     terms = terms_of(encoding, seq, head_dim)
     case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
     generator = torch.Generator().manual_seed(seq)

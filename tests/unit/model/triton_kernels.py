@@ -7,10 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.gpu import launching
+from megatron_ddrp.model.attention.gpu import plan
 from megatron_ddrp.model.attention.gpu import triton_attention as module
-from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
-from megatron_ddrp.model.attention.gpu.plan import DROPOUT_STEPS, Facts, plan_of
+from megatron_ddrp.model.attention.gpu.plan import DROPOUT_STEPS, Facts, Tile, Tiles, plan_of
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
@@ -148,7 +147,7 @@ def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
     before = dropped_probabilities(case, 0.3, 7)
     assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
-    monkeypatch.setattr(launching, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
+    monkeypatch.setattr(plan, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
 
 

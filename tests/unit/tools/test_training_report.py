@@ -13,8 +13,7 @@ from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.report import figures
 from megatron_ddrp.report.curves import LEARNING, Panel, logged, loss_panel, running_mean, series
-from megatron_ddrp.report.facts import facts, training_seconds
-from megatron_ddrp.report.page import Extras, page
+from megatron_ddrp.report.page import Extras, facts, page, training_seconds
 from tests.datasets import write_dataset
 
 ROWS = [

@@ -22,12 +22,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending, Demand
-from megatron_ddrp.model.attention.gpu.launching import Tile, launch
-from megatron_ddrp.model.attention.gpu.offsets import Offsets
-from megatron_ddrp.model.attention.gpu.plan import Facts, Plan, plan_of
+from megatron_ddrp.model.attention.gpu.plan import Facts, Offsets, Plan, Tile, launch, plan_of
 from megatron_ddrp.model.attention.logits import tapped_cosine
+from megatron_ddrp.model.fused import missing_for_triton
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
-from megatron_ddrp.model.triton_needs import missing_for_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
