@@ -24,7 +24,7 @@ from torch import nn
 
 from megatron_ddrp.config import Config, encoding_class, flag
 from megatron_ddrp.data.batches.loader import count_micro_batches
-from megatron_ddrp.engine.build import deepspeed_settings, undecayed
+from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
 from megatron_ddrp.engine.deepspeed_file import offload_device
 from megatron_ddrp.engine.muon import hidden_matrices
 from megatron_ddrp.model import Encoder, on_meta_device
@@ -93,10 +93,10 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
     for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
         held = {
-            name: parameter.numel() // (1 if split_dimension(name, config.model) is None else tensor)
+            name: parameter.numel() // (1 if split_dimension(name, config.model.position_encoding) is None else tensor)
             for name, parameter in local_parameters(modules).items()
         }
-        spared = undecayed(modules, config.model.position_encoding)
+        spared = names_without_decay(modules, config.model.position_encoding)
         for name, size in held.items():
             sizes[1 if name in spared else 0].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
@@ -166,7 +166,7 @@ def held_elements(
     gradients = whole if stage == 1 else own
     if stage == 2 and not adds_in_fp32:
         cuts = zip(part.groups, flat, strict=True)
-        gradients = sum(_touched(sizes, data_rank, length // data_size) for sizes, length in cuts)
+        gradients = sum(_size_in_block(sizes, data_rank, length // data_size) for sizes, length in cuts)
     return Elements(sum(flat), gradients, (1 + ADAM_MOMENTS) * own)
 
 
@@ -181,7 +181,7 @@ def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, su
     return by_stage[stage]
 
 
-def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
+def _size_in_block(sizes: Sequence[int], rank: int, length: int) -> int:
     """Return the total size of the concatenated parameters that overlap block `rank` of `length` elements."""
     begin, end, place, total = rank * length, (rank + 1) * length, 0, 0
     for size in sizes:

@@ -42,7 +42,7 @@ from megatron_ddrp.run import launch
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
-from megatron_ddrp.run.loop import Run
+from megatron_ddrp.run.loop import TrainingRun
 from megatron_ddrp.run.run_folder import RunFolder
 
 
@@ -57,7 +57,7 @@ def train(config: Config) -> int:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    allow_tf32(config, ranks.device)
+    allow_tf32(config.training.tf32, ranks.device)
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
@@ -68,7 +68,7 @@ def train(config: Config) -> int:
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
     sizes = count_parameters(model)
-    about_optimizer = optimizer_remarks(model, config)
+    about_optimizer = optimizer_remarks(model, config.optimizer.optimizer)
     advice = partial(need_less_memory, config, ranks.world_size, ranks.device.type)
     with allocations_as_user_errors(advice):
         engine = build_engine(model, config, ranks, loader.num_micro_batches)
@@ -96,7 +96,7 @@ def train(config: Config) -> int:
         for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
-        run = Run(config, ranks, engine, log, folder, home, notes)
+        run = TrainingRun(config, ranks, engine, log, folder, home, notes)
         progress, request = run.steps(loader, validation, progress, requests)
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
@@ -141,7 +141,7 @@ def allocate_model(config: Config) -> Encoder:
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
-    check_writers(config)
+    check_writers(config.logging)
     read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
     place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))

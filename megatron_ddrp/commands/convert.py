@@ -94,7 +94,7 @@ class OtherVocabulary(GivenTokenizer):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class OutputFolder(Section):
     """output"""
 
     output: Path = option(
@@ -123,7 +123,7 @@ class Card(Section):
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    sections = (Source, OtherVocabulary, Output, Card)
+    sections = (Source, OtherVocabulary, OutputFolder, Card)
     arguments = parse_sections(ArgumentParser(description=__doc__), sections, words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
     for name, other in BELONGS_TO.items():

@@ -39,7 +39,7 @@ class NewTokenizer(GivenTokenizer):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class OutputDataset(Section):
     """output"""
 
     output_prefix: str = option(MISSING, "path and beginning of the files' names", metavar="PREFIX")
@@ -49,7 +49,7 @@ class Output(Section):
 
 
 @dataclass(frozen=True)
-class Speed(Section):
+class Work(Section):
     """speed"""
 
     partition: Partition | None = option(
@@ -91,7 +91,7 @@ def print_estimate(config: PreprocessConfig) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    sections = (TextInput, NewTokenizer, Output, Speed)
+    sections = (TextInput, NewTokenizer, OutputDataset, Work)
     options = vars(parse_sections(ArgumentParser(description=__doc__), sections, words, plugins=False))
     dry_run = options.pop("dry_run")
     config = PreprocessConfig(**options)

@@ -45,7 +45,7 @@ class Vocabulary(Section):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class VocabularyFile(Section):
     """output"""
 
     output: str = option(MISSING, "vocab.txt, or the .model file", metavar="FILE")
@@ -53,7 +53,7 @@ class Output(Section):
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    sections = (TextInput, Vocabulary, Output)
+    sections = (TextInput, Vocabulary, VocabularyFile)
     arguments = parse_sections(ArgumentParser(description=__doc__), sections, words, plugins=False)
     if os.path.exists(arguments.output) and not arguments.overwrite:
         raise UserError(f"{arguments.output}: exists already; give --overwrite to replace it, or another --output")

@@ -106,7 +106,7 @@ def load_file(path: str) -> dict[str, Any]:
         kind = section.get("type") if isinstance(section, dict) else section
         if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
             refuse_file(path, f"optimizer is {kind!r}: expected AdamW; leave it out and give --lr and its kin")
-    for key, value in flattened(loaded).items():
+    for key, value in flatten_keys(loaded).items():
         unlisted = ((), _OWN_ADAM) if key.startswith("optimizer.params") and key not in SETTINGS else ((value,), "")
         allowed, reason = SUPPORTED.get(key, unlisted)
         if value not in allowed:
@@ -129,7 +129,7 @@ def decisions(path: str, content: Mapping[str, Any], options: Mapping[str, Optio
 
     Raises `UserError` for a value of a wrong type.
     """
-    place, flat = Place(f"--deepspeed-config {path}"), flattened(content)
+    place, flat = Place(f"--deepspeed-config {path}"), flatten_keys(content)
     found = {}
     for key, name in SETTINGS.items():
         if key in flat and not (name == "offload_optimizer" and flat[key] == "nvme"):  # which has no flag
@@ -177,12 +177,12 @@ def refuse_file(path: str, reason: str) -> NoReturn:
     raise UserError(f"--deepspeed-config {path}: {reason}", WRONG_ARGUMENTS)
 
 
-def flattened(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return dotted key → value of what a file sets; items of `betas` are numbered from 1."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            found |= flattened(value, f"{prefix}{key}.")
+            found |= flatten_keys(value, f"{prefix}{key}.")
         elif key == "betas" and isinstance(value, list) and len(value) == 2:
             found |= {f"{prefix}{key}[{number}]": item for number, item in enumerate(value, 1)}
         elif value != "auto":

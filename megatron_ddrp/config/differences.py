@@ -63,12 +63,12 @@ def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[
         theirs = before.get(concern, {})
         for name, value in settings.items():
             if name in theirs and name not in NOT_OF_THE_RESULT and (concern != "model" or name in of_model):
-                old, new = _as_typed(theirs[name]), _as_typed(value)
+                old, new = _setting_text(theirs[name]), _setting_text(value)
                 lines += [f"{flag(name)}: {old} → {new}"] * (old != new)
     return lines
 
 
-def _as_typed(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     """Return a setting as on a command line, the same text for a list from JSON and a tuple."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value)) or "none"

@@ -66,7 +66,7 @@ def adds_up_in_fp32(config: ParallelConfig, from_file: Mapping[str, Any]) -> boo
     return config.pipeline_model_parallel_size == 1 or not offloads
 
 
-def checked_against(config: Config, from_file: Mapping[str, Any]) -> dict[str, Any]:
+def settings_without_optimizer(config: Config, from_file: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's settings without its optimizer, which we build.
 
     Raises `UserError` where the optimizer's numbers are not those of the configuration.

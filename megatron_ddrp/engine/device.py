@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.config import Config, ModelConfig, encoding_class
 from megatron_ddrp.engine.deepspeed_file import import_quietly
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model.attention.attending import Demand
@@ -45,10 +45,10 @@ def _multiplies_bf16_slowly() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def allow_tf32(config: Config, device: torch.device) -> None:
+def allow_tf32(allowed: bool, device: torch.device) -> None:
     """Let a GPU multiply fp32 matrices in TF32, unless `--no-tf32` is given. CPUs are unaffected."""
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
 def precision_remarks(config: Config, device: torch.device) -> list[str]:
@@ -72,7 +72,9 @@ def check_device(config: Config, device: torch.device) -> None:
     precision, backend = config.training.precision, config.model.attention_backend
     faults = {
         f"--{precision}": precision_fault(precision, device),
-        f"--attention-backend {backend}": refusal(backend, attention_demand(config, device)),
+        f"--attention-backend {backend}": refusal(
+            backend, attention_demand(config.model, config.training.precision, device)
+        ),
         "--compile on": why_not_compile(device) if config.model.compile == "on" else None,
         "--cuda-graphs on": no_graphs and f"{no_graphs}; use --cuda-graphs off",
     }
@@ -81,15 +83,14 @@ def check_device(config: Config, device: torch.device) -> None:
             raise UserError(f"{flag}: {fault}", WRONG_ARGUMENTS)
 
 
-def attention_demand(config: Config, device: torch.device) -> Demand:
+def attention_demand(model: ModelConfig, precision: str, device: torch.device) -> Demand:
     """Return a run's requirements for an attention backend."""
-    model = config.model
-    return Demand(device, DTYPES[config.training.precision], model.attention_dropout, model.head_dim)
+    return Demand(device, DTYPES[precision], model.attention_dropout, model.head_dim)
 
 
 def choices(config: Config, device: torch.device) -> str:
     """Return the attention backend with the reason for it, how layers are launched, and the precision."""
-    model, demand = config.model, attention_demand(config, device)
+    model, demand = config.model, attention_demand(config.model, config.training.precision, device)
     windows = {model.window(layer) for layer in range(model.num_layers)} - {None}
     in_logits = encoding_class(model.position_encoding).in_logits
     chosen = (resolve_backend(model.attention_backend, demand._replace(window=w), in_logits) for w in (None, *windows))

@@ -23,7 +23,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.engine.inputs import MicroBatch, moved
+from megatron_ddrp.engine.inputs import MicroBatch, move_tensors
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
 from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.model.stages import Inputs
@@ -125,7 +125,7 @@ def _train_whole(
     """Train on micro-batches through all layers; `seed(number)` seeds the dropout of each micro-batch."""
     for number, micro_batch in enumerate(micro_batches):
         seed(number)
-        engine.backward(loss(engine(*moved(micro_batch, ranks.device))))
+        engine.backward(loss(engine(*move_tensors(micro_batch, ranks.device))))
         engine.step()
 
 
@@ -142,7 +142,7 @@ def _for_pipeline(engine: Any, micro_batches: Iterable[Inputs], ranks: Ranks) ->
     """Yield (input of the first part, labels). Our labels travel in the input, so the second item is a placeholder."""
     courier, nothing = pipeline_part(engine).courier, torch.zeros((), device=ranks.device)
     for micro_batch in micro_batches:
-        yield () if ranks.pipeline_rank else courier.send(moved(micro_batch, ranks.device)), nothing
+        yield () if ranks.pipeline_rank else courier.send(move_tensors(micro_batch, ranks.device)), nothing
 
 
 class NoteTaking:
@@ -157,7 +157,7 @@ class NoteTaking:
     def take(self, vectors: Tensor, result: StepResult) -> None:
         """Store the notes `[n, hidden]` of all ranks, unless the step was skipped; a collective call."""
         counts: list[int] = self._row_counts.read().tolist()
-        rows = (moved(torch.from_numpy(self.names), self.ranks.device), vectors.float())
+        rows = (move_tensors(torch.from_numpy(self.names), self.ranks.device), vectors.float())
         names, notes = (HostCopy(gather_rows(own, counts, self.ranks)) for own in rows)
         if math.isfinite(result.grad_norm):
             self.notes.update(names.read(), notes.read())
@@ -199,7 +199,7 @@ def evaluate(
 
 def _evaluate_whole(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
     for micro_batch in micro_batches:
-        loss(engine(*moved(micro_batch, ranks.device)))
+        loss(engine(*move_tensors(micro_batch, ranks.device)))
 
 
 def _evaluate_pipeline(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
@@ -221,14 +221,14 @@ def seed_dropout(seed: int, step: int, micro_batch: int, ranks: Ranks) -> None:
 def _global_counts(micro_batches: list[MicroBatch], ranks: Ranks) -> Tensor:
     """Return the counts over all ranks, int64 `[counts]` on the device; a collective call."""
     counts = np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0)
-    on_device = moved(torch.from_numpy(counts), ranks.device)
+    on_device = move_tensors(torch.from_numpy(counts), ranks.device)
     return sum_over_ranks(on_device, ranks.data_group) if ranks.data_size > 1 else on_device
 
 
 def _grad_norm(engine: Any, ranks: Ranks) -> Tensor:
     """Return the gradient norm of the last step, a scalar on the device."""
     norm = engine.own_clipping.norm if engine.own_clipping else engine.get_global_grad_norm()
-    return moved(torch.as_tensor(norm), ranks.device)
+    return move_tensors(torch.as_tensor(norm), ranks.device)
 
 
 def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:

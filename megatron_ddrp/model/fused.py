@@ -75,7 +75,7 @@ def own_copy(region: Any, *fixed: Any) -> Callable[..., Any]:
 
 
 @cache
-def compiled(region: Callable[..., Any]) -> Callable[..., Any]:
+def compile_region(region: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled form of a region, one per process. Beyond torch's limit, further variants run plainly."""
     return torch.compile(region)
 
@@ -90,7 +90,7 @@ def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others
         torch._dynamo.maybe_mark_dynamic(x, 0)
     arguments = (*flat, *others)
     fixed = ((x.device, x.dtype, x.shape[-1]) if isinstance(x, Tensor) else x for x in arguments)
-    results = compiled(own_copy(region, *fixed))(*arguments)
+    results = compile_region(own_copy(region, *fixed))(*arguments)
     if isinstance(results, tuple):
         return tuple(x.view(states[0].shape) for x in results)
     return results.view(states[0].shape)

@@ -28,7 +28,7 @@ from megatron_ddrp.parallel.process_group import Ranks
 class _SumOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:  # type: ignore[override]
-        return all_reduced(x, ranks)
+        return all_reduce(x, ranks)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
@@ -40,7 +40,7 @@ def sum_of_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     return _SumOfRanks.apply(x, ranks)
 
 
-def all_reduced(x: Tensor, ranks: Ranks, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, ranks: Ranks, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Return a new tensor outside of autograd: x summed, or its maximum, over the tensor-parallel ranks."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, operation, group=ranks.tensor_group)
@@ -60,7 +60,7 @@ class Entrance(NamedTuple):
     """Function that starts to sum that tensor's gradients into the original's gradient. May overwrite its argument."""
 
 
-def replicated(ranks: Ranks) -> Entrance:
+def replicated_entrance(ranks: Ranks) -> Entrance:
     """Return the entrance of a tensor that is equal on all tensor-parallel ranks (f in the paper)."""
     return Entrance(lambda x: x.view_as(x), partial(_start_sum, ranks=ranks))
 

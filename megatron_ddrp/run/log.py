@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, LoggingConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.metrics import METRICS, MetricsFile
 
@@ -99,11 +99,11 @@ class _TensorBoard:
         self.writer.close()
 
 
-def check_writers(config: Config) -> None:
+def check_writers(logging: LoggingConfig) -> None:
     """Refuse a missing optional package on every rank before training, not only on rank 0 later."""
     for wanted, module, name in (
-        (config.logging.tensorboard_dir, "tensorboard", "--tensorboard-dir"),
-        (config.logging.wandb_project, "wandb", "--wandb-project"),
+        (logging.tensorboard_dir, "tensorboard", "--tensorboard-dir"),
+        (logging.wandb_project, "wandb", "--wandb-project"),
     ):
         if wanted:
             try:
@@ -139,7 +139,7 @@ class Clock:
         return rates
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the time inside (a validation, a checkpoint) from the rates."""
         began = time.perf_counter()
         yield

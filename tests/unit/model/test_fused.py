@@ -22,7 +22,7 @@ def traced(monkeypatch):
     """Trace regions with autograd, fail at a break in a graph, and run them by torch's own kernels."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(fused, "compiled", cache(partial(torch.compile, fullgraph=True, backend="aot_eager")))
+    monkeypatch.setattr(fused, "compile_region", cache(partial(torch.compile, fullgraph=True, backend="aot_eager")))
 
 
 def region_inputs(tokens, dropout):
@@ -117,7 +117,7 @@ def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, trace
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dropout_repeats_when_a_layer_is_computed_again(backend, monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(fused, "compiled", cache(partial(torch.compile, fullgraph=True, backend=backend)))
+    monkeypatch.setattr(fused, "compile_region", cache(partial(torch.compile, fullgraph=True, backend=backend)))
     answers = []
     for recompute in (False, True, False):
         states, _ = region_inputs(16, 0.5)
@@ -139,7 +139,7 @@ def counted(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr(fused, "compiled", cache(fused.compiled.__wrapped__))
+    monkeypatch.setattr(fused, "compile_region", cache(fused.compile_region.__wrapped__))
     monkeypatch.setattr(fused, "own_copy", cache(fused.own_copy.__wrapped__))
     return graphs
 

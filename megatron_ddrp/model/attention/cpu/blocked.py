@@ -37,7 +37,7 @@ class ComparedHeads:
     def logits(self, logits: Tensor, tile: Tile) -> Tensor:
         """Return a copy of the compared heads of `[g, t, c]`, with zeros at forbidden pairs: `[b, m′, t, c]`."""
         chosen = self._by_head(logits).index_select(1, self.heads)
-        forbidden = self.block.forbidden(tile)
+        forbidden = self.block.forbidden_pairs(tile)
         return chosen if forbidden is None else chosen.masked_fill_(forbidden, 0.0)
 
     def products(self, chosen: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class ComparedHeads:
 
     def restore(self, kept: Tensor, tile: Tile, d_products: Tensor) -> Tensor:
         """Undo `keep`, in place, and return the `gradient` of the kept logits."""
-        chosen, forbidden = self._by_head(kept).index_select(1, self.heads), self.block.forbidden(tile)
+        chosen, forbidden = self._by_head(kept).index_select(1, self.heads), self.block.forbidden_pairs(tile)
         d_chosen = self.gradient(chosen, d_products)
         if forbidden is not None:
             chosen.masked_fill_(forbidden, torch.finfo(chosen.dtype).min)
@@ -112,7 +112,7 @@ def _attend(
     logits = _product(query, keys)
     positions.add(logits, tile)
     chosen = None if compared is None else compared.logits(logits, tile)
-    forbidden = positions.block.forbidden(tile)
+    forbidden = positions.block.forbidden_pairs(tile)
     if forbidden is not None:
         logits.unflatten(0, (-1, positions.num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
     return torch.softmax(logits, -1, out=logits), chosen

@@ -1,4 +1,4 @@
-"""Plan of a call of the Triton kernels: offsets, tiles and constants, equal for all layers of a micro-batch.
+"""KernelPlan of a call of the Triton kernels: offsets, tiles and constants, equal for all layers of a micro-batch.
 
 `Offsets` describes the tensors that the kernels index by offset i − j: P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their
 gradients. The offsets are compile-time constants of the kernels. Encodings with an offset for every pair of the row
@@ -186,7 +186,7 @@ DROPOUT_STEPS = 65536
 match."""
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """Arguments of the kernels that contain no tensor."""
 
     offsets: Offsets
@@ -197,7 +197,7 @@ class Plan(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Shapes and settings that decide a `Plan`."""
+    """Shapes and settings that decide a `KernelPlan`."""
 
     shape: tuple[int, ...]
     """`[b, s, h, d]` of the queries."""
@@ -225,7 +225,7 @@ class Facts(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan_of(facts: Facts) -> Plan:
+def plan_of(facts: Facts) -> KernelPlan:
     """Return the plan of a call. Its parts cost more time than a launch, so calls of one shape share it."""
     batch, seq, num_heads, head_dim = facts.shape
     has_query_table, has_key_table, has_bias, has_offset_bias = (shape is not None for shape in facts.of_terms)
@@ -252,7 +252,7 @@ def plan_of(facts: Facts) -> Plan:
         "PRECISION": "tf32x3" if facts.dtype == torch.float32 else "tf32",
     }
     drop_below = min(max(round(facts.dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
-    return Plan(offsets, chosen, (facts.scale, drop_below), (batch, num_heads, seq), constants)
+    return KernelPlan(offsets, chosen, (facts.scale, drop_below), (batch, num_heads, seq), constants)
 
 
 def _next_power_of_2(number: int) -> int:

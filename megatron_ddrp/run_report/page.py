@@ -17,11 +17,21 @@ from megatron_ddrp.pages.machine import versions
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.plotting import thousands
 from megatron_ddrp.pages.rendering import render
-from megatron_ddrp.report.curves import LEARNING, Panel, Rows, Series, logged, loss_panel, majority, perplexity, series
 from megatron_ddrp.run.log import duration
+from megatron_ddrp.run_report.curves import (
+    LEARNING,
+    MetricsRows,
+    Panel,
+    Series,
+    logged_panels,
+    loss_panel,
+    majority,
+    perplexity,
+    series,
+)
 
 
-def facts(folder: Path, rows: Rows) -> list[tuple[str, str]]:
+def facts(folder: Path, rows: MetricsRows) -> list[tuple[str, str]]:
     """Return (name, value) pairs of a run: model, parameters, batch, tokens seen, speed and time.
 
     Without config.json there are only those that the rows tell.
@@ -50,7 +60,7 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     yield "precision", training.precision
 
 
-def _of_rows(rows: Rows, config: Config | None) -> Iterator[tuple[str, str]]:
+def _of_rows(rows: MetricsRows, config: Config | None) -> Iterator[tuple[str, str]]:
     """Yield the facts that the steps tell."""
     last = max(row["iteration"] for row in rows)
     yield "steps", f"{last:,} of {config.training.train_iters:,}" if config else f"{last:,}"
@@ -68,7 +78,7 @@ def _of_rows(rows: Rows, config: Config | None) -> Iterator[tuple[str, str]]:
         yield "peak memory of a rank", f"{max(memory):.2f} GiB"
 
 
-def training_seconds(rows: Rows) -> float:
+def training_seconds(rows: MetricsRows) -> float:
     """Return the time of all steps: each row's seconds per step times the steps since the row before."""
     total, before = 0.0, 0
     for step, seconds in series(rows, "step_time"):
@@ -95,9 +105,9 @@ class Extras:
     """Command lines that made the run."""
 
 
-def page(runs: Mapping[str, Rows], facts: Facts, figures: Mapping[str, str], extras: Extras) -> str:
+def page(runs: Mapping[str, MetricsRows], facts: Facts, figures: Mapping[str, str], extras: Extras) -> str:
     """Return the text of report.md; `figures` are titles → files, and the first of `runs` is the report's own."""
-    valid = loss_panel(runs).validated(next(iter(runs.values())))
+    valid = loss_panel(runs).validation_curve(next(iter(runs.values())))
     unigram, scores, commands = extras.unigram, extras.scores, extras.commands
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
     return render(
@@ -124,24 +134,24 @@ def _side_by_side(facts: Facts) -> Table:
     return Table(header, rows, wordy=range(1, len(header)))
 
 
-def summary(runs: Mapping[str, Rows]) -> Table:
+def summary(runs: Mapping[str, MetricsRows]) -> Table:
     """Return the first and last value of each curve, run by run where there are several."""
     lines: list[list[str]] = []
     for name, rows in runs.items():
         of_run = f" of {name}" if len(runs) > 1 else ""
         loss = loss_panel({name: rows})
-        losses = loss.validated(rows)
+        losses = loss.validation_curve(rows)
         lines += _of_panel(loss, rows, of_run)
         lines += _ends(f"perplexity, validation{of_run}", [(step, perplexity(value)) for step, value in losses])
-        for panel in logged(LEARNING, {name: rows}):
+        for panel in logged_panels(LEARNING, {name: rows}):
             lines += _of_panel(panel, rows, of_run)
         lines += _ends(f"majority: every token an original [%]{of_run}", majority(rows))
     return Table(["curve", "first", "last", "at step"], lines)
 
 
-def _of_panel(panel: Panel, rows: Rows, of_run: str) -> list[list[str]]:
-    trained = _ends(f"{panel.label}, training{of_run}", panel.trained(rows))
-    return trained + _ends(f"{panel.label}, validation{of_run}", panel.validated(rows))
+def _of_panel(panel: Panel, rows: MetricsRows, of_run: str) -> list[list[str]]:
+    trained = _ends(f"{panel.label}, training{of_run}", panel.training_curve(rows))
+    return trained + _ends(f"{panel.label}, validation{of_run}", panel.validation_curve(rows))
 
 
 def _ends(label: str, values: Series) -> list[list[str]]:
