@@ -9,9 +9,9 @@ from megatron_ddrp.engine.deepspeed_file import import_quietly
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
-from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.fused import compiles, why_not_compile
 from megatron_ddrp.model.graphs import uses_graphs, why_not_graphs
+from megatron_ddrp.model.stages import DTYPES
 
 NATIVE_BF16 = (8, 0)
 """Lowest compute capability with bfloat16 on NVIDIA's GPUs; `torch.cuda.is_bf16_supported()` counts emulation too."""

@@ -19,9 +19,8 @@ from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, Head, MaskedLMHead
-from megatron_ddrp.model.notes import NoteInputs
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
-from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, Output, State, layout_of
+from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, NoteInputs, Output, State, layout_of
 
 
 class Encoder(nn.Module):

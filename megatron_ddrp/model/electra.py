@@ -33,10 +33,9 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.fused import Norm
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, replace_tokens, rtd_targets
-from megatron_ddrp.model.norm import Norm
-from megatron_ddrp.model.notes import blend
-from megatron_ddrp.model.stages import Inputs, Judge, State
+from megatron_ddrp.model.stages import Inputs, Judge, State, blend
 
 
 class SampleKeys(NamedTuple):

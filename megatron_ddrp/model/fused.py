@@ -1,4 +1,4 @@
-"""Point-wise parts of a layer as regions: functions of tensors and numbers, each compiled as a whole.
+"""Point-wise parts of a layer: its norms, and regions, functions of tensors and numbers, each compiled as a whole.
 
 As separate torch operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of
 which reads and writes all hidden states; the gradient of a bias before a GELU reads them once more. With `--compile`,
@@ -28,7 +28,28 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.norm import Norm, normalise
+
+
+def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool) -> Tensor:
+    """Return LayerNorm(x) over the last dimension, or RMSNorm (Zhang and Sennrich, arXiv:1910.07467, eq. 4).
+
+    RMSNorm divides by √(mean of squares + eps) and subtracts no mean.
+    """
+    if is_rms:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm with or without a bias (`--bias`), or RMSNorm, which has none (`--norm`)."""
+
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        self.is_rms = config.norm == "rmsnorm"
+        super().__init__(width, eps=config.layernorm_epsilon, bias=config.bias and not self.is_rms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(x, self.weight, self.bias, self.eps, self.is_rms)
+
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability for which `auto` compiles: Triton 3.9 generates no code for V100."""

@@ -20,7 +20,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.norm import Norm
+from megatron_ddrp.model.fused import Norm
 from megatron_ddrp.model.stages import End, Judge, Output, State
 
 _CHUNK, _GPU_CHUNK = 1 << 19, 1 << 28

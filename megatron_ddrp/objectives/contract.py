@@ -29,9 +29,8 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.model.attention.attending import Attended
 from megatron_ddrp.model.bert import Bert, Encoder
-from megatron_ddrp.model.notes import window_means
 from megatron_ddrp.model.similarity import token_cosine
-from megatron_ddrp.model.stages import Draws, End, Output, State
+from megatron_ddrp.model.stages import Draws, End, Output, State, window_means
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from megatron_ddrp.model.electra import FormerGeneratorEmbeddings
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.fused import Norm, normalise
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
-from megatron_ddrp.model.norm import Norm, normalise
 from megatron_ddrp.model.stages import State
 from megatron_ddrp.parallel.collectives import Entrance, Wait, enter, replicated_entrance, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks

@@ -20,7 +20,7 @@ from megatron_ddrp.engine.inputs import move_tensors, training_inputs
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.dtypes import DTYPES
+from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.objectives.contract import count, make_objective
 from tests.gpu.cases import half_precision, on_devices
 
