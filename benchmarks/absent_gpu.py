@@ -14,7 +14,8 @@ import torch
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine import build
-from megatron_ddrp.model.attention.gpu import launching, triton_attention
+from megatron_ddrp.model.attention.gpu import plan as kernel_plan
+from megatron_ddrp.model.attention.gpu import triton_attention
 
 
 class Kernel:
@@ -55,7 +56,7 @@ def triton_without_gpu(compiled: Callable[[str, Any], object] = lambda name, sig
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))
-        stack.enter_context(mock.patch.object(launching, "capability_of", lambda _: (9, 0)))
+        stack.enter_context(mock.patch.object(kernel_plan, "capability_of", lambda _: (9, 0)))
         stack.enter_context(mock.patch.object(triton_attention, "why_not_triton", lambda *_: None))
         driver.set_active(Driver())
         forget_compilations()

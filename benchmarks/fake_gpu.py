@@ -97,7 +97,7 @@ def _active() -> Counting:
 
 
 def _launch_triton(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Stand in for `launching.launch`: one launch that touches each of its tensors once."""
+    """Stand in for `plan.launch`: one launch that touches each of its tensors once."""
     name = kernel.fn.__name__
     (batch, seq, heads, head_dim), share = arguments[0].shape, 1.0
     if name in OF_SOME_HEADS:

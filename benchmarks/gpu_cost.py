@@ -1,4 +1,4 @@
-"""Estimate training on V100, A100 and H100 without one: launches, bytes and FLOP counted on a fake GPU.
+"""StepEstimate training on V100, A100 and H100 without one: launches, bytes and FLOP counted on a fake GPU.
 
 A micro-batch of each encoding × objective × attention backend runs forward and backward in bf16 on the device of
 `fake_gpu.py`, with 3 layers and with 2: the difference is a layer, the remainder embeddings, head and loss. A launch

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from measure import DEVICE
 
-from megatron_ddrp.engine.precision import precision_fault
+from megatron_ddrp.engine.device import precision_fault
 
 HAS_GPU = DEVICE.type == "cuda"
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash-attn", "flashdeberta", "disentangled-flash")

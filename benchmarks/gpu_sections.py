@@ -18,7 +18,7 @@ from gpu_training import FLAGSHIP, PLAIN, arm, measure
 from measure import DEVICE
 
 from megatron_ddrp.config import OBJECTIVES, ModelConfig
-from megatron_ddrp.run.device import choices as choices_of_device
+from megatron_ddrp.engine.device import choices as choices_of_device
 
 if TYPE_CHECKING:
     import pytest

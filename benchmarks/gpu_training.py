@@ -29,10 +29,10 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.device import check_device, rows_for
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.device import check_device, rows_for
 from megatron_ddrp.run.flops import flop_of_rows, peak_tflops
 from megatron_ddrp.train import allocate_model
 

@@ -39,7 +39,7 @@ from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model, graphs
-from megatron_ddrp.model.dtypes import DTYPES
+from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.parallel import process_group

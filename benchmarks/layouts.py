@@ -18,7 +18,7 @@ from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Part, cut_up, memory_of_rank
 from megatron_ddrp.model import count_parameters, on_meta_device
-from megatron_ddrp.run.cost import DEVICES, Device, Estimate, as_resolved, estimate_step
+from megatron_ddrp.run.cost import DEVICES, Device, StepEstimate, estimate_step, with_chosen_backend
 
 GIB = 2**30
 USABLE = 0.9
@@ -51,7 +51,7 @@ class Choice:
 
     config: Config
     world_size: int
-    estimate: Estimate
+    estimate: StepEstimate
     memory: int
     """Bytes of the neediest rank."""
 
@@ -138,7 +138,7 @@ def best(name: str, device_name: str, world_size: int) -> Choice | None:
         for config in candidates(name, world_size, device)
     ]
     for estimate, config in sorted(timed, key=lambda pair: pair[0].seconds):
-        needed = memory(name, as_resolved(config, device), world_size)
+        needed = memory(name, with_chosen_backend(config, device), world_size)
         if needed <= USABLE * device.memory * GIB:
             return Choice(config, world_size, estimate, needed)
     return None

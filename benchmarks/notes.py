@@ -28,10 +28,8 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.electra import SampleKeys, generator_config
 from megatron_ddrp.model.embeddings import Embeddings
-from megatron_ddrp.model.heads import MaskedLMHead, ReplacedTokenHead
-from megatron_ddrp.model.notes import NoteInputs
-from megatron_ddrp.model.replacing import rtd_sums
-from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.model.heads import MaskedLMHead, ReplacedTokenHead, rtd_sums
+from megatron_ddrp.model.stages import Draws, Inputs, NoteInputs
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
-from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of, given_options
+from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
 from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
-from megatron_ddrp.config.idle import idle_settings
-from megatron_ddrp.config.option import check_range
+from megatron_ddrp.config.differences import idle_settings
+from megatron_ddrp.config.option import Section, option, refuse
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.translation import HINTS, Found, differing_defaults, translate
 from megatron_ddrp.run.launch import launched_world_size
@@ -39,16 +39,45 @@ Flags of Megatron-LM's BERT scripts are understood too: docs/megatron.md."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Invocation(Section):
+    """Run"""
+
+    config: str | None = option(
+        None, "YAML with flag names as keys, or the config.json of a run; flags win", metavar="FILE"
+    )
+    dry_run: bool = option(
+        False, "print the resolved configuration, parameters, memory by ZeRO stage and steps; write nothing"
+    )
+    world_size: int | None = option(
+        None,
+        "with --dry-run: assume N ranks (default: the number from the launcher or WORLD_SIZE, else 1)",
+        within="[1, 1000000]",
+    )
+    device_memory: float | None = option(
+        None,
+        "with --dry-run: refuse a layout in which a rank needs more than this many GiB",
+        within="(0, inf)",
+        metavar="GIB",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("world_size", "device_memory"):
+            if getattr(self, name) is not None and not self.dry_run:
+                refuse(f"{flag(name)} needs --dry-run: a run takes its ranks from the launcher")
+
+
+@dataclasses.dataclass(frozen=True)
 class Arguments:
     """A parsed command line."""
 
     config: Config
     dry_run: bool
-    world_size: int | None = None
+    world_size: int | None
     """Number of ranks that a dry run assumes; None = the number that the launcher announced."""
-    device_memory: float | None = None
+    device_memory: float | None
     """Memory in GiB of a device, which a dry run must not exceed."""
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...]
     """Lines for the user about translated flags, settings that a file decided, and settings without effect."""
 
 
@@ -62,42 +91,16 @@ class Settings(dict[str, Any]):
 def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     """Parse a command line (default: this process's). Raises `UserError` for wrong arguments."""
     words = sys.argv[1:] if words is None else words
-    from_file = read_config(file) if (file := config_file_of(words)) else FromFile({})
-    parser = build_parser()
-    left, theirs = translate(words)
-    parsed, unknown = parser.parse_known_args(left)
-    given = vars(parsed)
-    refused = [(typed, parser.hint_for(typed)) for typed in flags_of(unknown)]
-    if (file := given.pop("deepspeed", None)) is not None:
-        refused.append((f"--deepspeed {file}", "it takes no value; give --deepspeed_config FILE"))
-    dry_run = given.pop("dry_run", False)
-    assumed = {name: given.pop(name) for name in ("world_size", "device_memory") if name in given}
-    for name, value in assumed.items():
-        if not dry_run:
-            parser.error(f"{flag(name)} needs --dry-run: a run takes its ranks from the launcher")
-        check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
-    for done_with in ("local_rank", "plugin", "config"):
-        given.pop(done_with, None)
-    taken = {found: found.ours({}) for found in theirs if not found.asks}
-    add_renamed(parser, given, taken)
-    settings = Settings(under_flags(from_file.values, given))
-    decided = decide_by_deepspeed(settings, assumed.get("world_size") or launched_world_size())
-    settled = {}
-    for found in (found for found in theirs if found.asks):
-        try:
-            settled[found] = found.ours(settings)
-        except ValueError as error:
-            refused.append((found.typed, str(error)))
-    if refused:
-        parser.refuse(refused)
-    add_renamed(parser, given, settled)
-    if {WARMUP_STEPS, WARMUP_SHARE} <= given.keys():
-        parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
-    settings = Settings(under_flags(settings, given))
-    config = config_of(settings)
-    remarks = (from_file.remark, *remarks_on(taken | settled, settings, config), decided)
-    remarks += (idle_remark(settings, config), warmup_remark(config))
-    return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
+    file = config_file_of(words)
+    from_file = read_config(file) if file else FromFile({})
+    typed = CommandLine(words)
+    settings = Settings(under_flags(from_file.values, typed.given))
+    decided = decide_by_deepspeed(settings, typed.invocation.world_size or launched_world_size())
+    settings = Settings(under_flags(settings, typed.settle(settings)))
+    config, run = config_of(settings), typed.invocation
+    remarks = (from_file.remark, *remarks_on(typed.taken, settings, config), decided)
+    remarks += (idle_remark(settings, config), warmup_remark(config.optimizer, config.training.train_iters))
+    return Arguments(config, run.dry_run, run.world_size, run.device_memory, tuple(filter(None, remarks)))
 
 
 def config_file_of(words: Sequence[str]) -> str | None:
@@ -107,13 +110,54 @@ def config_file_of(words: Sequence[str]) -> str | None:
     return scout.parse_known_args(words)[0].config
 
 
-def add_renamed(parser: ArgumentParser, given: dict[str, Any], taken: Mapping[Found, Sequence[str]]) -> None:
-    """Add the settings that Megatron-LM's flags stand for; refuse a contradiction. `taken` has our words for each."""
-    for found, ours in taken.items():
-        for name, value in vars(parser.parse_args(ours)).items() if ours else ():
-            if given.setdefault(name, value) != value:
-                parser.error(
-                    f"{found.typed} is {flag(name)} {value} here, but {flag(name)} is {given[name]}: give one of them"
+class CommandLine:
+    """Flags of a command line: ours, and those of Megatron-LM, some of which mean what other settings decide."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """Read the words. Raises `UserError` for a wrong value; `settle` also refuses unknown flags."""
+        self._parser = build_parser()
+        left, found = translate(words)
+        parsed, unknown = self._parser.parse_known_args(left)
+        self._refused = [(typed, self._parser.hint_for(typed)) for typed in flags_of(unknown)]
+        if (file := getattr(parsed, "deepspeed", None)) is not None:
+            self._refused.append((f"--deepspeed {file}", "it takes no value; give --deepspeed_config FILE"))
+        self.invocation = given_options(Invocation, parsed)
+        names = options_of(*concerns().values())
+        self.given = {name: value for name, value in vars(parsed).items() if name in names}
+        """Given settings, by name."""
+        self.taken: dict[Found, Sequence[str]] = {}
+        """Flag of Megatron-LM's → our words for it."""
+        self._asking = [each for each in found if each.asks]
+        for each in found:
+            if not each.asks:
+                self._add(each, each.ours({}))
+
+    def settle(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the given settings, with those of the flags whose meaning depends on `settings`.
+
+        Raises `UserError` for every flag that is unknown, or refused beside these settings.
+        """
+        for found in self._asking:
+            try:
+                self.taken[found] = found.ours(settings)
+            except ValueError as error:
+                self._refused.append((found.typed, str(error)))
+        if self._refused:
+            self._parser.refuse(self._refused)
+        for found in self._asking:
+            self._add(found, self.taken[found])
+        if {WARMUP_STEPS, WARMUP_SHARE} <= self.given.keys():
+            self._parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
+        return self.given
+
+    def _add(self, found: Found, ours: Sequence[str]) -> None:
+        """Add the settings that a flag of Megatron-LM's stands for; refuse a contradiction."""
+        self.taken[found] = ours
+        for name, value in vars(self._parser.parse_args(ours)).items() if ours else ():
+            if self.given.setdefault(name, value) != value:
+                self._parser.error(
+                    f"{found.typed} is {flag(name)} {value} here, but {flag(name)} is {self.given[name]}: give one of "
+                    "them"
                 )
 
 
@@ -164,12 +208,11 @@ def idle_remark(settings: Settings, config: Config) -> str:
     return f"without effect: {', '.join(idle)}" if idle else ""
 
 
-def warmup_remark(config: Config) -> str:
-    """Return a line about a warm-up that outlasts the run; empty without one.
+def warmup_remark(optimizer: OptimizerConfig, steps: int) -> str:
+    """Return a line about a warm-up that outlasts a run of so many steps; empty without one.
 
     `Config` refuses it if it is given in steps; as a share of `--lr-decay-iters` it may be the start of a longer run.
     """
-    steps, optimizer = config.training.train_iters, config.optimizer
     warmup = optimizer.warmup_steps(steps)
     if warmup <= steps:
         return ""
@@ -188,31 +231,8 @@ def build_parser() -> ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.hints = HINTS
-    run = parser.add_argument_group("Run")
-    run.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML with flag names as keys, or the config.json of a run; flags win",
-    )
-    run.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved configuration, parameters, memory by ZeRO stage and steps; write nothing",
-    )
-    run.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="with --dry-run: assume N ranks (default: the number from the launcher or WORLD_SIZE, else 1)",
-    )
-    run.add_argument(
-        "--device-memory",
-        type=float,
-        metavar="GIB",
-        help="with --dry-run: refuse a layout in which a rank needs more than this many GiB",
-    )
-    add_plugin_flag(run)
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-    add_flags(parser, *concerns().values())
+    add_flags(parser, Invocation, *concerns().values())
+    add_plugin_flag(parser)
     return parser

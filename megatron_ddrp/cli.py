@@ -207,7 +207,7 @@ def parse_sections(
     add_flags(parser, *sections)
     if plugins:
         add_plugin_flag(parser)
-    return _checked(parser, sections, parser.parse_args(arguments))
+    return _check_sections(parser, sections, parser.parse_args(arguments))
 
 
 class Subcommand(NamedTuple):
@@ -232,12 +232,12 @@ def parse_subcommand(
         if plugins:
             add_plugin_flag(parsers[name])
     given = parser.parse_args(arguments)
-    options = _checked(parsers[given.command], subcommands[given.command].sections, given)
+    options = _check_sections(parsers[given.command], subcommands[given.command].sections, given)
     options.command = given.command
     return options
 
 
-def _checked(parser: ArgumentParser, sections: Sequence[Any], given: argparse.Namespace) -> argparse.Namespace:
+def _check_sections(parser: ArgumentParser, sections: Sequence[Any], given: argparse.Namespace) -> argparse.Namespace:
     """Return the options of all sections with their defaults."""
     options = argparse.Namespace()
     try:

@@ -52,7 +52,7 @@ class UserError(Exception):
         self.agreed = exit_code == WRONG_ARGUMENTS
 
 
-def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
+def shared_error(message: str, exit_code: int = FAILURE) -> UserError:
     """Return an error that every rank raises."""
     error = UserError(message, exit_code)
     error.agreed = True
@@ -120,7 +120,7 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     """
     repair_streams()
     code = _code_of(main, program)
-    sys.exit(_flushed(program, silently=bool(code)) or code)
+    sys.exit(_flush_stdout(program, silently=bool(code)) or code)
 
 
 def _code_of(main: Callable[[], object], program: str | None) -> int | str:
@@ -166,7 +166,7 @@ def repair_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _flushed(program: str | None, silently: bool) -> int:
+def _flush_stdout(program: str | None, silently: bool) -> int:
     """Flush stdout and return 0; if it takes no more, send the rest to the null device, say so, and return FAILURE."""
     try:
         sys.stdout.flush()

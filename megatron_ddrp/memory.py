@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_ddrp.config import Config, encoding_class
-from megatron_ddrp.engine.build import deepspeed_settings, undecayed
+from megatron_ddrp.config import Config, encoding_class, flag
+from megatron_ddrp.data.batches.loader import count_micro_batches
+from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
 from megatron_ddrp.engine.deepspeed_file import offload_device
 from megatron_ddrp.engine.muon import hidden_matrices
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.model import Encoder, on_meta_device
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.pipeline import split_stages
@@ -92,10 +93,10 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
     for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
         held = {
-            name: parameter.numel() // (1 if split_dimension(name, config.model) is None else tensor)
+            name: parameter.numel() // (1 if split_dimension(name, config.model.position_encoding) is None else tensor)
             for name, parameter in local_parameters(modules).items()
         }
-        spared = undecayed(modules, config.model.position_encoding)
+        spared = names_without_decay(modules, config.model.position_encoding)
         for name, size in held.items():
             sizes[1 if name in spared else 0].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
@@ -165,7 +166,7 @@ def held_elements(
     gradients = whole if stage == 1 else own
     if stage == 2 and not adds_in_fp32:
         cuts = zip(part.groups, flat, strict=True)
-        gradients = sum(_touched(sizes, data_rank, length // data_size) for sizes, length in cuts)
+        gradients = sum(_size_in_block(sizes, data_rank, length // data_size) for sizes, length in cuts)
     return Elements(sum(flat), gradients, (1 + ADAM_MOMENTS) * own)
 
 
@@ -180,7 +181,7 @@ def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, su
     return by_stage[stage]
 
 
-def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
+def _size_in_block(sizes: Sequence[int], rank: int, length: int) -> int:
     """Return the total size of the concatenated parameters that overlap block `rank` of `length` elements."""
     begin, end, place, total = rank * length, (rank + 1) * length, 0, 0
     for size in sizes:
@@ -248,3 +249,47 @@ def neediest_by_zero_stage(
     """Return the memory of the rank that needs the most, at each ZeRO stage; the parameters are `by_zero_stage`'s."""
     ranks = by_zero_stage(model, config, data_size, micro_batches, notes, device_type)
     return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+
+
+GIB = 2**30
+WORTH_IT = 0.9
+"""Share of the memory below which another ZeRO stage is worth a word."""
+
+
+def need_less_memory(config: Config, world_size: int, device_type: str) -> str:
+    """Return how much memory a rank of a run needs by estimate, and which flags lower it, as one line."""
+    needs = estimated_needs(config, world_size, device_type)
+    needed = needs[config.parallel.zero_stage]
+    return (
+        f"a rank needs about {needed.total / GIB:,.1f} GiB by estimate, {needed.activations_estimate / GIB:,.1f} of "
+        f"them for activations: use {', '.join(ways(config, needs, device_type))}; --dry-run estimates any choice"
+    )
+
+
+def estimated_needs(config: Config, world_size: int, device_type: str) -> dict[int, Memory]:
+    """Return what the neediest rank needs at each ZeRO stage that the run allows."""
+    data_size = config.parallel.data_parallel_size(world_size)
+    training = config.training
+    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
+    model = on_meta_device(config.model, config.objective)
+    return neediest_by_zero_stage(model, config, data_size, micro_batches, device_type=device_type)
+
+
+def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str]:
+    """Return the changes of flags that need less memory, those that cost the least first."""
+    training, parallel = config.training, config.parallel
+    found = []
+    if training.micro_batch_size > 1:
+        found.append(_instead("micro_batch_size", training.micro_batch_size // 2, training.micro_batch_size))
+    if not parallel.checkpoint_activations:
+        found.append(flag("checkpoint_activations"))
+    lower = [stage for stage in needs if needs[stage].total < WORTH_IT * needs[parallel.zero_stage].total]
+    if lower:
+        found.append(_instead("zero_stage", min(lower), parallel.zero_stage))
+    if device_type == "cuda" and parallel.zero_stage > 0 and parallel.offload_optimizer == "none":
+        found.append(f"{flag('offload_optimizer')} cpu")
+    return [*found, "a smaller --seq-length or --hidden-size", "or more ranks"]
+
+
+def _instead(name: str, value: int, given: int) -> str:
+    return f"{flag(name)} {value} instead of {given}"

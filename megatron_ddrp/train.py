@@ -20,26 +20,32 @@ from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
+from megatron_ddrp.engine.device import (
+    allow_tf32,
+    check_device,
+    choices,
+    missing_graphs,
+    precision_remarks,
+    rows_for,
+    unused_devices,
+)
 from megatron_ddrp.engine.muon import optimizer_remarks
-from megatron_ddrp.engine.precision import allow_tf32, precision_remarks
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
     allocations_as_user_errors,
 )
+from megatron_ddrp.memory import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
-from megatron_ddrp.run import stopping
+from megatron_ddrp.run import launch
 from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
-from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
 from megatron_ddrp.run.host_memory import keep_freed_memory
-from megatron_ddrp.run.launch import is_launched
+from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
-from megatron_ddrp.run.loop import Run
-from megatron_ddrp.run.remedies import need_less_memory
+from megatron_ddrp.run.loop import TrainingRun
 from megatron_ddrp.run.run_folder import RunFolder
-from megatron_ddrp.run.stopping import StopRequests
 
 
 class Trained(NamedTuple):
@@ -59,7 +65,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    allow_tf32(config, ranks.device)
+    allow_tf32(config.training.tf32, ranks.device)
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
@@ -70,7 +76,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
     sizes = count_parameters(model)
-    about_optimizer = optimizer_remarks(model, config)
+    about_optimizer = optimizer_remarks(model, config.optimizer.optimizer)
     advice = partial(need_less_memory, config, ranks.world_size, ranks.device.type)
     first = ranks.rank == 0
     with ExitStack() as stack:
@@ -88,7 +94,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
         requests = StopRequests(config.checkpoint.exit_duration_in_mins, began, alone).heed()
-        listeners = Callbacks([*callbacks_of(config), *callbacks] if first else [], requests)
+        listeners = Callbacks([*callbacks_of(config.logging), *callbacks] if first else [], requests)
         log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
@@ -100,14 +106,14 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
             log.say(line)
         log.say(where_we_start(config, resumed))
         agree(lambda: listeners.start(config, progress.iteration, engine.module))
-        run = Run(config, ranks, engine, log, folder, home, notes)
+        run = TrainingRun(config, ranks, engine, log, folder, home, notes)
         progress, request = run.steps(loader, validation, progress, requests)
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
             saved = "" if folder else "; nothing is saved without --save"
-            log.say(f"stopped at step {progress.iteration:,} by {stopping.name_of(request)}{saved}")
+            log.say(f"stopped at step {progress.iteration:,} by {launch.name_of(request)}{saved}")
         if folder and first:
-            stopping.note_exit_code(folder, code)
+            launch.note_exit_code(folder, code)
     return Trained(code, progress.iteration)
 
 
@@ -144,7 +150,7 @@ def allocate_model(config: Config) -> Encoder:
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
-    callbacks_of(config)
+    callbacks_of(config.logging)
     read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
     place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))

@@ -192,7 +192,7 @@ class Baseline(Section):
 
 
 @dataclass(frozen=True)
-class Speed(Section):
+class Batches(Section):
     """speed"""
 
     batch_size: int = option(32, "sentences per batch", within=COUNT)
@@ -230,7 +230,7 @@ class Timing(Section):
 
 
 @dataclass(frozen=True)
-class Notes(Section):
+class NotesOfRun(Section):
     """input and output"""
 
     load: Path = option(MISSING, "a --save folder, or one DIR/iter_N in it", metavar="DIR")
@@ -245,30 +245,30 @@ SUBCOMMANDS = {
     "self-similarity": Subcommand(
         "similarity of tokens and of heads at every checkpoint of runs (the paper's figures 2 and 3a)",
         SIMILARITY,
-        (Models, Sentences, Speed),
+        (Models, Sentences, Batches),
     ),
     "attention-maps": Subcommand(
         "mean attention maps of heads that look right, of heads that look left, and of all (the paper's figure 4)",
         MAPS,
-        (OneModel, LongestSentences, Heads, Speed),
+        (OneModel, LongestSentences, Heads, Batches),
     ),
     "triangle": Subcommand(
         "share of sentences with the up-down triangle effect (the paper's Algorithm 1)",
         TRIANGLE,
-        (Models, ShortSentences, Triangle, Speed),
+        (Models, ShortSentences, Triangle, Batches),
     ),
     "direction": Subcommand(
-        "how well encodings and attention tell left from right", DIRECTION, (Models, FewSentences, Baseline, Speed)
+        "how well encodings and attention tell left from right", DIRECTION, (Models, FewSentences, Baseline, Batches)
     ),
     "space": Subcommand(
         "token cosines, isotropy and effective rank, per layer and checkpoint, of any encoder",
         SPACE,
-        (AnyModels, SpaceSentences, Baseline, Speed),
+        (AnyModels, SpaceSentences, Baseline, Batches),
     ),
     "throughput": Subcommand(
         "tokens per second and memory of encoders at inference, per row length", THROUGHPUT, (Encoders, Timing)
     ),
-    "notes": Subcommand("note dictionary of a run with --notes", NOTES, (Notes,)),
+    "notes": Subcommand("note dictionary of a run with --notes", NOTES, (NotesOfRun,)),
 }
 
 

@@ -94,7 +94,7 @@ class OtherVocabulary(GivenTokenizer):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class OutputFolder(Section):
     """output"""
 
     output: Path = option(
@@ -122,7 +122,7 @@ class Card(Section):
     )
 
 
-SECTIONS = (Source, OtherVocabulary, Output, Card)
+SECTIONS = (Source, OtherVocabulary, OutputFolder, Card)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -112,7 +112,7 @@ class Order(Section):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class OutputDataset(Section):
     """output"""
 
     output_prefix: str = option(MISSING, "path and name of the result, without .bin", metavar="P")
@@ -122,8 +122,8 @@ class Output(Section):
 SUBCOMMANDS = {
     "inspect": Subcommand("counts, lengths, first documents", INSPECT, (Dataset, GivenTokenizer, Shown)),
     "verify": Subcommand("say exactly what is wrong where", VERIFY, (Dataset, GivenTokenizer)),
-    "merge": Subcommand("several datasets → one", MERGE, (Datasets, Output)),
-    "shuffle": Subcommand("documents in a random order", SHUFFLE, (Dataset, Order, Output)),
+    "merge": Subcommand("several datasets → one", MERGE, (Datasets, OutputDataset)),
+    "shuffle": Subcommand("documents in a random order", SHUFFLE, (Dataset, Order, OutputDataset)),
 }
 
 

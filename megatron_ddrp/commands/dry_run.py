@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, concerns, flag
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import count_micro_batches
+from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.engine.muon import optimizer_remarks
-from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.cost import DEVICES, Device, as_resolved, estimate_step, mfu, why_not
+from megatron_ddrp.run.cost import DEVICES, Device, estimate_step, mfu, why_not, with_chosen_backend
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 
 GIB = 2**30
@@ -73,7 +73,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     def needs_of(config: Config) -> dict[int, Memory]:
         """Return the memory of the rank that needs the most, by ZeRO stage; bf16 implies Triton attention."""
         if training.bf16:
-            config = as_resolved(config, DEVICES["a100"])
+            config = with_chosen_backend(config, DEVICES["a100"])
         return neediest_by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
 
     needs = needs_of(config)
@@ -96,12 +96,12 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         **data.facts,
     }
     if device_memory is not None:
-        refuse_too_large(needs, config, device_memory)
+        refuse_too_large(needs, parallel, device_memory)
     fault = precision_fault(training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if fault:
         print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
     needed = memory_table(needs, parallel.zero_stage)
-    remarks = optimizer_remarks(model, config)
+    remarks = optimizer_remarks(model, config.optimizer.optimizer)
     lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)
     print("\n".join(lines))
     print(json.dumps(facts))
@@ -121,7 +121,7 @@ def estimates(
             seconds = estimate.seconds
             hours = hours_of(config, parameters, world_size, device)
             share = mfu(config, seconds, world_size, device)
-            needed = needs_of(as_resolved(config, device))[config.parallel.zero_stage].total / GIB
+            needed = needs_of(with_chosen_backend(config, device))[config.parallel.zero_stage].total / GIB
             found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "needed_gib": needed}
             found[name]["memory_gib"] = device.memory
             found[name] |= {"device_ms": 1e3 * estimate.device, "host_ms": 1e3 * estimate.host}
@@ -181,14 +181,14 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     return config, DataFacts(facts, tuple(lines), size)
 
 
-def refuse_too_large(needs: dict[int, Memory], config: Config, device_memory: float) -> None:
+def refuse_too_large(needs: dict[int, Memory], parallel: ParallelConfig, device_memory: float) -> None:
     """Raise `UserError` for a layout in which a rank needs more than `device_memory` GiB."""
-    stage = config.parallel.zero_stage
+    stage = parallel.zero_stage
     if needs[stage].total <= device_memory * GIB:
         return
     fitting = [f"--zero-stage {other}" for other in needs if needs[other].total <= device_memory * GIB]
     ways = [*fitting[:1], "a smaller --micro-batch-size"]
-    ways += ["--checkpoint-activations"] * (not config.parallel.checkpoint_activations)
+    ways += ["--checkpoint-activations"] * (not parallel.checkpoint_activations)
     raise UserError(
         f"a rank needs about {needs[stage].total / GIB:.1f} GiB, --device-memory is {device_memory:g} (activations: "
         f"about {needs[stage].activations_estimate / GIB:.1f}): use {', '.join(ways)}, or cut the model by "
@@ -205,20 +205,20 @@ def settings(config: Config) -> list[str]:
         flags = options_of(concerns()[concern])
         by_file = dict.fromkeys(config.parallel.decided_by_deepspeed_config, "   (by --deepspeed-config)")
         lines += [
-            f"  {flag(name)} {setting(name, value, config)}{by_file.get(name, '')}"
+            f"  {flag(name)} {setting(name, value, config.model)}{by_file.get(name, '')}"
             for name, value in values.items()
             if name in flags
         ]
     return [*lines, *(f"--plugin {path}" for path in sorted(set(PLUGINS.values())))]
 
 
-def setting(name: str, value: Any, config: Config) -> str:
+def setting(name: str, value: Any, model: ModelConfig) -> str:
     """Return a setting's value as typed on a command line; for a missing one its resolved value."""
     if isinstance(value, tuple):
         return " ".join(value) or "(none)"
     if value is not None:
         return str(value)
-    resolved = {"ffn_hidden_size": config.model.ffn_size, "deberta_emd": decodes_masks(config.model)}
+    resolved = {"ffn_hidden_size": model.ffn_size, "deberta_emd": decodes_masks(model)}
     return str(resolved.get(name, f"({NOT_GIVEN.get(name, 'none')})"))
 
 

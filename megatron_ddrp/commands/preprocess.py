@@ -39,7 +39,7 @@ class NewTokenizer(GivenTokenizer):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class OutputDataset(Section):
     """output"""
 
     output_prefix: str = option(MISSING, "path and beginning of the files' names", metavar="PREFIX")
@@ -49,7 +49,7 @@ class Output(Section):
 
 
 @dataclass(frozen=True)
-class Speed(Section):
+class Work(Section):
     """speed"""
 
     partition: Partition | None = option(
@@ -90,7 +90,7 @@ def print_estimate(config: PreprocessConfig) -> None:
         print(warning, file=sys.stderr)
 
 
-SECTIONS = (TextInput, NewTokenizer, Output, Speed)
+SECTIONS = (TextInput, NewTokenizer, OutputDataset, Work)
 
 
 def main(words: Sequence[str] | None = None) -> PreprocessResult | None:

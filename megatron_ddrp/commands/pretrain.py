@@ -24,10 +24,10 @@ def main(words: Sequence[str] | None = None) -> int:
             dry_run(arguments.config, arguments.world_size, arguments.device_memory)
         return 0
     from megatron_ddrp.parallel import process_group
-    from megatron_ddrp.parallel.process_group import agreed_errors_told_once, lost_rank_in_one_line
+    from megatron_ddrp.parallel.process_group import lost_rank_in_one_line, print_shared_errors_once
     from megatron_ddrp.train import train
 
-    with agreed_errors_told_once(), lost_rank_in_one_line(), allocations_as_user_errors():
+    with print_shared_errors_once(), lost_rank_in_one_line(), allocations_as_user_errors():
         code = train(arguments.config).code
         process_group.stop()
         return code

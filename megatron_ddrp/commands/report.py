@@ -25,13 +25,13 @@ from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.rendering import require_packages
-from megatron_ddrp.report.curves import LEARNING, LOSS, Rows, logged
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
+from megatron_ddrp.run_report.curves import LEARNING, LOSS, MetricsRows, logged_panels
 
 LOSSES, SPEED = "losses.png", "speed.png"
 
 
-def read_metrics(folder: Path, flag: str = "--load") -> Rows:
+def read_metrics(folder: Path, flag: str = "--load") -> MetricsRows:
     """Return the rows of metrics.jsonl. Raises `UserError` where there is none."""
     path = folder / METRICS
     if not path.is_file():
@@ -44,7 +44,7 @@ def read_metrics(folder: Path, flag: str = "--load") -> Rows:
     return rows
 
 
-def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, Rows]:
+def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, MetricsRows]:
     """Return folder → rows of the run and those beside it. Say which folders are left out, or have no curves."""
     runs = {load: read_metrics(load)}
     for folder in beside:
@@ -53,7 +53,7 @@ def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, Rows]:
             continue
         runs[folder] = read_metrics(folder, "--beside")
     for folder, rows in runs.items():
-        if not logged([LOSS, *LEARNING], {"": rows}):
+        if not logged_panels([LOSS, *LEARNING], {"": rows}):
             say(f"{folder / METRICS}: no losses in it; the figure has no curve of this run")
     return runs
 
@@ -114,9 +114,12 @@ def main(words: Sequence[str] | None = None) -> None:
     scores = read_text(arguments.scores_dir / "table.md") if arguments.scores_dir else None
     commands = read_text(arguments.commands) if arguments.commands else None
 
-    from megatron_ddrp.report.facts import facts  # loads torch
-    from megatron_ddrp.report.figures import draw_losses, draw_speed
-    from megatron_ddrp.report.page import Extras, page
+    from megatron_ddrp.run_report.figures import draw_losses, draw_speed
+    from megatron_ddrp.run_report.page import (
+        Extras,
+        facts,  # loads torch
+        page,
+    )
 
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir

@@ -45,14 +45,14 @@ class Vocabulary(Section):
 
 
 @dataclass(frozen=True)
-class Output(Section):
+class VocabularyFile(Section):
     """output"""
 
     output: str = option(MISSING, "vocab.txt, or the .model file", metavar="FILE")
     overwrite: bool = option(False, "replace a file that exists")
 
 
-SECTIONS = (TextInput, Vocabulary, Output)
+SECTIONS = (TextInput, Vocabulary, VocabularyFile)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, options_of, read_settings
-from megatron_ddrp.config.run import Config, concerns
+from megatron_ddrp.config.run import OLDER, Config, concerns
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
 
@@ -64,7 +63,7 @@ def read_config(path: str) -> FromFile:
         values.pop(WARMUP_SHARE, None)  # stored beside the steps, without effect
     left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
     remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
-    return FromFile(without_derived(values), remark)
+    return FromFile(drop_derived(values), remark)
 
 
 def _load(path: Path, place: Place) -> Any:
@@ -108,7 +107,7 @@ def _refuse_two_warmups(values: Mapping[str, Any], place: Place) -> None:
         raise place.error(f"{WARMUP_STEPS} and {WARMUP_SHARE} exclude each other: give one of them")
 
 
-def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_derived(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that decide all of `values`: those that follow from the others go.
 
     A run stores every setting resolved. Defaults that follow from another setting, such as the weights of the

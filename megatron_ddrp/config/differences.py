@@ -1,13 +1,47 @@
-"""Differences between a stored configuration and the run's. Two ways to write one setting are no difference."""
+"""Settings without effect, and differences between a stored configuration and the run's.
+
+Two ways to write one setting are no difference.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_ddrp.config.idle import idle_settings
 from megatron_ddrp.config.option import flag
-from megatron_ddrp.config.registry import ENCODINGS, encoding_class
+from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, PLUGINS, encoding_class
 from megatron_ddrp.config.run import Config
+
+WITHOUT_TABLE = ("absolute", "rope", "alibi", "nope")
+"""Encodings without learned parameters of their own, which `--relative-table` would share or repeat."""
+
+
+def idle_settings(config: Config) -> dict[str, str]:
+    """Return name of each setting without effect → the reason, as "without --notes".
+
+    Classes of plug-ins may read every setting, so these count as read.
+    """
+    model, objective = config.model, config.objective
+    encoding, words = model.position_encoding, f"with --position-encoding {model.position_encoding}"
+    foreign = ENCODINGS.get(encoding) in (None, *PLUGINS)  # unknown here, or a plug-in's
+    own_objective = OBJECTIVES.get(objective.objective) not in PLUGINS
+    under = f"with --objective {objective.objective}"
+    conditions: tuple[tuple[bool, str, tuple[str, ...]], ...] = (
+        (model.local_attention is None, "without --local-attention", ("global_every", "local_rope_theta")),
+        (encoding != "rope" and not foreign, words, ("rope_theta", "local_rope_theta")),
+        (encoding != "ddrp" and not foreign, words, ("direction_init",)),
+        (encoding in WITHOUT_TABLE and not foreign, words, ("relative_table",)),
+        (own_objective and not objective.generates, under, ("rtd_weight", "generator_size")),
+        (own_objective and not objective.tcd_weight, "without TCD (--tcd-weight 0)", ("tcd_tokens",)),
+        (own_objective and not objective.hcd_weight, "without HCD (--hcd-weight 0)", ("hcd_heads",)),
+        (
+            not objective.notes,
+            "without --notes",
+            ("notes_min_count", "notes_max_count", "notes_window", "notes_decay", "notes_mix", "notes_dtype"),
+        ),
+        (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),
+    )
+    return {name: reason for idle, reason, names in reversed(conditions) if idle for name in names}
+
 
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
@@ -29,12 +63,12 @@ def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[
         theirs = before.get(concern, {})
         for name, value in settings.items():
             if name in theirs and name not in NOT_OF_THE_RESULT and (concern != "model" or name in of_model):
-                old, new = _as_typed(theirs[name]), _as_typed(value)
+                old, new = _setting_text(theirs[name]), _setting_text(value)
                 lines += [f"{flag(name)}: {old} → {new}"] * (old != new)
     return lines
 
 
-def _as_typed(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     """Return a setting as on a command line, the same text for a list from JSON and a tuple."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value)) or "none"

@@ -73,15 +73,15 @@ def plugin_files(encoding: str, objective: str) -> tuple[Path, ...]:
 
 def encoding_class(name: str) -> Any:
     """Return the class of a position encoding; raise `UserError` for an unknown name."""
-    return _registered(name, ENCODINGS, "--position-encoding")
+    return _find_class(name, ENCODINGS, "--position-encoding")
 
 
 def objective_class(name: str) -> Any:
     """Return the class of an objective; raise `UserError` for an unknown name."""
-    return _registered(name, OBJECTIVES, "--objective")
+    return _find_class(name, OBJECTIVES, "--objective")
 
 
-def _registered(name: str, table: dict[str, str], flag: str) -> Any:
+def _find_class(name: str, table: dict[str, str], flag: str) -> Any:
     if name not in table:
         raise NotRegistered(
             f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py adds",

@@ -21,7 +21,7 @@ from megatron_ddrp.model import on_meta_device
 
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
 EMBEDDING_DIFFERENCE = "embeddings.difference.weight"
-"""Name of E_Δ of `model/rtd.py`, which starts at 0."""
+"""Name of E_Δ of `objectives/rtd.py`, which starts at 0."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
 """Ends of the names of weights with one row per piece of the vocabulary."""

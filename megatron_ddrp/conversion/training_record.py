@@ -17,7 +17,7 @@ from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.dataset.manifest import read_manifest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.run.metrics import Row, read_rows
+from megatron_ddrp.run.metrics import MetricsRow, read_rows
 
 MEASURES = ("loss", "accuracy", "perplexity")
 """Suffixes of the names of the metrics on the card."""
@@ -89,7 +89,7 @@ def losses(run: Path, iteration: int) -> Table | None:
     return Table(["metric", *(label for label, _ in columns)], table)
 
 
-def _measures(row: Row, prefix: str) -> dict[str, float | None]:
+def _measures(row: MetricsRow, prefix: str) -> dict[str, float | None]:
     """Return the losses and accuracies of a row whose names begin with `prefix`, without the prefix."""
     own = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
     return {key: value for key, value in own.items() if key.endswith(MEASURES) and not key.startswith("valid_")}

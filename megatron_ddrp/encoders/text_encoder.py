@@ -37,8 +37,7 @@ from megatron_ddrp.encoders.masked_lm import (
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
 from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pooled, rows_of
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.bert import Bert
-from megatron_ddrp.model.build import count_parameters
+from megatron_ddrp.model.bert import Bert, count_parameters
 
 BAR_AFTER = 2
 """Seconds after which a progress bar appears."""

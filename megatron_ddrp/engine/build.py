@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
+from megatron_ddrp.config import Config, OptimizerConfig, ParallelConfig, encoding_class
 from megatron_ddrp.engine.deepspeed_file import (
     adds_up_in_fp32,
-    checked_against,
     import_quietly,
     lay_over,
     offload_device,
     read_settings,
+    settings_without_optimizer,
 )
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, ZeroClipping, build_pipeline
 from megatron_ddrp.engine.muon import MuonBesideAdamW
@@ -28,6 +28,7 @@ from megatron_ddrp.engine.optimizer_state import check_deepspeed
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.graphs import ModelGraphs, uses_graphs
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
@@ -53,17 +54,20 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    apply_tensor_parallel(model, config.model, ranks)
+    apply_tensor_parallel(model, config.model.position_encoding, ranks)
     if config.parallel.cuts_sequence:
         apply_sequence_parallel(model, ranks)
     name_parameters(model)
     has_pipeline = ranks.pipeline_size > 1
-    module = build_pipeline(model, config, ranks) if has_pipeline else model
+    module: nn.Module = model
+    if has_pipeline:
+        travelling = make_objective(config.objective).travelling
+        module = build_pipeline(model, travelling, config.parallel.checkpoint_activations, ranks)
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters, ranks.device.type)
     optimizer = build_optimizer(module, config.optimizer, config.model.position_encoding)
     if config.optimizer.optimizer == "muon":
-        optimizer = MuonBesideAdamW(optimizer, module, config.optimizer, config.model, ranks)
+        optimizer = MuonBesideAdamW(optimizer, module, config.optimizer, config.model.position_encoding, ranks)
     with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -114,12 +118,12 @@ def quiet_deepspeed() -> None:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters; `undecayed` names those without weight decay.
+    """Return AdamW over the trained parameters; `names_without_decay` names those without weight decay.
 
     `encoding` is a name in `config.registry.ENCODINGS`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
-    spared = undecayed(model, encoding)
+    spared = names_without_decay(model, encoding)
     groups = [
         {"params": [p for name, p in named if name not in spared], "weight_decay": config.weight_decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
@@ -128,7 +132,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) ->
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
-def undecayed(model: nn.Module, encoding: str) -> set[str]:
+def names_without_decay(model: nn.Module, encoding: str) -> set[str]:
     """Return the names of the parameters without weight decay: by name, and those of norms and gains by their modules.
 
     A plug-in gives its norms any names, and a part of a layer has gains of its own.
@@ -187,10 +191,10 @@ def deepspeed_settings(
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    from_file = checked_against(config, read_settings(parallel, device_type))
+    from_file = settings_without_optimizer(config, read_settings(parallel, device_type))
     if training.bf16 and adds_up_in_fp32(parallel, from_file):
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    if clips_on_device(config, from_file):
+    if clips_on_device(training.bf16, parallel, from_file):
         settings["bf16"]["check_grad_overflow"] = False
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
     if parallel.zero_stage == 0 or not settings["bf16"].get("check_grad_overflow", True):
@@ -198,12 +202,11 @@ def deepspeed_settings(
     return settings
 
 
-def clips_on_device(config: Config, from_file: Mapping[str, Any]) -> bool:
+def clips_on_device(bf16: bool, parallel: ParallelConfig, from_file: Mapping[str, Any]) -> bool:
     """Return whether `ZeroClipping` can replace DeepSpeed's check of gradients: bf16 at ZeRO 1 and 2 on the device."""
-    parallel = config.parallel
     offloads = parallel.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
     has_zero = parallel.zero_stage in (1, 2) and parallel.pipeline_model_parallel_size == 1
-    return config.training.bf16 and has_zero and not offloads
+    return bf16 and has_zero and not offloads
 
 
 @contextlib.contextmanager

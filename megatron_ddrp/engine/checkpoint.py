@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint as files
 from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
-from megatron_ddrp.config import Config, changed_settings
+from megatron_ddrp.config import CheckpointConfig, Config, changed_settings
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
-from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
 
@@ -74,8 +74,8 @@ class Resumed:
 class HeldState:
     """This rank's part of the model, by the whole model's names. Its methods are collective calls."""
 
-    def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
-        self.engine, self.config, self.ranks = engine, config.model, ranks
+    def __init__(self, engine: Any, encoding: str, ranks: Ranks) -> None:
+        self.engine, self.encoding, self.ranks = engine, encoding, ranks
         self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
         own = {name: state_of.moments_of(engine, self.tensors[name]) for name in sorted(self.tensors)}
         by_rank = gather_objects((ranks.pipeline_rank, own))
@@ -91,7 +91,7 @@ class HeldState:
         for key, name, _ in self._entries(self.written, moments):
             tensor = self.tensors[name]
             shape = list(state_of.whole_shape(tensor))
-            dimension = split_dimension(name, self.config)
+            dimension = split_dimension(name, self.encoding)
             if dimension is not None:
                 shape[dimension] *= self.ranks.tensor_size
             forms[key] = Form("float32", tuple(shape), 4) if tensor.requires_grad else Form.of(tensor, shape)
@@ -101,7 +101,7 @@ class HeldState:
         """Yield the tensors of `forms`, whole."""
         for key, name, moment in self._entries(self.written, moments):
             held = state_of.read_whole(self.engine, self.tensors[name], moment)
-            yield key, gather_whole(name, held.to(self.ranks.device), self.config, self.ranks)
+            yield key, gather_whole(name, held.to(self.ranks.device), self.encoding, self.ranks)
 
     def check(self, stored: files.StoredTensors, moments: Moments) -> None:
         """Raise `UserError` unless a checkpoint holds the whole model in the right shapes."""
@@ -112,7 +112,7 @@ class HeldState:
         """Fill all tensors of this rank with its part of a checkpoint."""
         for key, name, moment in self._entries(self.tensors, moments):
             tensor = self.tensors[name]
-            part = own_part(name, stored[key], self.config, self.ranks).to(tensor.device)
+            part = own_part(name, stored[key], self.encoding, self.ranks).to(tensor.device)
             state_of.write_whole(self.engine, tensor, part, moment)
 
     def _entries(self, names: Iterable[str], moments: Moments) -> Iterator[tuple[str, str, str | None]]:
@@ -145,11 +145,11 @@ def save_checkpoint(
             **asdict(progress),
             "optimizer_step": state_of.get_step(engine),
             "loss_scaler": state_of.get_loss_scaler(engine),
-            "layout": layout(config, ranks),
-            "files": _write_files(temporary, HeldState(engine, config, ranks), beside, ranks),
+            "layout": layout(config.parallel.zero_stage, config.training.precision, ranks),
+            "files": _write_files(temporary, HeldState(engine, config.model.position_encoding, ranks), beside, ranks),
             "config": config.to_dict(),
         }
-        agree(lambda: _complete(temporary, state, config) if ranks.rank == 0 else None)
+        agree(lambda: _complete(temporary, state, config.checkpoint) if ranks.rank == 0 else None)
     except UserError:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -184,16 +184,15 @@ def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ra
     return {name: facts for part in gather_objects(own_files) for name, facts in part.items()}
 
 
-def _complete(temporary: Path, state: dict[str, Any], config: Config) -> None:
+def _complete(temporary: Path, state: dict[str, Any], settings: CheckpointConfig) -> None:
     with refusals_as_user_errors(temporary):
         files.complete(temporary, state)
-    settings = config.checkpoint
     files.prune(temporary.parent, settings.keep_last, temporary.stem, settings.milestone_interval)
 
 
 def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Resumed | None:
     """Resume from the newest whole checkpoint of a folder; return None if it holds none. A collective call."""
-    path, remarks = _newest_undamaged(folder, ranks)
+    path, remarks = _newest_whole(folder, ranks)
     if path is None:
         return None
 
@@ -203,7 +202,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
         check_architecture(path, theirs, config, state["iteration"])
         stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
-            check_optimizer(path, theirs, config)
+            check_optimizer(path, theirs.optimizer, config.optimizer)
             stored[state_of.MOMENTS] = files.StoredTensors(path, files.OPTIMIZER)
             if not stored[state_of.MOMENTS].names:
                 raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
@@ -211,7 +210,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
             held.check(tensors, moments)
         return state, theirs, stored
 
-    held = HeldState(engine, config, ranks)
+    held = HeldState(engine, config.model.position_encoding, ranks)
     state, theirs, stored = agree(read)
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
@@ -223,7 +222,8 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
-    changes = (*changed_layout(state["layout"], layout(config, ranks)), *changed_settings(state["config"], config))
+    own_layout = layout(config.parallel.zero_stage, config.training.precision, ranks)
+    changes = (*changed_layout(state["layout"], own_layout), *changed_settings(state["config"], config))
     return Resumed(resumed_progress(path, state, theirs, config), path, (*remarks, *changes))
 
 
@@ -246,7 +246,7 @@ def _name(checkpoint: Path) -> str:
     return f"{checkpoint.parent.resolve().name}/{checkpoint.name}"
 
 
-def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
+def _newest_whole(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
     """Return the newest checkpoint whose files match their sums, and lines about the checkpoints before it.
 
     All ranks use rank 0's listing, because ranks may see the folder differently. Each rank reads some of the files.
@@ -261,5 +261,5 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
             return path, (*remarks, *(f"skipped {folder / r}" for r in reasons))
         reasons.append(f"{path.name}: {' '.join(reason.split())}")
     if found:
-        raise agreed_by_all(str(files.none_complete(folder, reasons)))
+        raise shared_error(str(files.none_complete(folder, reasons)))
     return None, ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import Config, changed_model, encoding_class, flag
+from megatron_ddrp.config import Config, ModelConfig, OptimizerConfig, changed_model, encoding_class, flag
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
@@ -18,14 +18,14 @@ CHANGEABLE = {
 """Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
 
 
-def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
+def layout(zero_stage: int, precision: str, ranks: Ranks) -> dict[str, Any]:
     """Return a checkpoint's note about the layout that wrote it; the saved tensors do not depend on the layout."""
     return {
         "ranks": ranks.world_size,
         "tensor": ranks.tensor_size,
         "pipeline": ranks.pipeline_size,
-        "zero_stage": config.parallel.zero_stage,
-        "precision": config.training.precision,
+        "zero_stage": zero_stage,
+        "precision": precision,
     }
 
 
@@ -42,13 +42,13 @@ def _in_words(layout: dict[str, Any]) -> str:
     return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
 
 
-def check_optimizer(path: Path, stored: Config, config: Config) -> None:
+def check_optimizer(path: Path, stored: OptimizerConfig, ours: OptimizerConfig) -> None:
     """Raise `UserError` if a checkpoint's optimizer state belongs to another optimizer."""
-    theirs, ours = stored.optimizer.optimizer, config.optimizer.optimizer
-    if theirs != ours:
+    if stored.optimizer != ours.optimizer:
         raise UserError(
-            f"--load {path}: its optimizer state comes from --optimizer {theirs}, this run has {ours}: give the same, "
-            "or export only the weights with megatron-ddrp convert and start from them"
+            f"--load {path}: its optimizer state comes from --optimizer {stored.optimizer}, this run has "
+            f"{ours.optimizer}: give the same, or export only the weights with megatron-ddrp convert and start from "
+            "them"
         )
 
 
@@ -56,7 +56,7 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
     """Raise `UserError` if the weights of a checkpoint, written after `step` steps, belong to another architecture."""
     ours, theirs = config.to_dict()["model"], stored.to_dict()["model"]
     changeable = set(CHANGEABLE)
-    if _serves_any_length(config):
+    if _serves_any_length(config.model):
         changeable.add("seq_length")
     if _rotary_bases(stored, step) == _rotary_bases(config, step):
         changeable |= {"rope_theta", "local_rope_theta"}
@@ -72,9 +72,8 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
         )
 
 
-def _serves_any_length(config: Config) -> bool:
+def _serves_any_length(model: ModelConfig) -> bool:
     """Return whether neither weights nor attention depend on `--seq-length`."""
-    model = config.model
     has_table = adds_absolute_embedding(model) or decodes_masks(model)
     return encoding_class(model.position_encoding).any_length and not has_table
 

@@ -1,4 +1,4 @@
-"""Read the file of `--deepspeed_config`, check each key against DeepSpeed's own models, and lay it over the flags."""
+"""The file of `--deepspeed_config`, checked by DeepSpeed's own models and laid over the flags."""
 
 from __future__ import annotations
 
@@ -9,67 +9,18 @@ from typing import Any
 
 import torch
 
-from megatron_ddrp.config import Config, ParallelConfig, concerns, flag
+from megatron_ddrp.config import Config, ParallelConfig, concerns
 from megatron_ddrp.config.deepspeed_values import (
-    SETTINGS,
+    FLAGS,
+    NEEDS_CPU_ADAM,
     check_against,
+    check_names,
     decisions,
-    flattened,
     load_file,
     refuse_contradiction,
     refuse_file,
 )
 from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.errors import nearest
-
-_FLAGS = {key: flag(name) for key, name in SETTINGS.items()} | {
-    "gradient_accumulation_steps": "--global-batch-size and --micro-batch-size",
-    "scheduler": "--lr-decay-style",
-}
-"""DeepSpeed setting → the flags that say the same: a file may repeat their value but not contradict it."""
-
-_NAMES = """
-    activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile
-    csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc
-    dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
-    gradient_clipping gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation
-    memory_breakdown optimizer pipeline prescale_gradients scheduler seq_parallel_communication_data_type
-    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
-    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
-    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
-TOP_LEVEL = _NAMES.split()
-"""Keys that DeepSpeed looks up, without those that it refuses itself and `bfloat16`, which our `bf16` would hide."""
-
-_OWN_LOADER = "our loader and model would ignore it; leave it out, and see --seq-length-phases"
-_CPU_ADAM = "it needs DeepSpeed's own Adam, and ours is torch's; leave it out"
-_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "gradient_allreduce_op": (
-        ("mean",),
-        "our losses count on the mean over ranks; without it gradients grow with the number of ranks; leave it out",
-    ),
-    "managed_gradient_accumulation": (
-        (True,),
-        "the optimizer would step after every micro-batch instead of every --global-batch-size; leave it out",
-    ),
-    "tensor_parallel.autotp_size": ((0, 1), "it cannot cut our layers; use --tensor-model-parallel-size"),
-    "data_efficiency.enabled": ((False,), _OWN_LOADER),
-    "data_efficiency.data_routing.random_ltd.enabled": ((False,), _OWN_LOADER),
-    "bf16.check_grad_overflow": ((True,), "a step that is not finite would make the weights NaN; leave it out"),
-    "fp16.auto_cast": ((False,), "our model takes its inputs as they are; leave it out"),
-    "torch_autocast.enabled": ((False,), "our backward passes multiply in the weights' type; use --bf16"),
-    "bf16.bf16_master_weights_and_grads": ((False,), _CPU_ADAM),
-    "bf16.bf16_optimizer_states": ((False,), _CPU_ADAM),
-    "fp16.fp16_master_weights_and_grads": ((False,), _CPU_ADAM),
-    "zero_optimization.offload_optimizer.ratio": ((1,), _CPU_ADAM),
-    "zero_optimization.offload_optimizer.super_offload": ((False,), _CPU_ADAM),
-    "zero_optimization.compute_grad_norm": ((True,), "the norm tells steps to skip and is logged; leave it out"),
-    "autotuning.enabled": ((False,), "the run would end after a few steps; leave it out"),
-    "hybrid_engine.enabled": ((False,), "it generates text, which an encoder does not; leave it out"),
-    "expert_parallel.enabled": ((False,), "our models have no experts; leave it out"),
-    "compile.deepcompile": ((False,), "our model is not compiled, so it would do nothing; leave it out"),
-    "zero_force_ds_cpu_optimizer": ((False,), "torch's fused AdamW steps offloaded optimizer state; leave it out"),
-}
-"""DeepSpeed setting → values with which a run works and does what the flags say, and the reason against all others."""
 
 
 def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
@@ -81,8 +32,6 @@ def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
     if not path:
         return {}
     loaded = load_file(path)
-    _check_names(path, loaded, TOP_LEVEL)
-    _refuse_unsupported(path, loaded)
     _refuse_for_run(path, loaded, config.zero_stage, device_type)
     import_quietly()
     try:
@@ -98,7 +47,7 @@ def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
     for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         if offload_device(loaded.get("zero_optimization"), name) != "none" and config.zero_stage not in stages:
             allowed = " or ".join(map(str, stages))
-            refuse_file(path, f"zero_optimization.{name} needs --zero-stage {allowed}, which is {config.zero_stage}")
+            refuse_file(path, f"zero_optimization.{name} needs --zero-stage {allowed}, not {config.zero_stage}")
     return loaded
 
 
@@ -117,7 +66,7 @@ def adds_up_in_fp32(config: ParallelConfig, from_file: Mapping[str, Any]) -> boo
     return config.pipeline_model_parallel_size == 1 or not offloads
 
 
-def checked_against(config: Config, from_file: Mapping[str, Any]) -> dict[str, Any]:
+def settings_without_optimizer(config: Config, from_file: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's settings without its optimizer, which we build.
 
     Raises `UserError` where the optimizer's numbers are not those of the configuration.
@@ -137,25 +86,17 @@ def import_quietly() -> None:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
-    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`_FLAGS`)."""
+    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`FLAGS`)."""
     merged = dict(below)
     for key, value in above.items():
         name = prefix + key
         if value == "auto":
             continue
-        if name in _FLAGS and value != below.get(key):
-            refuse_contradiction(path, name, value, below.get(key), _FLAGS[name])
+        if name in FLAGS and value != below.get(key):
+            refuse_contradiction(path, name, value, below.get(key), FLAGS[name])
         nested = isinstance(value, dict) and isinstance(below.get(key), dict)
         merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
     return merged
-
-
-def _refuse_unsupported(path: str, settings: Mapping[str, Any]) -> None:
-    """Refuse the first setting that would end the run, or would change it or be ignored without a word."""
-    for name, value in flattened(settings).items():
-        allowed, reason = _SUPPORTED.get(name, ((value,), ""))
-        if value not in allowed:
-            refuse_file(path, f"{name} is {value!r}: {reason}")
 
 
 def _refuse_for_run(path: str, settings: Mapping[str, Any], zero_stage: int, device_type: str) -> None:
@@ -163,16 +104,16 @@ def _refuse_for_run(path: str, settings: Mapping[str, Any], zero_stage: int, dev
     zero = settings.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     if zero.get("zenflow"):
-        refuse_file(path, f"zero_optimization.zenflow: {_CPU_ADAM}")
+        refuse_file(path, f"zero_optimization.zenflow: {NEEDS_CPU_ADAM}")
     if zero_stage == 3 and settings.get("gradient_predivide_factor", 1) not in (1, "auto"):
-        refuse_file(path, "gradient_predivide_factor works with --zero-stage 0, 1 or 2, which is 3: leave it out")
+        refuse_file(path, "gradient_predivide_factor does not work with --zero-stage 3: leave it out")
     quantized = [name for name, value in zero.items() if name.startswith("zero_quantized_") and value is True]
     if quantized and device_type == "cpu":
         refuse_file(path, f"zero_optimization.{quantized[0]} is True: its kernels need a GPU; leave it out")
 
 
 def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:
-    """Have DeepSpeed's models check the sections that they describe: names and values, nested ones too.
+    """Check the sections that DeepSpeed describes by models: names and values, nested ones too.
 
     Some values depend on the ZeRO stage, which is `zero_stage` if the file has none.
     """
@@ -194,11 +135,9 @@ def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:
             continue
         if not isinstance(values, dict):
             refuse_file(path, f"{section} is {values!r}: expected a JSON object")
-        stage = (
-            {"stage": zero_stage} if section == "zero_optimization" and values.get("stage", "auto") == "auto" else {}
-        )
+        has_no_stage = section == "zero_optimization" and values.get("stage", "auto") == "auto"
         try:
-            models[section](**values | stage)
+            models[section](**values | ({"stage": zero_stage} if has_no_stage else {}))
         except ValidationError as error:
             first = error.errors()[0]
             if not first["loc"]:  # about the section as a whole
@@ -206,7 +145,7 @@ def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:
             *inside, name = (str(part) for part in first["loc"])
             where = ".".join([section, *inside]) + "."
             if first["type"] == "extra_forbidden":
-                _check_names(path, [name], _field_names(_model_inside(models[section], inside)), where)
+                check_names(path, [name], _field_names(_model_inside(models[section], inside)), where)
             refuse_file(path, f"{where}{name} is {first['input']!r}: {first['msg']}")
         except (TypeError, ValueError, AssertionError) as error:
             refuse_file(path, f"{section}: {error}")
@@ -241,14 +180,4 @@ def _check_plain_sections(path: str, settings: dict[str, Any]) -> None:
     }
     for section, names in known.items():
         if isinstance(settings.get(section), dict):
-            _check_names(path, settings[section], names, section + ".")
-
-
-def _check_names(path: str, given: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
-    """Refuse the first name that DeepSpeed does not know, with the nearest one that it does."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            close = nearest(name, names)
-            hint = f"; did you mean {prefix}{close}?" if close else f"; it knows {', '.join(sorted(names))}"
-            refuse_file(path, f"DeepSpeed has no setting {prefix}{name}{hint}")
+            check_names(path, settings[section], names, section + ".")

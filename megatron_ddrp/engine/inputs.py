@@ -40,7 +40,7 @@ class MicroBatch:
             draws = draws.with_documents(-(-draws.num_documents // DOCUMENT_MULTIPLE) * DOCUMENT_MULTIPLE)
         inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
         if device.type != "cpu":
-            inputs = _mapped(inputs, Tensor.pin_memory)
+            inputs = _map_tensors(inputs, Tensor.pin_memory)
         return cls(arrays, inputs, count(objective, [arrays]))
 
     def with_notes(self, notes: NoteDictionary | None) -> tuple[Inputs, Occurrences | None]:
@@ -59,18 +59,18 @@ def training_inputs(
     return [MicroBatch.of(arrays, objective, config, step, device) for arrays in micro_batches]
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move_tensors(value: Any, device: torch.device) -> Any:
     """Return a tensor, or nested named tuples with their tensors, on a device, without waiting for a GPU."""
 
     def move(tensor: Tensor) -> Tensor:
         pins = device.type != "cpu" and tensor.device.type == "cpu"
         return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
-    return _mapped(value, move)
+    return _map_tensors(value, move)
 
 
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply `function` to the tensors of nested named tuples; None and numbers stay unchanged."""
     if isinstance(value, Tensor):
         return function(value)
-    return type(value)(*(_mapped(item, function) for item in value)) if isinstance(value, tuple) else value
+    return type(value)(*(_map_tensors(item, function) for item in value)) if isinstance(value, tuple) else value

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import Config
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Output
-from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.pipeline import Courier, MailOfRanks, PipelinePart, split_stages
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.sharding import whole_name
@@ -75,7 +73,7 @@ def spread_nonfinite(loss: Tensor) -> Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
-def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
+def build_pipeline(model: Encoder, travelling: tuple[type, ...], recompute: bool, ranks: Ranks) -> Any:
     """Return this rank's part of the model as DeepSpeed's `PipelineModule`, in which each of our parts is one layer."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -84,8 +82,8 @@ def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
     held = [{str(whole_name(weight)): name for name, weight in part.named_parameters()} for part in all_parts]
     tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
     place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
-    courier = Courier(make_objective(config.objective).travelling, MailOfRanks(ranks))
-    make = (PipelinePart, all_parts[place], place == last, config.parallel.checkpoint_activations, courier)
+    courier = Courier(travelling, MailOfRanks(ranks))
+    make = (PipelinePart, all_parts[place], place == last, recompute, courier)
     own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
     layers = [  # DeepSpeed builds only the one of this rank
         TiedLayerSpec("tied", *make, tied_weight_attr=own_tied) if held[part].keys() & set(tied) else LayerSpec(*make)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import Config, ModelConfig, OptimizerConfig
+from megatron_ddrp.config import OptimizerConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import PositionEncoding
@@ -51,11 +51,11 @@ class MuonBesideAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, adamw: torch.optim.Optimizer, module: nn.Module, config: OptimizerConfig, model: ModelConfig, ranks: Ranks
+        self, adamw: torch.optim.Optimizer, module: nn.Module, config: OptimizerConfig, encoding: str, ranks: Ranks
     ) -> None:
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
         refuse_old_torch()
-        self.model, self.ranks, self.matrices = model, ranks, hidden_matrices(module)
+        self.encoding, self.ranks, self.matrices = encoding, ranks, hidden_matrices(module)
         taken = {id(parameter) for parameter in self.matrices.values()}
         for group in adamw.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
@@ -82,7 +82,8 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter)
         weight, whole_gradient, momentum = (
-            gather_whole(name, tensor, self.model, self.ranks) for tensor in (parameter.data, gradient, state[MOMENTUM])
+            gather_whole(name, tensor, self.encoding, self.ranks)
+            for tensor in (parameter.data, gradient, state[MOMENTUM])
         )
         muon = torch.optim.Muon(
             [weight], self.own_group["lr"], self.own_group["weight_decay"], adjust_lr_fn="match_rms_adamw"
@@ -90,8 +91,8 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         weight.grad, muon.state[weight][MOMENTUM] = whole_gradient, momentum
         muon.step()
         if self.ranks.tensor_size > 1:
-            parameter.copy_(own_part(name, weight, self.model, self.ranks))
-            state[MOMENTUM].copy_(own_part(name, momentum, self.model, self.ranks))
+            parameter.copy_(own_part(name, weight, self.encoding, self.ranks))
+            state[MOMENTUM].copy_(own_part(name, momentum, self.encoding, self.ranks))
 
 
 def refuse_old_torch() -> None:
@@ -102,9 +103,9 @@ def refuse_old_torch() -> None:
         )
 
 
-def optimizer_remarks(model: nn.Module, config: Config) -> tuple[str, ...]:
+def optimizer_remarks(model: nn.Module, optimizer: str) -> tuple[str, ...]:
     """Return a line that counts the matrices of a whole model that Muon steps; nothing with `--optimizer adamw`."""
-    if config.optimizer.optimizer != "muon":
+    if optimizer != "muon":
         return ()
     matrices = hidden_matrices(model)
     kinds = Counter(".".join(word for word in name.split(".")[:-1] if not word.isdigit()) for name in matrices)

@@ -23,7 +23,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
 from megatron_ddrp.engine.step import StepResult, train_step
-from megatron_ddrp.errors import agreed_by_all
+from megatron_ddrp.errors import shared_error
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_objects
 from megatron_ddrp.parallel.sharding import local_parameters, whole_name
@@ -88,7 +88,7 @@ class FiniteSteps:
         self.skipped += 1
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
         if self.skipped >= self.config.training.max_skipped_steps:
-            raise agreed_by_all(
+            raise shared_error(
                 f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; resume from "
                 "the last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
             )

@@ -60,7 +60,7 @@ def read_whole(engine: Any, tensor: Tensor, moment: str | None) -> Tensor:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if not tensor.requires_grad:
-        with _gathered(tensor):
+        with _gather(tensor):
             return tensor.detach().clone()
     if engine.zero_optimization_stage() == 0:
         held = engine.optimizer.state[tensor][moment] if moment else tensor.detach().float()
@@ -77,7 +77,7 @@ def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None) 
 
     stage = engine.zero_optimization_stage()
     if not tensor.requires_grad:
-        with _gathered(tensor, modifier_rank=0):
+        with _gather(tensor, modifier_rank=0):
             tensor.data.copy_(value)
         return
     if stage == 0:
@@ -97,7 +97,7 @@ def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None) 
         (utils.safe_set_local_fp32_param if stage == 3 else utils.safe_set_full_fp32_param)(tensor, value)
 
 
-def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> contextlib.AbstractContextManager:
+def _gather(tensor: Tensor, modifier_rank: int | None = None) -> contextlib.AbstractContextManager:
     """Gather a tensor that ZeRO 3 has sharded, for the context; leave every other tensor unchanged."""
     if not hasattr(tensor, "ds_id") or (modifier_rank is None and tensor.shape == whole_shape(tensor)):
         return contextlib.nullcontext()

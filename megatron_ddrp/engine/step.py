@@ -2,6 +2,8 @@
 
 Each micro-batch returns sums. The counts of the whole global batch are known before its first micro-batch, so each
 micro-batch's loss is its exact share of the step's loss. No mean of micro-batch means is ever taken.
+
+The learning rate is a pure function of the step, so that a resumed run needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -16,21 +18,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, OptimizerConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.engine.host_copy import HostCopy
-from megatron_ddrp.engine.inputs import MicroBatch, moved
+from megatron_ddrp.engine.inputs import MicroBatch, move_tensors
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
-from megatron_ddrp.engine.schedule import learning_rate
 from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
+
+
+class HostCopy:
+    """A copy of a tensor in host memory. Creating it does not wait for a GPU; reading it waits for the copy only."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.detach().to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
+        self._arrived = None
+        if tensor.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> np.ndarray:
+        """Return the values, as soon as they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy.numpy()
+
 
 VALIDATION_STEP = 0
 """Step number whose draws every validation uses, with `VALIDATION_SEED`."""
@@ -107,7 +125,7 @@ def _train_whole(
     """Train on micro-batches through all layers; `seed(number)` seeds the dropout of each micro-batch."""
     for number, micro_batch in enumerate(micro_batches):
         seed(number)
-        engine.backward(loss(engine(*moved(micro_batch, ranks.device))))
+        engine.backward(loss(engine(*move_tensors(micro_batch, ranks.device))))
         engine.step()
 
 
@@ -124,7 +142,7 @@ def _for_pipeline(engine: Any, micro_batches: Iterable[Inputs], ranks: Ranks) ->
     """Yield (input of the first part, labels). Our labels travel in the input, so the second item is a placeholder."""
     courier, nothing = pipeline_part(engine).courier, torch.zeros((), device=ranks.device)
     for micro_batch in micro_batches:
-        yield () if ranks.pipeline_rank else courier.send(moved(micro_batch, ranks.device)), nothing
+        yield () if ranks.pipeline_rank else courier.send(move_tensors(micro_batch, ranks.device)), nothing
 
 
 class NoteTaking:
@@ -139,7 +157,7 @@ class NoteTaking:
     def take(self, vectors: Tensor, result: StepResult) -> None:
         """Store the notes `[n, hidden]` of all ranks, unless the step was skipped; a collective call."""
         counts: list[int] = self._row_counts.read().tolist()
-        rows = (moved(torch.from_numpy(self.names), self.ranks.device), vectors.float())
+        rows = (move_tensors(torch.from_numpy(self.names), self.ranks.device), vectors.float())
         names, notes = (HostCopy(gather_rows(own, counts, self.ranks)) for own in rows)
         if math.isfinite(result.grad_norm):
             self.notes.update(names.read(), notes.read())
@@ -181,7 +199,7 @@ def evaluate(
 
 def _evaluate_whole(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
     for micro_batch in micro_batches:
-        loss(engine(*moved(micro_batch, ranks.device)))
+        loss(engine(*move_tensors(micro_batch, ranks.device)))
 
 
 def _evaluate_pipeline(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
@@ -203,14 +221,14 @@ def seed_dropout(seed: int, step: int, micro_batch: int, ranks: Ranks) -> None:
 def _global_counts(micro_batches: list[MicroBatch], ranks: Ranks) -> Tensor:
     """Return the counts over all ranks, int64 `[counts]` on the device; a collective call."""
     counts = np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0)
-    on_device = moved(torch.from_numpy(counts), ranks.device)
+    on_device = move_tensors(torch.from_numpy(counts), ranks.device)
     return sum_over_ranks(on_device, ranks.data_group) if ranks.data_size > 1 else on_device
 
 
 def _grad_norm(engine: Any, ranks: Ranks) -> Tensor:
     """Return the gradient norm of the last step, a scalar on the device."""
     norm = engine.own_clipping.norm if engine.own_clipping else engine.get_global_grad_norm()
-    return moved(torch.as_tensor(norm), ranks.device)
+    return move_tensors(torch.as_tensor(norm), ranks.device)
 
 
 def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:
@@ -221,3 +239,39 @@ def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:
     names = list(objective.counts)
     factors = [share * term.weight / counts[names.index(term.per)].clamp_min(1).double() for term in objective.terms]
     return F.pad(torch.stack(factors).float(), (0, len(objective.sum_names) - len(factors)))
+
+
+WSD_DECAY_SHARE = 0.1
+"""Share of the steps after the warm-up in which warm-up–stable–decay decays, unless a number of steps is given."""
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then decay to `min_lr`.
+
+    Once `decay_steps` steps are done, the rate stays at `min_lr`, unless it is constant.
+    """
+    warmup, decay = config.warmup_steps(total_steps), config.decay_steps(total_steps)
+    if step <= warmup:
+        return config.lr * step / warmup
+    if step - 1 > decay and config.lr_decay_style != "constant":
+        return config.min_lr
+    return config.min_lr + (config.lr - config.min_lr) * _remaining(step, warmup, decay, config)
+
+
+def _remaining(step: int, warmup: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Return the remaining share of the peak's height above `min_lr`, from 1 to 0."""
+    style, done = config.lr_decay_style, min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
+    if style == "linear":
+        return 1 - done
+    if style == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if style == "inverse-square-root":
+        return math.sqrt(max(1, warmup) / max(1, step - 1))
+    if style == "wsd":
+        left = (1 - done) / WSD_DECAY_SHARE
+        if config.lr_wsd_decay_iters is not None:
+            left = max(0, total_steps + 1 - step) / config.lr_wsd_decay_iters
+        left = min(1.0, left)
+        return 1 - math.sqrt(1 - left) if config.lr_wsd_decay_style == "minus_sqrt" else left
+    assert style == "constant", style
+    return 1.0

@@ -3,8 +3,8 @@
     ids with [MASK] → generator → sampling → ids with replacements → discriminator → replaced or not
 
 The discriminator is the encoder proper: its parameters have the names of a `Bert`'s, and `encode`, export and
-fine-tuning use it alone. DeBERTaV3's variant (`model/rtd.py`) uses `Discriminator`, `Generator` and `SamplingStage`
-too.
+fine-tuning use it alone. DeBERTaV3's variant (`objectives/rtd.py`) uses `Discriminator`, `Generator` and
+`SamplingStage` too.
 
 ELECTRA's generator, under `generator.`, has as many layers as the discriminator, max(1, round(heads · f)) heads (halves
 round to even) of the same head size, feed-forward blocks of 4 × its width, and its own relative position parameters. As
@@ -30,14 +30,12 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.model import replacing
 from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead
-from megatron_ddrp.model.norm import Norm
-from megatron_ddrp.model.notes import blend
-from megatron_ddrp.model.stages import Inputs, Judge, State
+from megatron_ddrp.model.fused import Norm
+from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, replace_tokens, rtd_targets
+from megatron_ddrp.model.stages import Inputs, Judge, State, blend
 
 
 class SampleKeys(NamedTuple):
@@ -164,8 +162,8 @@ class SamplingStage(nn.Module):
         logits = head.logits(self._predicted_hidden(state, places))  # [num_predicted, vocab]
         sampled = head.sample(logits, state.inputs.draws.own.keys.flatten().index_select(0, places))
         originals = torch.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)
-        replaced = replacing.replace(originals, places, sampled)
-        targets = replacing.rtd_targets(replaced, originals, batch.document_ids)
+        replaced = replace_tokens(originals, places, sampled)
+        targets = rtd_targets(replaced, originals, batch.document_ids)
         correct = (head.best(logits) == labels).sum()
         sums = OfGenerator(*(x.to(state.head_cosine.dtype) for x in (head.lm_sum(logits, labels), correct)))
         inputs = state.inputs._replace(batch=batch._replace(input_ids=replaced, labels=targets))

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.norm import Norm
-from megatron_ddrp.model.notes import blend
+from megatron_ddrp.model.fused import Norm
 from megatron_ddrp.model.similarity import document_mask
-from megatron_ddrp.model.stages import Inputs, State
+from megatron_ddrp.model.stages import Inputs, State, blend
 
 
 def check_length(length: int, longest: int) -> None:

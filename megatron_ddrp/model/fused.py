@@ -1,4 +1,4 @@
-"""Point-wise parts of a layer as regions: functions of tensors and numbers, each compiled as a whole.
+"""Point-wise parts of a layer: its norms, and regions, functions of tensors and numbers, each compiled as a whole.
 
 As separate torch operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of
 which reads and writes all hidden states; the gradient of a bias before a GELU reads them once more. With `--compile`,
@@ -11,11 +11,14 @@ differ from those of dropout without compilation.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -25,8 +28,28 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.norm import Norm, normalise
-from megatron_ddrp.model.triton_needs import missing_for_triton
+
+
+def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool) -> Tensor:
+    """Return LayerNorm(x) over the last dimension, or RMSNorm (Zhang and Sennrich, arXiv:1910.07467, eq. 4).
+
+    RMSNorm divides by √(mean of squares + eps) and subtracts no mean.
+    """
+    if is_rms:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm with or without a bias (`--bias`), or RMSNorm, which has none (`--norm`)."""
+
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        self.is_rms = config.norm == "rmsnorm"
+        super().__init__(width, eps=config.layernorm_epsilon, bias=config.bias and not self.is_rms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(x, self.weight, self.bias, self.eps, self.is_rms)
+
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability for which `auto` compiles: Triton 3.9 generates no code for V100."""
@@ -73,7 +96,7 @@ def own_copy(region: Any, *fixed: Any) -> Callable[..., Any]:
 
 
 @cache
-def compiled(region: Callable[..., Any]) -> Callable[..., Any]:
+def compile_region(region: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled form of a region, one per process. Beyond torch's limit, further variants run plainly."""
     return torch.compile(region)
 
@@ -88,7 +111,7 @@ def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others
         torch._dynamo.maybe_mark_dynamic(x, 0)
     arguments = (*flat, *others)
     fixed = ((x.device, x.dtype, x.shape[-1]) if isinstance(x, Tensor) else x for x in arguments)
-    results = compiled(own_copy(region, *fixed))(*arguments)
+    results = compile_region(own_copy(region, *fixed))(*arguments)
     if isinstance(results, tuple):
         return tuple(x.view(states[0].shape) for x in results)
     return results.view(states[0].shape)
@@ -208,3 +231,24 @@ def compiles(setting: str, device: torch.device) -> bool:
     if device.type != "cuda" or why_not_compile(device):
         return False
     return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
+
+
+def missing_for_triton() -> str | None:
+    """Return what Triton lacks on this machine, as the object of "needs", or None if it can compile.
+
+    Triton builds its launcher with a C compiler and Python's headers at the first use.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which torch installs for CUDA"
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (is_interpreted or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler, and neither gcc nor clang is found (install one or set CC)"
+    if not (is_interpreted or (_headers() / "Python.h").is_file()):
+        return f"Python.h, which is not in {_headers()} (install python3-dev, or use a Python that has it)"
+    return None
+
+
+def _headers() -> Path:
+    """Return the folder where Triton looks for Python's headers, also in Debian's Python."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])

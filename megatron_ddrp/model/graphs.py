@@ -74,12 +74,12 @@ class Recorder:
         torch.cuda.set_rng_state(draws, device)
 
 
-def learned(state: State) -> list[Tensor]:
+def learned_tensors(state: State) -> list[Tensor]:
     """Return the tensors that a layer reads and that may have gradients: hidden states, HCD's cosine, positions."""
     return [state.hidden, state.head_cosine, *state.position]
 
 
-def with_learned(state: State, tensors: Sequence[Tensor]) -> State:
+def replace_learned(state: State, tensors: Sequence[Tensor]) -> State:
     """Return a state with other tensors of `learned`."""
     hidden, cosine, *position = tensors
     return state._replace(hidden=hidden, head_cosine=cosine, position=tuple(position))
@@ -88,7 +88,7 @@ def with_learned(state: State, tensors: Sequence[Tensor]) -> State:
 def read(state: State) -> list[Tensor]:
     """Return all tensors that a layer reads."""
     batch = state.inputs.batch
-    return [batch.document_ids, batch.position_ids, state.heads, state.counted, *learned(state)]
+    return [batch.document_ids, batch.position_ids, state.heads, state.counted, *learned_tensors(state)]
 
 
 def in_fixed_memory(state: State) -> State:
@@ -107,11 +107,12 @@ class LayerGraph:
     def __init__(self, layer: EncoderLayer, state: State, recorder: Recorder, is_first: bool) -> None:
         """Capture the forward pass on the memory of `state`."""
         self.parameters = tuple(p for p in layer.parameters() if p.requires_grad)
-        self.inputs, self.is_first = learned(state), is_first
+        self.inputs, self.is_first = learned_tensors(state), is_first
         self.forward, self.backward = recorder.graph(), recorder.graph()
         with recorder.capture(self.forward):
             after = layer(state)
-        self.outputs = learned(after)  # positions are passed on unchanged, so that their gradients add up on the way
+        # Positions are passed on unchanged, so that their gradients add up on the way.
+        self.outputs = learned_tensors(after)
         self.gradients: list[Tensor | None] = []
         """Gradients of the outputs; the backward pass reads them."""
         self.found: list[Tensor | None] = []
@@ -179,10 +180,10 @@ class Captured:
         with torch.no_grad():
             for mine, given in zip(read(self.state), read(state), strict=True):
                 mine.copy_(given)
-        tensors: Sequence[Tensor] = learned(state)
+        tensors: Sequence[Tensor] = learned_tensors(state)
         for graph in self.graphs:
             tensors = _Replay.apply(graph, *tensors, *graph.parameters)
-        return with_learned(state, tensors)
+        return replace_learned(state, tensors)
 
 
 class LayerGraphs:
@@ -239,7 +240,7 @@ class LayerGraphs:
     def _warm_up(self, fixed: State) -> None:
         """Run a forward and a backward pass without effects."""
         after = run_plainly(self.layers, fixed)
-        leaves = [x for x in (*learned(fixed), *self.tensors) if x.requires_grad]
+        leaves = [x for x in (*learned_tensors(fixed), *self.tensors) if x.requires_grad]
         torch.autograd.grad(after.hidden.sum() + after.head_cosine, leaves, allow_unused=True)
 
     def _capture(self, state: State) -> tuple[State, list[LayerGraph]]:
@@ -252,7 +253,7 @@ class LayerGraphs:
             given = fixed
             for layer in self.layers:
                 graphs.append(LayerGraph(layer, given, self.recorder, is_first=not graphs))
-                given = with_learned(given, [x.detach().requires_grad_(x.requires_grad) for x in graphs[-1].outputs])
+                given = replace_learned(given, [x.detach().requires_grad_(x.requires_grad) for x in graphs[-1].outputs])
             gradients: list[Tensor | None] = [torch.zeros_like(x) for x in graphs[-1].outputs]
             for graph in reversed(graphs):
                 gradients = graph.capture_backward(gradients, self.recorder)

@@ -5,6 +5,10 @@
 Losses, weights, the log's labels and the exported parts all follow from the class. A subclass defines its additions to
 masked LM, TCD and HCD; `megatron_ddrp/config/registry.py` names it. An objective returns sums, never means: no
 micro-batch, rank or stage may divide by its own count.
+
+Every draw is a pure function of (seed, step, layer | sequence, position), so every layout, rank and resumed run draws
+the same. Open reading: the paper draws TCD's tokens "uniformly in sequence order", which may mean evenly spaced tokens.
+Ours are random, without replacement; n′ = 0 or m′ = 0 means all.
 """
 
 from __future__ import annotations
@@ -22,12 +26,11 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, Number, ObjectiveConfig, objective_class
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.model.attention.attending import Attended
 from megatron_ddrp.model.bert import Bert, Encoder
-from megatron_ddrp.model.notes import window_means
 from megatron_ddrp.model.similarity import token_cosine
-from megatron_ddrp.model.stages import Draws, End, Output, State
-from megatron_ddrp.objectives.draws import sample_heads, sample_tokens
+from megatron_ddrp.model.stages import Draws, End, Output, State, window_means
 
 
 @dataclass(frozen=True)
@@ -250,3 +253,32 @@ def losses_of(totals: Mapping[str, float], objective: Objective) -> dict[str, fl
     total = sum(term.weight * means[term.name] for term in objective.terms)
     rates = {rate.name: totals[rate.of] / max(1, totals[rate.per]) for rate in objective.rates}
     return {"loss": total, **{term.name: means[term.name] for term in objective.terms if term.weight}, **rates}
+
+
+def sample_tokens(
+    valid: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, count: int, seed: int, step: int
+) -> np.ndarray:
+    """Return int64 `[batch, seq]`: 1 at `count` valid tokens of each row, drawn without replacement.
+
+    A row with fewer valid tokens has all of them, as every row has if `count` is 0.
+    """
+    if count == 0:
+        return valid.astype(np.int64)
+    keys = hash_uint64(seed, "tcd", np.uint64(step), sequence_ids, position_ids)  # [batch, seq]
+    keys[~valid] = np.iinfo(np.uint64).max
+    rank = keys.argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable")  # place of each token in random order
+    return ((rank < count) & valid).astype(np.int64)
+
+
+def sample_heads(num_layers: int, num_heads: int, count: int, seed: int, step: int) -> np.ndarray:
+    """Return int64 `[layers, count]`: a separate draw of heads for each layer, ascending; all heads if `count` is 0."""
+    count = count or num_heads
+    layer, head = np.meshgrid(np.arange(num_layers), np.arange(num_heads), indexing="ij")
+    keys = hash_uint64(seed, "hcd", np.uint64(step), layer, head)  # [layers, heads]
+    return np.sort(keys.argsort(axis=-1, kind="stable")[:, :count], axis=-1).astype(np.int64)
+
+
+def sample_keys(sequence_ids: np.ndarray, position_ids: np.ndarray, seed: int, step: int) -> Tensor:
+    """Return int64 `[batch, seq]` on the CPU: the key of each token's Gumbel noise."""
+    keys = hash_uint64(seed, "replace", np.uint64(step), sequence_ids, position_ids)
+    return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32).astype(np.int64))

@@ -2,7 +2,7 @@
 
     loss = MLM(generator) + 50 · RTD(discriminator)
 
-`model/electra.py` has the model, `model/replacing.py` the formulas of sampling and detection.
+`model/electra.py` has the model, `model/heads.py` the formulas of sampling and detection.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import Tensor
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.electra import Discriminator, Electra, OfGenerator, SampleKeys, generator_config
-from megatron_ddrp.model.replacing import rtd_sums
+from megatron_ddrp.model.heads import rtd_sums
 from megatron_ddrp.model.stages import End
-from megatron_ddrp.objectives.contract import Objective, Rate, Term
-from megatron_ddrp.objectives.draws import sample_keys
+from megatron_ddrp.objectives.contract import Objective, Rate, Term, sample_keys
 
 
 class ReplacedTokenDetection(Objective):

@@ -25,8 +25,7 @@ from torch import Tensor
 from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.rare_words import Occurrences, RareWords, find_occurrences
-from megatron_ddrp.model.dtypes import DTYPES
-from megatron_ddrp.model.notes import NoteInputs
+from megatron_ddrp.model.stages import DTYPES, NoteInputs
 
 
 def window_places(windows: np.ndarray) -> np.ndarray:

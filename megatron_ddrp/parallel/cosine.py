@@ -48,7 +48,7 @@ class CosineOfAllRanks:
         if attending.compares_content:
             return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
         terms = self._terms_of(heads, terms, query.dtype)
-        return similarity.logits_cosine(attention_logits(query, key, terms), _allowed(attending), documents)
+        return similarity.logits_cosine(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
 
     @staticmethod
     def _total(attending: Attending, documents: Tensor) -> Tensor:
@@ -57,19 +57,19 @@ class CosineOfAllRanks:
         if attending.compares_content:
             return similarity.content_total(query, key, documents)
         terms = attending.terms.compared.map(lambda x, _: x.to(query.dtype))
-        return similarity.logits_total(attention_logits(query, key, terms), _allowed(attending), documents)
+        return similarity.logits_total(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
         """Return the terms of `heads`: exchanged if they are per head, else shared, with a gradient on rank 0 only."""
 
-        def chosen(tensor: Tensor, dimension: int) -> Tensor:
+        def choose(tensor: Tensor, dimension: int) -> Tensor:
             if self.terms_by_head:
                 tensor = sum_of_ranks(self._own(tensor, heads, dimension), self.ranks)
             elif self.ranks.tensor_rank:
                 tensor = tensor.detach()
             return tensor.to(dtype)
 
-        return terms.map(chosen)
+        return terms.map(choose)
 
     def _own(self, tensor: Tensor, heads: Tensor, dimension: int) -> Tensor:
         """Return `heads` along `dimension`, with zeros in place of the heads of other ranks."""
@@ -79,7 +79,7 @@ class CosineOfAllRanks:
         return chosen * here.view([-1 if d == dimension else 1 for d in range(chosen.dim())])
 
 
-def _allowed(attending: Attending) -> Tensor:
+def _pairs_allowed(attending: Attending) -> Tensor:
     """Return `allowed_pairs` of a call of attention, bool `[b, 1, s, s]`."""
     return allowed_pairs(attending.document_ids, attending.window)
 

@@ -22,8 +22,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage
-from megatron_ddrp.model.notes import NoteInputs
-from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, Output, State
+from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, NoteInputs, Output, State
 from megatron_ddrp.parallel.process_group import Ranks
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import UserError, agreed_by_all, print_error
+from megatron_ddrp.errors import UserError, print_error, shared_error
 from megatron_ddrp.parallel.rendezvous import complete_environment, join
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ def lost_rank_in_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def agreed_errors_told_once(program: str | None = None) -> Iterator[None]:
+def print_shared_errors_once(program: str | None = None) -> Iterator[None]:
     """Let rank 0 print an error that all ranks raise. All exit together: launchers kill the others after one exit."""
     try:
         yield
@@ -264,7 +264,7 @@ def agree(action: Callable[[], T]) -> T:
         message = (str(error), error.exit_code)
     failures = [failure for failure in gather_objects(message) if failure is not None]
     if failures:
-        raise agreed_by_all(*failures[0])
+        raise shared_error(*failures[0])
     return result  # type: ignore[return-value]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ddrp.errors import UserError, agreed_by_all
+from megatron_ddrp.errors import UserError, shared_error
 
 _STEP_SIZES = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 """Launcher → its variable with the number of processes that it started."""
@@ -60,7 +60,7 @@ def _refuse_lone_processes() -> None:
             remedy = (
                 "export MASTER_ADDR and MASTER_PORT before it" if launcher == "srun" else "use deepspeed or torchrun"
             )
-            raise agreed_by_all(
+            raise shared_error(
                 f"{launcher} started {count} processes, and each would run alone, as they have no address to meet: "
                 f"{remedy} (docs/launching.md)"
             )

@@ -33,11 +33,10 @@ from torch import Tensor, nn
 from megatron_ddrp.model.electra import FormerGeneratorEmbeddings
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.fused import Norm, normalise
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
-from megatron_ddrp.model.norm import Norm, normalise
 from megatron_ddrp.model.stages import State
-from megatron_ddrp.parallel.collectives import sum_of_ranks
-from megatron_ddrp.parallel.column_maps import Entrance, Wait, enter, replicated
+from megatron_ddrp.parallel.collectives import Entrance, Wait, enter, replicated_entrance, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.tensor_parallel import (
     ColumnParallelGeluLinear,
@@ -63,22 +62,22 @@ class _Exchange(torch.autograd.Function):
 
 def split(whole: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's part `[batch, ⌈seq / T⌉, hidden]` of `[batch, seq, hidden]`, which is equal on all ranks."""
-    return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gathered, ranks, whole.shape[1]))
+    return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gather, ranks, whole.shape[1]))
 
 
-def gathered(length: int, ranks: Ranks) -> Entrance:
+def gathering_entrance(length: int, ranks: Ranks) -> Entrance:
     """Return the entrance of parts into a region as `[batch, length, hidden]`, which each rank uses differently."""
-    return Entrance(partial(_all_gathered, ranks, length), partial(_start_reduce_scatter, ranks))
+    return Entrance(partial(_all_gather, ranks, length), partial(_start_reduce_scatter, ranks))
 
 
 def leave(summand: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's part of the sum over ranks of `summand` `[batch, seq, hidden]`."""
-    return _Exchange.apply(summand, partial(_reduce_scattered, ranks), partial(_all_gathered, ranks, summand.shape[1]))
+    return _Exchange.apply(summand, partial(_reduce_scatter, ranks), partial(_all_gather, ranks, summand.shape[1]))
 
 
 def join(part: Tensor, length: int, ranks: Ranks) -> Tensor:
     """Return all parts as `[batch, length, hidden]`, which all ranks use alike."""
-    return _Exchange.apply(part, partial(_all_gathered, ranks, length), partial(_part_of, ranks))
+    return _Exchange.apply(part, partial(_all_gather, ranks, length), partial(_part_of, ranks))
 
 
 def _parts(ranks: Ranks, whole: Tensor) -> Tensor:
@@ -92,13 +91,13 @@ def _part_of(ranks: Ranks, whole: Tensor) -> Tensor:
     return _parts(ranks, whole)[ranks.tensor_rank].clone(memory_format=torch.contiguous_format)
 
 
-def _all_gathered(ranks: Ranks, length: int, part: Tensor) -> Tensor:
+def _all_gather(ranks: Ranks, length: int, part: Tensor) -> Tensor:
     parts = part.new_empty(ranks.tensor_size * len(part), *part.shape[1:])
     dist.all_gather_into_tensor(parts, part.contiguous(), group=ranks.tensor_group)
     return parts.unflatten(0, (ranks.tensor_size, -1)).transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
 
-def _reduce_scattered(ranks: Ranks, whole: Tensor) -> Tensor:
+def _reduce_scatter(ranks: Ranks, whole: Tensor) -> Tensor:
     return _start_reduce_scatter(ranks, whole)()
 
 
@@ -114,7 +113,7 @@ def _start_reduce_scatter(ranks: Ranks, whole: Tensor) -> Wait:
     return wait
 
 
-class Rows:
+class SharedRows:
     """State that the modules below share: the rows that a layer works on now.
 
     Attributes:
@@ -125,14 +124,14 @@ class Rows:
         self.ranks = ranks
         self.length: int | None = None
 
-    def shared(self, parameters: Tensor) -> Tensor:
+    def for_rows(self, parameters: Tensor) -> Tensor:
         """Return parameters that are equal on all ranks, for use on the current rows."""
-        return parameters if self.length is None else enter(parameters, replicated(self.ranks))
+        return parameters if self.length is None else enter(parameters, replicated_entrance(self.ranks))
 
     @property
     def entrance(self) -> Entrance:
         """Entrance of a part, or of whole rows, into a cut region as whole rows."""
-        return replicated(self.ranks) if self.length is None else gathered(self.length, self.ranks)
+        return replicated_entrance(self.ranks) if self.length is None else gathering_entrance(self.length, self.ranks)
 
     def join(self, state: State) -> State:
         """Return a state with whole rows in place of parts."""
@@ -142,7 +141,7 @@ class Rows:
 class EncoderLayerOfParts(EncoderLayer):
     """A layer whose input and output are parts; the last layer returns whole rows."""
 
-    rows: Rows
+    rows: SharedRows
 
     def forward(self, state: State) -> State:
         self.rows.length = state.inputs.batch.input_ids.shape[1]
@@ -157,7 +156,7 @@ class EncoderLayerOfParts(EncoderLayer):
 class ProjectingOfParts(ProjectingOfRanks):
     """A block that gathers its input rows."""
 
-    rows: Rows
+    rows: SharedRows
 
     @property
     def entrance(self) -> Entrance:
@@ -175,7 +174,7 @@ class SelfAttentionOfParts(ProjectingOfParts, SelfAttentionOfRanks):
 class GeluLinearOfParts(ColumnParallelGeluLinear):
     """A feed-forward block's first map, which gathers its input rows."""
 
-    rows: Rows
+    rows: SharedRows
 
     @property
     def entrance(self) -> Entrance:
@@ -185,22 +184,22 @@ class GeluLinearOfParts(ColumnParallelGeluLinear):
 class RowParallelLinearToParts(RowParallelLinear):
     """A `RowParallelLinear` that returns this rank's part of the output, unless the rows are whole."""
 
-    rows: Rows
+    rows: SharedRows
 
     def forward(self, x: Tensor) -> Tensor:
         summand = F.linear(x, self.weight)
         total = sum_of_ranks(summand, self.ranks) if self.rows.length is None else leave(summand, self.ranks)
-        return total if self.bias is None else total + self.rows.shared(self.bias)
+        return total if self.bias is None else total + self.rows.for_rows(self.bias)
 
 
 class NormOfParts(Norm):
     """A norm whose parameters get gradients from all parts."""
 
-    rows: Rows
+    rows: SharedRows
 
     def forward(self, x: Tensor) -> Tensor:
         given: tuple[Tensor, ...] = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        weight, *bias = self.rows.shared(torch.stack(given))
+        weight, *bias = self.rows.for_rows(torch.stack(given))
         return normalise(x, weight, bias[0] if bias else None, self.eps, self.is_rms)
 
 
@@ -215,17 +214,17 @@ class SplittingNorm(NormOfParts):
 class LinearOfParts(nn.Linear):
     """The projection after `SplittingNorm`; its parameters get gradients from all parts."""
 
-    rows: Rows
+    rows: SharedRows
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.rows.shared(self.bias)
-        return F.linear(x, self.rows.shared(self.weight), bias)
+        bias = None if self.bias is None else self.rows.for_rows(self.bias)
+        return F.linear(x, self.rows.for_rows(self.weight), bias)
 
 
 class DropoutOfParts(nn.Dropout):
     """Dropout that draws separately for each part; on whole rows all ranks draw alike."""
 
-    rows: Rows
+    rows: SharedRows
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rows.length is None or not (self.p and self.training):
@@ -237,7 +236,7 @@ class DropoutOfParts(nn.Dropout):
 class MaskDecoderOfParts(EnhancedMaskDecoder):
     """A mask decoder that works on whole rows, until the next layer begins or embeddings are split."""
 
-    rows: Rows
+    rows: SharedRows
 
     def forward(self, state: State, last_layer: EncoderLayer) -> Tensor:
         self.rows.length = None
@@ -260,7 +259,7 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
 
 def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     """Make a model that `apply_tensor_parallel` has cut keep only parts of rows between its cut regions, in place."""
-    rows = Rows(ranks)
+    rows = SharedRows(ranks)
     specialise(model, PARALLEL, rows=rows)
     for module in model.modules():
         if isinstance(module, Embeddings) and not isinstance(module, FormerGeneratorEmbeddings):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.config import encoding_class
 from megatron_ddrp.parallel.process_group import Ranks
 
 ROWS, COLUMNS = 0, 1
@@ -34,10 +34,13 @@ SPLIT = (
 """(pattern of the end of a parameter's name, cut dimension)."""
 
 
-def split_dimension(name: str, config: ModelConfig) -> int | None:
-    """Return the dimension along which tensor parallelism cuts a parameter or buffer; None if it stays whole."""
-    encoding = encoding_class(config.position_encoding)
-    for module, by_head in (("position", encoding.by_head), ("layer_position", encoding.layer_part.by_head)):
+def split_dimension(name: str, encoding: str) -> int | None:
+    """Return the dimension along which tensor parallelism cuts a parameter or buffer; None if it stays whole.
+
+    `encoding` is a name in `config.registry.ENCODINGS`, here and below.
+    """
+    positions = encoding_class(encoding)
+    for module, by_head in (("position", positions.by_head), ("layer_position", positions.layer_part.by_head)):
         for parameter, dimension in by_head.items():
             if name.endswith(f".{module}.{parameter}"):
                 return dimension
@@ -47,20 +50,20 @@ def split_dimension(name: str, config: ModelConfig) -> int | None:
     return None
 
 
-def own_part(name: str, whole: Tensor, config: ModelConfig, ranks: Ranks) -> Tensor:
+def own_part(name: str, whole: Tensor, encoding: str, ranks: Ranks) -> Tensor:
     """Return this rank's part of a whole parameter, or of a tensor of its shape (gradient, Adam moment), as a view."""
-    dimension = split_dimension(name, config)
+    dimension = split_dimension(name, encoding)
     if dimension is None or ranks.tensor_size == 1:
         return whole
     return whole.chunk(ranks.tensor_size, dimension)[ranks.tensor_rank]
 
 
-def gather_whole(name: str, local: Tensor, config: ModelConfig, ranks: Ranks) -> Tensor:
+def gather_whole(name: str, local: Tensor, encoding: str, ranks: Ranks) -> Tensor:
     """Return the whole tensor of which `local` is this rank's `own_part`, on every tensor-parallel rank.
 
     A collective call among these ranks, on `ranks.device`.
     """
-    dimension = split_dimension(name, config)
+    dimension = split_dimension(name, encoding)
     if dimension is None or ranks.tensor_size == 1:
         return local
     parts = [torch.empty_like(local) for _ in range(ranks.tensor_size)]

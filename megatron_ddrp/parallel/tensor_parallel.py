@@ -4,13 +4,17 @@ The model is initialised whole, so every layout starts from the same weights. Th
 parameters that `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows is a smaller layer and needs no
 other code. Modules that need other code are in one table, `PARALLEL`: each becomes a subclass of its own class that
 overrides the methods which exchange with other ranks. Where replicated tensors enter a cut region, their gradient is
-summed over the ranks (f in the paper, `column_maps.py`); where parts of a sum leave it, they are added up (g,
+summed over the ranks (f in the paper, `collectives.py`); where parts of a sum leave it, they are added up (g,
 `sum_of_ranks`).
 
 Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads only, so it
 computes a part of their gradient. A hook on the parameter sums the parts, for any encoding. Parameters of single heads
 are cut, and their gradients stay on their rank. Dropout inside the cut attention differs by rank; elsewhere all ranks
 draw alike.
+
+Logits of the vocabulary are never gathered. The ranks exchange the largest logit of each predicted token, and two
+numbers more per token: the sum of the exponentials and the label's logit. The padding of the vocabulary has logits of
+−∞ and takes no part.
 """
 
 from __future__ import annotations
@@ -22,21 +26,84 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.encoder import FeedForward, Projecting, SelfAttention
 from megatron_ddrp.model.fused import GeluLinear
+from megatron_ddrp.model.heads import MaskedLMHead
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
-from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
-from megatron_ddrp.parallel.column_maps import Entrance, column_map, column_maps, replicated
+from megatron_ddrp.parallel.collectives import (
+    Entrance,
+    all_reduce,
+    column_map,
+    column_maps,
+    replicated_entrance,
+    sum_of_ranks,
+)
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
-from megatron_ddrp.parallel.vocabulary import MaskedLMHeadOfRanks, VocabularyParallelEmbedding
+
+
+def _own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the local row of each id, 0 for an id of another rank, and true for each id of this rank."""
+    rows = ids - first
+    here = (rows >= 0) & (rows < count)
+    return torch.where(here, rows, 0), here
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """Some rows of an embedding; each token's vector comes from the rank that holds its row."""
+
+    ranks: Ranks
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return int64 `[..]` → `[.., hidden]`, equal on all ranks."""
+        rows, here = _own_rows(input_ids, self.ranks.tensor_rank * len(self.weight), len(self.weight))
+        return sum_of_ranks(F.embedding(rows, self.weight) * here.unsqueeze(-1), self.ranks)
+
+
+class MaskedLMHeadOfRanks(MaskedLMHead):
+    """A masked-LM head with the logits of some pieces; its results are equal on all ranks."""
+
+    ranks: Ranks
+
+    @property
+    def first_piece(self) -> int:  # type: ignore[override]
+        return self.ranks.tensor_rank * len(self.decoder.weight)
+
+    def lm_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return _CrossEntropyOfRanks.apply(logits, labels, self.first_piece, self.ranks)
+
+    def winner(self, scores: Tensor, columns: Tensor) -> Tensor:
+        """Return the piece of the largest score, the first of equal ones; `scores` and `columns` `[n]` are local."""
+        largest = all_reduce(scores, self.ranks, dist.ReduceOp.MAX)
+        pieces = torch.where(scores == largest, columns + self.first_piece, torch.iinfo(torch.int64).max)
+        return all_reduce(pieces, self.ranks, dist.ReduceOp.MIN)
+
+
+class _CrossEntropyOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, first_piece: int, ranks: Ranks) -> Tensor:  # type: ignore[override]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = all_reduce(wide.amax(-1), ranks, dist.ReduceOp.MAX)  # [n]
+        exponentials = (wide - largest.unsqueeze(-1)).exp_()  # [n, rows], 0 at the padding
+        rows, here = _own_rows(labels, first_piece, wide.shape[1])
+        own_label = torch.where(here, wide.gather(1, rows.unsqueeze(1)).squeeze(1) - largest, 0.0)
+        total, label = all_reduce(torch.stack((exponentials.sum(-1), own_label)), ranks)  # [n] each
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), rows, here)
+        ctx.dtype = logits.dtype
+        return (total.log() - label).sum()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        probabilities, rows, here = ctx.saved_tensors
+        d_logits = probabilities.scatter_add(1, rows.unsqueeze(1), -here.to(probabilities.dtype).unsqueeze(1))
+        return (d_logits * gradient).to(ctx.dtype), None, None, None
 
 
 class ProjectingOfRanks(Projecting):
@@ -50,7 +117,7 @@ class ProjectingOfRanks(Projecting):
     @property
     def entrance(self) -> Entrance:
         """Entrance of hidden states into the block."""
-        return replicated(self.ranks)
+        return replicated_entrance(self.ranks)
 
 
 class FeedForwardOfRanks(ProjectingOfRanks, FeedForward):
@@ -78,7 +145,7 @@ class ColumnParallelLinear(nn.Linear):
     ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_map(x, replicated(self.ranks), self.weight, self.bias)
+        return column_map(x, replicated_entrance(self.ranks), self.weight, self.bias)
 
 
 class ColumnParallelGeluLinear(GeluLinear):
@@ -95,7 +162,7 @@ class ColumnParallelGeluLinear(GeluLinear):
     @property
     def entrance(self) -> Entrance:
         """Entrance of the input into the map."""
-        return replicated(self.ranks)
+        return replicated_entrance(self.ranks)
 
 
 class RowParallelLinear(nn.Linear):
@@ -121,11 +188,11 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
 """(pattern of the end of a module's name, subclass that such a module becomes if it is of the subclass's base)."""
 
 
-def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
+def apply_tensor_parallel(model: nn.Module, encoding: str, ranks: Ranks) -> None:
     """Cut a whole model to this rank's part, in place, and connect it with the other ranks' parts."""
     if ranks.tensor_size == 1:
         return
-    _keep_own_parts(model, config, ranks)
+    _keep_own_parts(model, encoding, ranks)
     specialise(model, PARALLEL, ranks=ranks)
     _sum_shared_position_gradients(model, ranks)
 
@@ -144,16 +211,16 @@ def specialise(model: nn.Module, table: Sequence[tuple[str, type[nn.Module]]], *
                 vars(module).update(attributes)
 
 
-def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
+def _keep_own_parts(model: nn.Module, encoding: str, ranks: Ranks) -> None:
     """Replace each cut parameter and buffer by this rank's part; tied ones stay tied, frozen ones stay frozen."""
     parts: dict[int, Tensor] = {}
     for module_name, module in model.named_modules():
         for name, whole in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full_name = f"{module_name}.{name}"
-            if split_dimension(full_name, config) is None:
+            if split_dimension(full_name, encoding) is None:
                 continue
             if id(whole) not in parts:
-                part = own_part(full_name, whole.detach(), config, ranks).clone()
+                part = own_part(full_name, whole.detach(), encoding, ranks).clone()
                 if isinstance(whole, nn.Parameter):
                     part = nn.Parameter(part, whole.requires_grad)
                     part.tensor_model_parallel = True  # type: ignore[attr-defined]  # so DeepSpeed's norms count each part
@@ -171,7 +238,7 @@ def _sum_shared_position_gradients(model: nn.Module, ranks: Ranks) -> None:
         if name not in module.by_head and parameter.requires_grad
     }
     for parameter in shared:
-        parameter.register_hook(partial(all_reduced, ranks=ranks))
+        parameter.register_hook(partial(all_reduce, ranks=ranks))
 
 
 @contextlib.contextmanager

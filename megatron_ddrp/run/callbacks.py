@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, LoggingConfig
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run.stopping import BY_CALLBACK, StopRequests
+from megatron_ddrp.run.launch import BY_CALLBACK, StopRequests
 
 
 class StopTraining(Exception):
@@ -171,12 +171,12 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "iteration"}
 
 
-def callbacks_of(config: Config) -> list[Callback]:
+def callbacks_of(logging: LoggingConfig) -> list[Callback]:
     """Return the callbacks that flags name. Raises `UserError` for a missing package, on every rank."""
     found: list[Callback] = []
     for wanted, package, name, make in (
-        (config.logging.tensorboard_dir, "tensorboard", "--tensorboard-dir", TensorBoard),
-        (config.logging.wandb_project, "wandb", "--wandb-project", Tracker),
+        (logging.tensorboard_dir, "tensorboard", "--tensorboard-dir", TensorBoard),
+        (logging.wandb_project, "wandb", "--wandb-project", Tracker),
     ):
         if wanted:
             try:

@@ -89,7 +89,7 @@ ATTENTION_PRODUCTS = {"sdpa": (2, 5), "triton": (2, 7), "flash": (2, 5)}
 two backward kernels compute Q·Kᵀ and dO·Vᵀ each."""
 
 
-def sustained(peak: Device) -> Device:
+def sustained_device(peak: Device) -> Device:
     """Return a device with the rates that it is assumed to sustain, from its published peaks.
 
     An H100 sustains 650 of 989 TFLOP/s, 45 of 67 in fp32, 2.8 of 3.35 TB/s; others the same shares; links 80 %.
@@ -105,10 +105,10 @@ def sustained(peak: Device) -> Device:
 
 
 DEVICES = {
-    "v100": sustained(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, 80, is_recent=False)),
-    "a100": sustained(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
-    "h100": sustained(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
-    "h200": sustained(Device("H200", 989, 67, 4.8, 140, 450, 400, 132)),
+    "v100": sustained_device(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, 80, is_recent=False)),
+    "a100": sustained_device(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
+    "h100": sustained_device(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
+    "h200": sustained_device(Device("H200", 989, 67, 4.8, 140, 450, 400, 132)),
 }
 """Name → device, peaks by their makers' data sheets (NVLink per direction). Hosts of V100 are linked by 16 GB/s, those
 of A100 by 8 cards of 200 Gbit/s, those of H100 and H200 by 8 of 400."""
@@ -131,7 +131,7 @@ LAUNCHES = 50
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """Estimated seconds of a step, by part."""
 
     compute: float
@@ -167,14 +167,14 @@ def attention_kernel(config: Config, device: Device) -> str:
     return "triton" if device.is_recent else "sdpa"
 
 
-def as_resolved(config: Config, device: Device) -> Config:
+def with_chosen_backend(config: Config, device: Device) -> Config:
     """Return `config` with the backend that `auto` is assumed to choose, for the estimate of memory."""
     if config.model.attention_backend == "auto" and attention_kernel(config, device) == "triton":
         return config.replace(model={"attention_backend": "triton"})
     return config
 
 
-def estimate_step(config: Config, parameters: int, world_size: int, device: Device) -> Estimate:
+def estimate_step(config: Config, parameters: int, world_size: int, device: Device) -> StepEstimate:
     """Return the estimated time of a step of `world_size` ranks; `parameters` are those of the whole model."""
     model, training, parallel = config.model, config.training, config.parallel
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -195,7 +195,7 @@ def estimate_step(config: Config, parameters: int, world_size: int, device: Devi
     reduced, gathered = _data_seconds(config, share, world_size, device)
     hidden_seconds = compute * 2 / 3 if stages == 1 and parallel.zero_stage else 0.0
     owned = share / (parallel.data_parallel_size(world_size) if parallel.zero_stage else 1)
-    return Estimate(
+    return StepEstimate(
         compute=micro_batches * compute,
         tensor=micro_batches * by_tensor,
         pipeline=(stages - 1) * (compute + by_tensor) + (micro_batches + stages - 1) * by_stage,

@@ -18,8 +18,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run.launch import is_launched
-from megatron_ddrp.run.stopping import SIGNALS
+from megatron_ddrp.run.launch import SIGNALS, is_launched
 
 
 @contextmanager

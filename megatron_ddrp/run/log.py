@@ -102,7 +102,7 @@ class Clock:
         return rates
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the time inside (a validation, a checkpoint) from the rates."""
         began = time.perf_counter()
         yield

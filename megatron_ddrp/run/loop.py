@@ -14,24 +14,23 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate, validation_steps
 from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
-from megatron_ddrp.engine.host_copy import HostCopy
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
-from megatron_ddrp.engine.step import StepResult, evaluate
-from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.engine.step import HostCopy, StepResult, evaluate
+from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.objectives.contract import losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device, largest_over_ranks
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
+from megatron_ddrp.run.launch import StopRequests
 from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, progress_line, similarities, terms
 from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.run_folder import RunFolder
-from megatron_ddrp.run.stopping import StopRequests
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """State of one rank's running training, shared by steps, validations and checkpoints."""
 
     config: Config
@@ -63,7 +62,7 @@ class Run:
 
         def finish(launched: Launched) -> Progress:
             result = finite.finish(launched)
-            after = advance(progress, result, config)
+            after = advance(progress, result, config.training.global_batch_size)
             arrays = [micro_batch.arrays for micro_batch in launched.micro_batches]
             flop = 0.0 if clock.peak is None else flop_of_step(config, arrays, ranks)
             clock.count(result.counts["tokens"], flop)
@@ -87,14 +86,14 @@ class Run:
                 waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
                 continue
             progress, waiting = finish(launched), None
-            with clock.paused():
+            with clock.pause():
                 self.say(profile.finish(progress.iteration))
-                if validation and due(progress.iteration, config.logging.eval_interval, config):
+                if validation and self.is_due(progress.iteration, config.logging.eval_interval):
                     self.validate(validation, progress)
             request = request or largest_over_ranks(requests.code, ranks.device)
-            stops = exits(progress.iteration, config) or request
+            stops = self.ends(progress.iteration) or request
             if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                with clock.paused():
+                with clock.pause():
                     self.save(self.folder, progress, must=bool(stops))
             if stops:
                 self.say(profile.stop_early(progress.iteration))
@@ -108,13 +107,22 @@ class Run:
 
     def logs(self, iteration: int) -> bool:
         """Return whether a step is logged: the first, every `--log-interval`-th and the last."""
-        return iteration == 1 or due(iteration, self.config.logging.log_interval, self.config)
+        return iteration == 1 or self.is_due(iteration, self.config.logging.log_interval)
+
+    def is_due(self, iteration: int, interval: int) -> bool:
+        """Return whether an action of every `interval` steps and of the last step is due."""
+        return iteration % interval == 0 or iteration == self.config.training.train_iters
+
+    def ends(self, iteration: int) -> bool:
+        """Return whether the run ends here, at its last step or by `--exit-interval`."""
+        interval = self.config.checkpoint.exit_interval
+        return iteration == self.config.training.train_iters or (interval is not None and iteration % interval == 0)
 
     def pauses_after(self, iteration: int, validates: bool) -> bool:
         """Return whether a validation, a checkpoint or the end follows a step; the next step must wait for it."""
         config = self.config
         saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
-        return saves or exits(iteration, config) or (validates and due(iteration, config.logging.eval_interval, config))
+        return saves or self.ends(iteration) or (validates and self.is_due(iteration, config.logging.eval_interval))
 
     def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
         """Log a step: the mean losses and rates since the last row, and the step's own learning rate and norm."""
@@ -155,7 +163,7 @@ class Run:
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:
-                raise agreed_by_all(f"{line}; start the same command again to resume from there") from error
+                raise shared_error(f"{line}; start the same command again to resume from there") from error
             self.log.say(f"{line}; training continues")
 
     def _restore(self) -> None:
@@ -168,12 +176,12 @@ class Run:
             self.log.say(f"{self.home.path} lacked {', '.join(written)}: written again")
 
 
-def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
-    """Return the progress after a step."""
+def advance(progress: Progress, result: StepResult, samples: int) -> Progress:
+    """Return the progress after a step with so many samples."""
     return replace(
         progress,
         iteration=progress.iteration + 1,
-        consumed_samples=progress.consumed_samples + config.training.global_batch_size,
+        consumed_samples=progress.consumed_samples + samples,
         consumed_tokens=progress.consumed_tokens + result.counts["tokens"],
         since_logged=add_totals(progress.since_logged, result),
     )
@@ -189,14 +197,3 @@ def add_totals(totals: Mapping[str, float], result: StepResult) -> Mapping[str, 
         return totals
     own = result.totals
     return {name: totals[name] + own[name] for name in own} if totals.keys() == own.keys() else own
-
-
-def due(iteration: int, interval: int, config: Config) -> bool:
-    """Return whether an action of every `interval` steps and of the last step is due."""
-    return iteration % interval == 0 or iteration == config.training.train_iters
-
-
-def exits(iteration: int, config: Config) -> bool:
-    """Return whether the run ends here, at its last step or by `--exit-interval`."""
-    interval = config.checkpoint.exit_interval
-    return iteration == config.training.train_iters or (interval is not None and iteration % interval == 0)

@@ -20,8 +20,8 @@ from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import refusals_as_user_errors
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
-Row = dict[str, Any]
-"""Row of metrics.jsonl: `iteration`, from 1, and numbers by name; None for a number that was not finite."""
+MetricsRow = dict[str, Any]
+"""MetricsRow of metrics.jsonl: `iteration`, from 1, and numbers by name; None for a number that was not finite."""
 Tell = Callable[[str], object]
 
 
@@ -31,7 +31,7 @@ def tell_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def read_rows(folder: str | os.PathLike[str], tell: Tell = tell_once) -> list[Row]:
+def read_rows(folder: str | os.PathLike[str], tell: Tell = tell_once) -> list[MetricsRow]:
     """Return the rows of a run's metrics.jsonl, also while a run writes it; no rows if there is no file yet.
 
     Calls `tell` with the number of skipped damaged lines. Raises `UserError` if the file cannot be read.
@@ -55,13 +55,13 @@ def ends_in_half_a_line(folder: Path) -> bool:
     return bool(last) and _parse(last) is None
 
 
-def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, Row]], list[bytes]]:
+def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, MetricsRow]], list[bytes]]:
     """Return (lines that are rows, with the rows; other lines), without blank lines."""
     parsed = [(line, _parse(line)) for line in lines if line.strip()]
     return [(line, row) for line, row in parsed if row is not None], [line for line, row in parsed if row is None]
 
 
-def _parse(line: bytes) -> Row | None:
+def _parse(line: bytes) -> MetricsRow | None:
     """Return the row in a line, or None."""
     try:
         row = json.loads(line, parse_constant=_refuse_constant)
@@ -125,7 +125,7 @@ class MetricsFile:
         if kept != before:
             write_bytes(self.path, kept)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         """Append a row and flush it, so that it survives a kill."""
         waited = len(self._waiting)
         line = json.dumps({name: finite(value) for name, value in row.items()}) + "\n"

@@ -16,7 +16,7 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
-from megatron_ddrp.run import stopping
+from megatron_ddrp.run.launch import forget_exit_code
 
 LOCK = "lock"
 
@@ -72,7 +72,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         with refusals_as_user_errors(self.path, "give --save a folder that you can write to, on a disk with space"):
             self._hold()
-            stopping.forget_exit_code(self.path)
+            forget_exit_code(self.path)
             save_config(self._config, self.path)
             self._tokenizer.save(self.path / TOKENIZER)
             self._keep_plugins()

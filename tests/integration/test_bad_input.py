@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.checkpoint import newest
-from megatron_ddrp.engine.precision import instead_of_fp16
+from megatron_ddrp.engine.device import instead_of_fp16
 from tests.conftest import TinyCorpus
 from tests.integration.launch import Result, start_ranks
 

@@ -25,8 +25,8 @@ from megatron_ddrp import preprocess, pretrain, train_tokenizer
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.callbacks import Callback, StopTraining
+from megatron_ddrp.run.launch import SIGNALS
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.run.stopping import SIGNALS
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.run import stopping
+from megatron_ddrp.run import launch
 from tests.integration.launch import Result, start_ranks, training_rows
 from tests.integration.test_faults import at_step, send
 
@@ -49,7 +49,7 @@ def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path
 
 def signal_late(number: signal.Signals) -> None:
     """Send a signal while the last files are written, and while the other ranks are awaited after that."""
-    for module, name in ((stopping, "note_exit_code"), (process_group, "stop")):
+    for module, name in ((launch, "note_exit_code"), (process_group, "stop")):
         setattr(module, name, functools.partial(after_a_signal, number, getattr(module, name)))
 
 

@@ -47,13 +47,15 @@ def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[float, fl
         for cuts in (False, True):
             whole, part = (_build(config, name) for _ in range(2))
             expected_sums, expected = _gradients(whole)
-            apply_tensor_parallel(part, config, ranks)
+            apply_tensor_parallel(part, config.position_encoding, ranks)
             if cuts:
                 part.checkpoint_activations = True
                 apply_sequence_parallel(part, ranks)
             sums, gradients = _gradients(part)
             assert gradients.keys() == expected.keys()
-            off = max(_distance(gradients[n], own_part(n, g, config, ranks), g) for n, g in expected.items())
+            off = max(
+                _distance(gradients[n], own_part(n, g, config.position_encoding, ranks), g) for n, g in expected.items()
+            )
             found[f"{name} {encoding}{' in parts' * cuts}"] = (_distance(sums, expected_sums, expected_sums), off)
     return found
 

@@ -14,9 +14,16 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.stages import State
-from megatron_ddrp.parallel.column_maps import enter
+from megatron_ddrp.parallel.collectives import enter
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.sequence_parallel import PARALLEL, apply_sequence_parallel, gathered, join, leave, split
+from megatron_ddrp.parallel.sequence_parallel import (
+    PARALLEL,
+    apply_sequence_parallel,
+    gathering_entrance,
+    join,
+    leave,
+    split,
+)
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
@@ -115,7 +122,13 @@ def _travel(words: list[list[str]], _error: Path) -> None:
     whole, weight = wholes[0], weights[0]
     check(partial(split, ranks=ranks), whole, own(whole), own(weight), weight)
     check(partial(join, length=length, ranks=ranks), own(whole), whole, weight, own(weight))
-    check(partial(enter, entrance=gathered(length, ranks)), own(whole), whole, weights[ranks.rank], own(weights.sum(0)))
+    check(
+        partial(enter, entrance=gathering_entrance(length, ranks)),
+        own(whole),
+        whole,
+        weights[ranks.rank],
+        own(weights.sum(0)),
+    )
     check(partial(leave, ranks=ranks), wholes[ranks.rank], own(wholes.sum(0)), own(weight), weight)
 
 
@@ -171,7 +184,7 @@ def _cut_model(ranks: Ranks) -> Encoder:
     config = tiny_config(num_attention_heads=2, seq_length=LENGTH, hidden_dropout=0.1)
     torch.manual_seed(0)
     model = build_model(config)
-    apply_tensor_parallel(model, config, ranks)
+    apply_tensor_parallel(model, config.position_encoding, ranks)
     return model
 
 

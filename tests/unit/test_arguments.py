@@ -247,6 +247,11 @@ def test_accumulation_steps_are_a_global_batch_of_all_ranks(tmp_path):
             [],
             "optimizer.params.adam_w_mode is False: our AdamW has no such setting",
         ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+            [],
+            "optimizer.params.betas is [0.9]: our AdamW has no such setting",
+        ),
         ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage: got 7, expected one of 0, 1, 2, 3"),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_pause_between_two_readings_takes_no_step_with_it(time_passes):
     for now in (4.0, 8.0):
         clock.count(tokens=100)
         time_passes.append(now)
-    with clock.paused():
+    with clock.pause():
         time_passes.append(58.0)
     clock.count(tokens=100)
     time_passes.append(62.0)

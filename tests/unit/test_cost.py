@@ -11,7 +11,7 @@ from megatron_ddrp.run.cost import (
     DEVICES,
     LAUNCH_SECONDS,
     LAUNCHES,
-    Estimate,
+    StepEstimate,
     estimate_step,
     mfu,
     micro_batch_seconds,
@@ -29,7 +29,7 @@ BASE = Config(
 )
 
 
-def step(world_size: int = 64, config: Config = BASE, **changes: dict[str, object]) -> Estimate:
+def step(world_size: int = 64, config: Config = BASE, **changes: dict[str, object]) -> StepEstimate:
     return estimate_step(config.replace(**changes), PARAMETERS, world_size, H100)
 
 

@@ -5,8 +5,8 @@ import torch
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
+from megatron_ddrp.engine.device import check_device, choices, missing_graphs, rows_for, unused_devices
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run.device import check_device, choices, missing_graphs, rows_for, unused_devices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import atexit, os, sys
 atexit.register(os.abort)  # stands for the threads of a process group, which abort in some teardowns
-from megatron_ddrp.errors import UserError, agreed_by_all
+from megatron_ddrp.errors import UserError, shared_error
 from megatron_ddrp.run.launch import run_rank
 
 def fail(error):
@@ -61,7 +61,7 @@ def test_a_variable_that_is_no_number_is_one_line(name: str) -> None:
 
 
 def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank() -> None:
-    agreed, own = "fail(agreed_by_all('x'))", "fail(UserError('x'))"
+    agreed, own = "fail(shared_error('x'))", "fail(UserError('x'))"
     assert [end(agreed, RANK=rank)[2] for rank in "01"] == ["tool: error: x\n", ""]
     assert [end(own, RANK=rank)[2] for rank in "01"] == ["tool: error: x\n"] * 2
     assert end(agreed, RANK="1")[0] == 1

@@ -70,7 +70,7 @@ def test_no_encodings_name_outside_its_file_and_the_configuration():
 def test_no_objectives_name_where_it_could_decide_something():
     """Exceptions: the model built without an objective is a masked LM; a comparison names the paper's."""
     offenders = named_outside(OBJECTIVES, "config/", "objectives/", "conversion/", "tasks/")
-    assert offenders == {("model/build.py", "mlm")}
+    assert offenders == {("model/bert.py", "mlm")}
 
 
 def test_torch_distributed_only_in_parallel():

@@ -21,8 +21,8 @@ from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.callbacks import Callbacks
+from megatron_ddrp.run.launch import StopRequests
 from megatron_ddrp.run.profile import StepProfile
-from megatron_ddrp.run.stopping import StopRequests
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 CONFIG = Config().replace(
@@ -33,7 +33,7 @@ CONFIG = Config().replace(
 
 
 class Training:
-    """A `Run` whose steps give chosen gradient norms; `events` is what happened, in order."""
+    """A `TrainingRun` whose steps give chosen gradient norms; `events` is what happened, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]]) -> None:
         self.events: list[str] = []
@@ -47,10 +47,10 @@ class Training:
         monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, *_: ([] for _ in range(steps)))
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
-        monkeypatch.setattr(loop.Run, "save", lambda run, folder, progress, must: self.save(progress))
+        monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, progress, must: self.save(progress))
         log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks())
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
-        self.run = loop.Run(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
+        self.run = loop.TrainingRun(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
 
     def train_step(self, engine: Any, micro_batches: Any, config: Config, ranks: Ranks, step: int, notes: Any) -> Any:
         self.events.append(f"launch {step}")

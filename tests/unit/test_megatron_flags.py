@@ -10,9 +10,17 @@ import pytest
 
 from megatron_ddrp.arguments import Arguments, build_parser, parse_arguments
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.foreign_flags import BY_VALUE, REMEDIES, RENAMED, THEIR_DEFAULTS, WITHOUT_EFFECT
 from megatron_ddrp.config.reading import Place
-from megatron_ddrp.config.translation import KNOWN, RULES, translate
+from megatron_ddrp.config.translation import (
+    BY_VALUE,
+    KNOWN,
+    REMEDIES,
+    RENAMED,
+    RULES,
+    THEIR_DEFAULTS,
+    WITHOUT_EFFECT,
+    translate,
+)
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.flags import make_config, read_flags
 

@@ -34,7 +34,7 @@ def make(settings: OptimizerConfig = SETTINGS, **changes: Any) -> tuple[torch.nn
     config = tiny_config(**changes)
     model = build_model(config)
     adamw = build_optimizer(model, settings, config.position_encoding)
-    return model, MuonBesideAdamW(adamw, model, settings, config, RANKS)
+    return model, MuonBesideAdamW(adamw, model, settings, config.position_encoding, RANKS)
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
@@ -149,9 +149,9 @@ def test_a_norm_that_is_not_finite_changes_nothing() -> None:
 def test_the_first_lines_name_what_it_takes() -> None:
     config = Config(model=tiny_config(position_encoding="tupe-a"))
     model = build_model(config.model)
-    assert optimizer_remarks(model, config) == ()
+    assert optimizer_remarks(model, config.optimizer.optimizer) == ()
     chosen = config.replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
-    [line] = optimizer_remarks(model, chosen)
+    [line] = optimizer_remarks(model, chosen.optimizer.optimizer)
     assert line.startswith("optimizer: muon for 14 matrices with 1,920 parameters (")
     assert "layers.attention.query 2" in line and "position.key 1" in line
     assert line.endswith(f"adamw for the other {len(list(model.parameters())) - 14} tensors")
@@ -179,7 +179,7 @@ def test_it_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> 
 def test_state_of_the_other_optimizer_is_refused() -> None:
     stored = Config().to_dict()
     del stored["optimizer"]["optimizer"]  # as an older version stored it
-    check_optimizer(Path("run"), Config.from_dict(stored), Config())
+    check_optimizer(Path("run"), Config.from_dict(stored).optimizer, Config().optimizer)
     muon = Config().replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
     with pytest.raises(UserError, match="its optimizer state comes from --optimizer adamw, this run has muon"):
-        check_optimizer(Path("run"), Config.from_dict(stored), muon)
+        check_optimizer(Path("run"), Config.from_dict(stored).optimizer, muon.optimizer)

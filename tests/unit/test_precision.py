@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.engine.precision import allow_tf32, precision_fault, precision_remarks
+from megatron_ddrp.engine.device import allow_tf32, precision_fault, precision_remarks
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -65,8 +65,8 @@ def test_a_bf16_run_is_told_of_a_cpu_that_multiplies_slowly_in_it(
 def test_tf32_is_for_gpus_alone_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
-    allow_tf32(Config(), CPU)
+    allow_tf32(True, CPU)
     assert asked == []
-    allow_tf32(Config(), CUDA)
-    allow_tf32(Config().replace(training={"tf32": False}), CUDA)
+    allow_tf32(True, CUDA)
+    allow_tf32(False, CUDA)
     assert asked == ["high", "highest"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ddrp.run.stopping import SIGNALS, StopRequests
+from megatron_ddrp.run.launch import SIGNALS, StopRequests
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
-from megatron_ddrp.config.older import model_as_meant
+from megatron_ddrp.config.run import model_as_meant
 from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, FINE_TUNED, HEADS, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
 from megatron_ddrp.conversion.foreign_config import model_config as checked_config

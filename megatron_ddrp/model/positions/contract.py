@@ -186,7 +186,7 @@ class PositionEncoding(nn.Module):
     """Base of the encodings that `config/registry.py` names.
 
     `forward` computes the tensors that depend on parameters, once per pass for a shared table or once per layer;
-    `terms` names them. They are separate because the tensors travel between pipeline stages and their names need not.
+    `terms` gives them their roles in the formula. Only the tensors are sent from one pipeline stage to the next.
     """
 
     is_relative = False

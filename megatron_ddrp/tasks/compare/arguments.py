@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
+from megatron_ddrp.config import flag
+from megatron_ddrp.config.option import COUNT, Section, option, refuse
 
 DESCRIPTION = """Compare models, at one budget or several.
 
@@ -28,89 +31,113 @@ jobs that it shares with the old plan are not repeated.
 """
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of all flags, in groups."""
-    parser = ArgumentParser(description=DESCRIPTION)
-    parser.add_argument(
-        "plan", type=Path, nargs="+", metavar="PLAN.yaml", help="plan of the comparison; or rows of runs, ROWS.jsonl …"
+@dataclass(frozen=True)
+class Files(Section):
+    """plan and output"""
+
+    plan: tuple[Path, ...] = option(
+        MISSING,
+        "plan of the comparison; or rows of runs, ROWS.jsonl …",
+        nargs="+",
+        metavar="PLAN.yaml",
+        positional=True,
     )
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="folder for all output")
-    instead = parser.add_argument_group("values that replace the plan's")
-    instead.add_argument("--input", nargs="+", metavar="FILE", help="corpus.input: texts to build a dataset from")
-    instead.add_argument("--data-path", nargs="+", metavar="P", help="corpus.data_path: indexed datasets")
-    instead.add_argument("--vocab-file", metavar="FILE", help="corpus.vocab_file")
-    instead.add_argument("--glue-dir", metavar="DIR", help="glue.data_dir: GLUE's folder")
-    instead.add_argument("--no-glue", action="store_true", help="leave GLUE out")
-    instead.add_argument("--minimal-pairs-dir", metavar="DIR", help="minimal_pairs.data_dir: folder of paradigms")
-    instead.add_argument("--no-minimal-pairs", action="store_true", help="leave minimal pairs out")
-    instead.add_argument("--no-tasks", action="store_true", help="leave the plan's own tasks out")
-    instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
-    page = parser.add_argument_group("rows and page")
-    page.add_argument(
-        "--rows",
-        type=Path,
+    output_dir: Path = option(MISSING, "folder for all output", metavar="OUT")
+
+    def __post_init__(self) -> None:
+        if self.is_rows and not all(path.suffix == ".jsonl" for path in self.plan):
+            refuse("a plan (.yaml) and rows (.jsonl) exclude each other: give one plan, or files of rows")
+
+    @property
+    def is_rows(self) -> bool:
+        """True if the command gets rows of finished runs instead of a plan."""
+        return any(path.suffix == ".jsonl" for path in self.plan)
+
+
+@dataclass(frozen=True)
+class Replacements(Section):
+    """values that replace the plan's"""
+
+    input: tuple[str, ...] | None = option(
+        None, "corpus.input: texts to build a dataset from", nargs="+", metavar="FILE"
+    )
+    data_path: tuple[str, ...] | None = option(None, "corpus.data_path: indexed datasets", nargs="+", metavar="P")
+    vocab_file: str | None = option(None, "corpus.vocab_file", metavar="FILE")
+    glue: bool = option(True, "with --no-glue: leave GLUE out")
+    glue_dir: str | None = option(None, "glue.data_dir: GLUE's folder", metavar="DIR")
+    minimal_pairs: bool = option(True, "with --no-minimal-pairs: leave minimal pairs out")
+    minimal_pairs_dir: str | None = option(None, "minimal_pairs.data_dir: folder of paradigms", metavar="DIR")
+    tasks: bool = option(True, "with --no-tasks: leave the plan's own tasks out")
+    workers: int | None = option(None, "jobs at once, each with its share of the cores", within=COUNT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.input and self.data_path:
+            refuse("--input and --data-path exclude each other: give the texts, or the datasets made from them")
+        if self.data_path and not self.vocab_file:
+            refuse("--data-path needs --vocab-file, the vocabulary that made the datasets")
+        for name in ("glue", "minimal_pairs"):
+            if getattr(self, f"{name}_dir") and not getattr(self, name):
+                refuse(f"{flag(name)}-dir and {flag(f'no_{name}')} exclude each other")
+
+    def by_key(self) -> dict[str, Any]:
+        """Return the values that replace the plan's, by dotted key; None removes one."""
+        given = {
+            "corpus.input": self.input and list(self.input),
+            "corpus.data_path": self.data_path and list(self.data_path),
+            "corpus.vocab_file": self.vocab_file,
+            "glue.data_dir": self.glue_dir,
+            "minimal_pairs.data_dir": self.minimal_pairs_dir,
+            "workers": self.workers,
+        }
+        replaced: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if self.input:
+            replaced["corpus.data_path"] = None
+        if self.data_path:
+            replaced |= {"corpus.input": None, "corpus.vocab_size": None, "corpus.shuffle": None}
+        return replaced | {name: None for name in ("glue", "minimal_pairs", "tasks") if not getattr(self, name)}
+
+
+@dataclass(frozen=True)
+class RowsAndPage(Section):
+    """rows and page"""
+
+    rows: Path | None = option(
+        None,
+        "file with a row per finished run (default: OUT/rows.jsonl); a run with a row is not repeated, even if OUT is "
+        "empty",
         metavar="FILE.jsonl",
-        help="file with a row per finished run (default: OUT/rows.jsonl); a run with a row is not repeated, even if "
-        "OUT is empty",
     )
-    page.add_argument(
-        "--claims", type=Path, metavar="FILE.yaml", help="claims to judge (default: those of the DDRP+MTH paper)"
-    )
-    page.add_argument(
-        "--tables",
-        type=Path,
-        metavar="FILE.md",
-        help="with ROWS.jsonl: replace each block of this file between `<!-- compare NAME -->` and "
+    claims: Path | None = option(None, "claims to judge (default: those of the DDRP+MTH paper)", metavar="FILE.yaml")
+    tables: Path | None = option(
+        None,
+        "with ROWS.jsonl: replace each block of this file between `<!-- compare NAME -->` and "
         "`<!-- end of compare NAME -->` by the table NAME of the page",
+        metavar="FILE.md",
     )
-    mode = parser.add_argument_group("mode")
-    mode.add_argument("--page-only", action="store_true", help="run nothing; write the page from the finished jobs")
-    mode.add_argument(
-        "--no-wait",
-        action="store_true",
-        help="exit instead of waiting for jobs that other commands on the same OUT are doing, except jobs that make "
-        "data; the command that finishes last writes the page (for job arrays)",
+
+
+@dataclass(frozen=True)
+class Mode(Section):
+    """mode"""
+
+    page_only: bool = option(False, "run nothing; write the page from the finished jobs")
+    wait: bool = option(
+        True,
+        "with --no-wait: exit instead of waiting for jobs that other commands on the same OUT are doing, except jobs "
+        "that make data; the command that finishes last writes the page (for job arrays)",
     )
-    mode.add_argument(
-        "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"
-    )
-    return parser
+    dry_run: bool = option(False, "print the plan, every command and the expected hours; write nothing")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. `given` of the result has the values that replace the plan's, by dotted key."""
-    parser = build_parser()
-    parsed = parser.parse_args(arguments)
-    parsed.is_rows = any(path.suffix == ".jsonl" for path in parsed.plan)
-    if parsed.is_rows and not all(path.suffix == ".jsonl" for path in parsed.plan):
-        parser.error("a plan (.yaml) and rows (.jsonl) exclude each other: give one plan, or files of rows")
-    if parsed.tables and not parsed.is_rows:
+    parser = ArgumentParser(description=DESCRIPTION)
+    options = parse_sections(parser, (Files, Replacements, RowsAndPage, Mode), arguments, plugins=False)
+    options.is_rows = given_options(Files, options).is_rows
+    options.given = given_options(Replacements, options).by_key()
+    if options.tables and not options.is_rows:
         parser.error("--tables needs rows: megatron-ddrp compare OUT/rows.jsonl --output-dir DIR --tables FILE.md")
-    if parsed.input and parsed.data_path:
-        parser.error("--input and --data-path exclude each other: give the texts, or the datasets made from them")
-    if parsed.glue_dir and parsed.no_glue:
-        parser.error("--glue-dir and --no-glue exclude each other")
-    if parsed.minimal_pairs_dir and parsed.no_minimal_pairs:
-        parser.error("--minimal-pairs-dir and --no-minimal-pairs exclude each other")
-    if parsed.data_path and not parsed.vocab_file:
-        parser.error("--data-path needs --vocab-file, the vocabulary that made the datasets")
-    given: dict[str, Any] = {
-        "corpus.input": parsed.input,
-        "corpus.data_path": parsed.data_path,
-        "corpus.vocab_file": parsed.vocab_file,
-        "glue.data_dir": parsed.glue_dir,
-        "minimal_pairs.data_dir": parsed.minimal_pairs_dir,
-        "workers": parsed.workers,
-    }
-    parsed.given = {key: value for key, value in given.items() if value is not None}
-    switches = [parsed.no_glue, parsed.no_minimal_pairs, parsed.no_tasks, parsed.page_only, parsed.no_wait]
-    if parsed.is_rows and (parsed.given or parsed.rows or parsed.dry_run or any(switches)):
+    if options.is_rows and (options.given or options.rows or options.page_only or options.dry_run or not options.wait):
         parser.error("ROWS.jsonl takes only --output-dir, --claims and --tables: rows are finished, nothing is run")
-    if parsed.input:
-        parsed.given["corpus.data_path"] = None
-    if parsed.data_path:
-        parsed.given |= {"corpus.input": None, "corpus.vocab_size": None, "corpus.shuffle": None}
-    for section in ("glue", "minimal_pairs", "tasks"):
-        if getattr(parsed, f"no_{section}"):
-            parsed.given[section] = None
-    return parsed
+    return options

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in _data_remarks(experiment):
             _say(f"  {line}")
     jobs = experiment.jobs()
-    runner.run(jobs, wait=not options.no_wait)
+    runner.run(jobs, wait=options.wait)
     if left := len(runner.left(jobs)):
         experiment.record()
         print(left_to_others(left, options.output_dir))
@@ -74,7 +74,7 @@ def _remarks(experiment: Experiment) -> list[str]:
     """Return what the missing runs will say about their precision on this machine, each line once."""
     import torch  # here, because --help must not import torch
 
-    from megatron_ddrp.engine.precision import precision_remarks
+    from megatron_ddrp.engine.device import precision_remarks
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [f"  {line}" for run in experiment.missing_runs for line in precision_remarks(run.config, device)]

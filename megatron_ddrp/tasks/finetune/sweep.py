@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ddrp.encoders.encoder import Encoder, load_encoder
 from megatron_ddrp.encoders.rows import Encoded
-from megatron_ddrp.engine.precision import instead_of_fp16
+from megatron_ddrp.engine.device import instead_of_fp16
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.host_memory import keep_freed_memory

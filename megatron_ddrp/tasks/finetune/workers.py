@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import UserError, agreed_by_all
+from megatron_ddrp.errors import UserError, shared_error
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.options import SweepOptions
@@ -66,7 +66,7 @@ def run_on_ranks(options: SweepOptions) -> None:
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
     lines: list[str] = []
     stage: SweepOptions | None = options
-    with process_group.agreed_errors_told_once(options.suite.program):
+    with process_group.print_shared_errors_once(options.suite.program):
         while stage is not None:
             sweep, store = _open_on_ranks(stage, ranks)
             is_done = stage.machine.dry_run or do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
@@ -145,7 +145,7 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], Non
         while (number := announce(0)) < done:
             sweep.perform(sweep.runs[number])
         if number == failed:
-            raise agreed_by_all("rank 0 has stopped")  # rank 0 prints the reason
+            raise shared_error("rank 0 has stopped")  # rank 0 prints the reason
         return number == done
     outcome = failed
     try:

@@ -28,7 +28,7 @@ MORE_PRELOADED = [
     "megatron_ddrp.conversion.from_huggingface",
     "megatron_ddrp.conversion.to_huggingface",
     "megatron_ddrp.data.preprocess.pipeline",
-    "megatron_ddrp.tasks.glue.figure",
+    "megatron_ddrp.tasks.finetune.figure",
     "megatron_ddrp.tasks.finetune.sweep",
     "megatron_ddrp.tasks.finetune.workers",
     "tests.endurance.damage.running",

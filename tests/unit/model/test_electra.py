@@ -9,9 +9,9 @@ from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.electra import SampleKeys, generator_config
-from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.heads import gumbel_argmax
 from megatron_ddrp.model.stages import Draws, Inputs
-from megatron_ddrp.objectives.draws import sample_keys
+from megatron_ddrp.objectives.contract import sample_keys
 from tests.reference.electra import generator_input, replaced_token_detection
 from tests.reference.losses import masked_lm
 from tests.reference.tensors import assert_same

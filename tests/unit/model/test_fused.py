@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ObjectiveConfig
-from megatron_ddrp.model import fused, triton_needs
-from megatron_ddrp.model.attention.relative import spread
+from megatron_ddrp.model import fused
+from megatron_ddrp.model.attention.logits import spread
 from megatron_ddrp.model.electra import SampleKeys
 from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model
 
@@ -22,7 +22,7 @@ def traced(monkeypatch):
     """Trace regions with autograd, fail at a break in a graph, and run them by torch's own kernels."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(fused, "compiled", cache(partial(torch.compile, fullgraph=True, backend="aot_eager")))
+    monkeypatch.setattr(fused, "compile_region", cache(partial(torch.compile, fullgraph=True, backend="aot_eager")))
 
 
 def region_inputs(tokens, dropout):
@@ -117,7 +117,7 @@ def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, trace
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dropout_repeats_when_a_layer_is_computed_again(backend, monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(fused, "compiled", cache(partial(torch.compile, fullgraph=True, backend=backend)))
+    monkeypatch.setattr(fused, "compile_region", cache(partial(torch.compile, fullgraph=True, backend=backend)))
     answers = []
     for recompute in (False, True, False):
         states, _ = region_inputs(16, 0.5)
@@ -139,7 +139,7 @@ def counted(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr(fused, "compiled", cache(fused.compiled.__wrapped__))
+    monkeypatch.setattr(fused, "compile_region", cache(fused.compile_region.__wrapped__))
     monkeypatch.setattr(fused, "own_copy", cache(fused.own_copy.__wrapped__))
     return graphs
 
@@ -175,9 +175,9 @@ def test_position_terms_trace_without_a_break():
 def test_compile_acts_by_setting_device_and_triton(monkeypatch, tmp_path):
     (tmp_path / "Python.h").touch()
     compiles = fused.compiles.__wrapped__
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_needs, "_headers", lambda: tmp_path)
+    monkeypatch.setattr(fused, "_headers", lambda: tmp_path)
     for setting, device, capability, expected in (
         ("on", CPU, None, True),
         ("auto", CPU, None, False),
@@ -188,14 +188,14 @@ def test_compile_acts_by_setting_device_and_triton(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
         assert compiles(setting, device) is expected, (setting, device, capability)
-    monkeypatch.setattr(triton_needs, "_headers", lambda: Path("no headers"))
+    monkeypatch.setattr(fused, "_headers", lambda: Path("no headers"))
     assert compiles("auto", GPU) is False
     assert "needs Python.h, which is not in no headers" in fused.why_not_compile(GPU)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
     assert compiles("auto", GPU) is False
     assert "needs a C compiler, and neither gcc nor clang is found" in fused.why_not_compile(GPU)
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
     assert compiles("auto", GPU) is False
     assert "needs the package triton" in fused.why_not_compile(GPU)
 

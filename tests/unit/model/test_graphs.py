@@ -15,7 +15,7 @@ from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import graphs
-from megatron_ddrp.model.build import build_model
+from megatron_ddrp.model.bert import build_model
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.objectives.contract import make_objective

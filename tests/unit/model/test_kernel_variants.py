@@ -15,7 +15,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.gpu import triton_attention
-from megatron_ddrp.model.attention.gpu.offsets import LENGTHS
+from megatron_ddrp.model.attention.gpu.plan import LENGTHS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.model.attention.relative import collect_values, spread, spread_values
+from megatron_ddrp.model.attention.logits import collect_values, spread, spread_values
 from megatron_ddrp.model.positions import PositionTerms
 
 pytestmark = pytest.mark.usefixtures("torch_seed")

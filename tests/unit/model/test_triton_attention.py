@@ -3,42 +3,24 @@
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import kernels
 import pytest
 import torch
 
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model import triton_needs
+from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import resolve_backend
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import make_case
-
-ROOT = Path(__file__).parents[3]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def run(arguments, **environment):
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))} | environment
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500, check=False
-    )
+from tests.unit.model.triton_interpreter import assert_checks_pass, needs_triton, run
 
 
 @needs_triton
 def test_maths_under_the_interpreter():
-    """In a process of its own: see triton_interpreted.py, where each check can be read and run alone."""
-    checks = str(Path(__file__).with_name("triton_interpreted.py"))
-    result = run(["-m", "pytest", checks, "-p", "no:cacheprovider"], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) >= 25, result.stdout
+    assert_checks_pass("triton_kernels.py", 50)
 
 
 def test_package_needs_no_triton():
@@ -60,7 +42,7 @@ def test_package_needs_no_triton():
 def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = why_not_triton(Demand(torch.device(device), dtype, 0.1, head_dim))
     if expected is None:
@@ -72,10 +54,10 @@ def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, mon
 def test_missing_triton_and_full_dropout_are_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 1.0, 64))
     assert reason is not None and "dropout below 1, got 1.0" in reason
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
     reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.0, 64))
     assert reason is not None and "needs the package triton" in reason
 
@@ -85,7 +67,7 @@ def test_without_a_c_compiler_auto_takes_another_backend(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     demand = Demand(torch.device("cuda"), torch.bfloat16, 0.1, 64)
     assert "needs a C compiler" in str(why_not_triton(demand))

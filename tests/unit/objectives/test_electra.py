@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.model.replacing import gumbel_argmax, replace, rtd_sums, rtd_targets
-from megatron_ddrp.objectives.draws import sample_keys
+from megatron_ddrp.model.heads import gumbel_argmax, replace_tokens, rtd_sums, rtd_targets
+from megatron_ddrp.objectives.contract import sample_keys
 from tests.reference.electra import replaced_token_detection
 
 
@@ -61,7 +61,7 @@ def test_rtd_follows_the_loops():
     originals = torch.randint(0, 4, (3, 9), generator=generator)
     valid = torch.arange(9) < torch.tensor([9, 5, 2])[:, None]
     places = torch.tensor([0, 3, 4, 10, 13, 18])
-    seen = replace(originals, places, torch.randint(0, 4, (6,), generator=generator))
+    seen = replace_tokens(originals, places, torch.randint(0, 4, (6,), generator=generator))
     logits = torch.randn(3, 9, generator=generator, dtype=torch.float64, requires_grad=True)
     expected = replaced_token_detection(logits, seen.tolist(), originals.tolist(), valid.tolist())
     targets = rtd_targets(seen, originals, valid.long())

@@ -8,7 +8,7 @@ from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.notes import blend, window_means
+from megatron_ddrp.model.stages import blend, window_means
 from megatron_ddrp.objectives.notes import NoteDictionary, window_places
 from tests.reference import notes as loops
 from tests.unit.model.test_electra import with_keys

@@ -6,8 +6,7 @@ import torch
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.objectives.draws import sample_heads, sample_tokens
+from megatron_ddrp.objectives.contract import make_objective, sample_heads, sample_tokens
 
 SEQ = 16
 

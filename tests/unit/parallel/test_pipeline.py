@@ -7,8 +7,7 @@ import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.notes import NoteInputs
-from megatron_ddrp.model.stages import Inputs, State
+from megatron_ddrp.model.stages import Inputs, NoteInputs, State
 from megatron_ddrp.parallel.pipeline import HEADER, Courier, PipelinePart, split_stages
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 

@@ -11,10 +11,9 @@ import pytest
 from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_text, unigram_level
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.report import figures
-from megatron_ddrp.report.curves import LEARNING, Panel, logged, loss_panel, running_mean, series
-from megatron_ddrp.report.facts import facts, training_seconds
-from megatron_ddrp.report.page import Extras, page
+from megatron_ddrp.run_report import figures
+from megatron_ddrp.run_report.curves import LEARNING, Panel, logged_panels, loss_panel, running_mean, series
+from megatron_ddrp.run_report.page import Extras, facts, page, training_seconds
 from tests.datasets import write_dataset
 
 ROWS = [
@@ -50,7 +49,7 @@ def text_of(rows, beside=None, extras=None):
 def test_series_hold_what_was_logged():
     assert series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
     assert series(ROWS, "rtd_loss") == []
-    assert Panel("", "lm_loss", factor=100).trained(ROWS) == [(1, 900.0), (100, 650.0)]
+    assert Panel("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
 
 
 def test_a_running_mean_stands_at_the_middle_step():
@@ -93,10 +92,10 @@ def test_an_electra_run_is_measured_by_the_majority():
     text = text_of(ELECTRA)
     assert "| RTD accuracy (%), validation | 91.000 | 91.000 | 100 |" in text
     assert "| majority: every token an original (%) | 87.500 | 87.500 | 100 |" in text
-    assert [panel.validation for panel in logged(LEARNING, {"": ELECTRA})] == [
+    assert [panel.validation for panel in logged_panels(LEARNING, {"": ELECTRA})] == [
         *("valid_rtd_loss", "valid_rtd_accuracy", "valid_rtd_recall")
     ]
-    assert [panel.training for panel in logged(LEARNING, {"": ROWS})] == ["tcd_loss", "hcd_loss"]
+    assert [panel.training for panel in logged_panels(LEARNING, {"": ROWS})] == ["tcd_loss", "hcd_loss"]
 
 
 def test_each_runs_loss_has_its_own_name_beside_an_electra():

@@ -78,7 +78,7 @@ class Block:
         place = torch.arange(self.length)
         return place[tile.rows, None] - place[tile.columns]
 
-    def forbidden(self, tile: Tile) -> Tensor | None:
+    def forbidden_pairs(self, tile: Tile) -> Tensor | None:
         """Mark pairs of two documents, with padding or outside the window; return None if there are none.
 
         The result is bool `[b, 1, t, c]`, or `[1, 1, t, c]` if it is the same for all rows of the batch.

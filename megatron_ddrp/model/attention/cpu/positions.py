@@ -85,7 +85,7 @@ class BlockPositions:
 
     def _index(self, tile: Tile) -> Tensor:
         """Return the table row of each pair of a tile: `[t, c]`."""
-        row = _clipped(self.block.offsets(tile), self.terms)
+        row = _clip(self.block.offsets(tile), self.terms)
         return row if self.terms.table_row is None else self.terms.table_row[row]
 
     def _read(self, tile: Tile) -> slice:
@@ -117,7 +117,7 @@ class BlockPositions:
         return bias if len(bias) == 1 else bias[self.block.rows]
 
 
-def _clipped(offset: Tensor, terms: PositionTerms) -> Tensor:
+def _clip(offset: Tensor, terms: PositionTerms) -> Tensor:
     """Return r(i,j), the row of each offset i − j."""
     return offset.clamp(terms.lowest, terms.highest) - terms.lowest
 
@@ -212,7 +212,7 @@ class OffsetBias:
 
     def __init__(self, terms: PositionTerms, length: int) -> None:
         self.length = length
-        self.index = _clipped(torch.arange(length - 1, -length, -1), terms)  # from offset n − 1 down to −(n − 1)
+        self.index = _clip(torch.arange(length - 1, -length, -1), terms)  # from offset n − 1 down to −(n − 1)
         assert terms.offset_bias is not None
         self.by_offset = terms.offset_bias.index_select(1, self.index)  # [1 or h, 2n − 1]
 

@@ -22,12 +22,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending, Demand
-from megatron_ddrp.model.attention.gpu.launching import Tile, launch
-from megatron_ddrp.model.attention.gpu.offsets import Offsets
-from megatron_ddrp.model.attention.gpu.plan import Facts, Plan, plan_of
+from megatron_ddrp.model.attention.gpu.plan import Facts, KernelPlan, Offsets, Tile, launch, plan_of
 from megatron_ddrp.model.attention.logits import tapped_cosine
+from megatron_ddrp.model.fused import missing_for_triton
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
-from megatron_ddrp.model.triton_needs import missing_for_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
@@ -83,7 +81,7 @@ class Given(NamedTuple):
 class _Problem:
     """Arguments that all kernels share, and the launches of the kernels."""
 
-    def __init__(self, plan: Plan, given: Given) -> None:
+    def __init__(self, plan: KernelPlan, given: Given) -> None:
         query, key, value, query_table, key_table, bias, offset_bias, document_ids, heads, seed = given
         self.offsets, self.tiles, self.numbers, self.sizes, self.constants = plan
         self.given, self.query = given, query

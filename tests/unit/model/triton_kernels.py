@@ -1,25 +1,15 @@
-"""Triton attention under Triton's interpreter, on a CPU: run by test_triton_attention.py in a process of its own.
-
-The interpreter replaces Triton's functions when they are defined, so TRITON_INTERPRET=1 must stand before the first
-import of triton, and nothing compiled can be used beside it.
-"""
-
-import os
-from itertools import combinations
+"""The Triton kernels' attention, dropout and comparison of heads beside eager attention: run by
+test_triton_attention.py under Triton's interpreter."""
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model import graphs
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.gpu import launching
+from megatron_ddrp.model.attention.gpu import plan
 from megatron_ddrp.model.attention.gpu import triton_attention as module
-from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
-from megatron_ddrp.model.attention.gpu.plan import DROPOUT_STEPS, Facts, plan_of
+from megatron_ddrp.model.attention.gpu.plan import DROPOUT_STEPS, Facts, Tile, Tiles, plan_of
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
@@ -31,47 +21,8 @@ from tests.unit.model.attention_cases import (
     reference,
     reference_with_mask,
 )
-from tests.unit.model.test_graphs import PADDED as PADDED_ROWS
-from tests.unit.model.test_graphs import assert_equal_with_graphs, config_of
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton_attention.py"
-interpreter = pytest.importorskip("triton.runtime.interpreter")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def each_module_is_patched_once():
-    """A launch gives Triton's functions their meaning on a CPU; at every call of a helper the interpreter would look
-    through all of them again, which takes more time than the kernels' sums. Once for each module of helpers is enough.
-    """
-    patched = set()
-    call = interpreter.InterpretedFunction.__call__
-
-    def call_helper(self, *args, **kwargs):
-        if self.fn.__module__ in patched:
-            return self.rewrite()(*args, **kwargs)
-        patched.add(self.fn.__module__)
-        return call(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_plan_of_other_tiles():
-    """Some tests choose tiles of their own."""
-    plan_of.cache_clear()
-    yield
-    plan_of.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    """What the kernels leave unwritten shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
+pytest_plugins = ["tests.unit.model.triton_interpreter"]
 
 CLOSE = {"rtol": 1.5e-5, "atol": 1.5e-5}
 """What fp32 leaves of sums over 128 dimensions and 130 tokens; sums over more are compared by their own size."""
@@ -130,66 +81,6 @@ def test_keys_out_of_reach_are_not_read():
             x[:, :, 64:] = torch.nan
     context, _ = triton_attention(case.attending())
     assert context[:, :, :32].isfinite().all() and context[:, :, 64:].isnan().all()
-
-
-LENGTHS = (1, 17, 511, 512, 513, 1025)
-HEAD_SIZES = (64, 80, 96, 128)
-LAYOUTS = {
-    "whole": lambda seq: [1] * seq,
-    "left padding": lambda seq: [0] * (seq // 3) + [1] * (seq - seq // 3),
-    "packed": lambda seq: [1] * (seq - seq // 2) + [2] * (seq // 3) + [0] * (seq // 2 - seq // 3),
-}
-
-
-def terms_of(encoding, seq, head_dim):
-    """The terms of one head of an encoding, for a row of `seq` tokens."""
-    config = ModelConfig(
-        position_encoding=encoding, num_layers=1, hidden_size=head_dim, num_attention_heads=1, seq_length=max(3, seq)
-    )
-    positions = encoding_class(encoding)(config)
-    maps = [torch.nn.Linear(head_dim, head_dim) for _ in range(2)]
-    tensors = positions.layer_part(config).of_layer(positions(torch.arange(seq)[None]), *maps)
-    return positions.terms(config, tensors)
-
-
-def kernels_of(encoding):
-    """What the kernels know of an encoding: which terms it has, and their shapes."""
-    terms = terms_of(encoding, 17, 64).by_offset
-    return terms.lowest, terms.highest, *(None if x is None else x.shape for x in terms.tensors)
-
-
-DISTINCT = list({kernels_of(name): name for name in reversed(ENCODINGS)}.values())
-"""Of encodings that are alike to the kernels, the first."""
-
-
-def pairwise():
-    """(encoding, length, head size, layout): every encoding at every length, the rest in turns."""
-    for i, encoding in enumerate(DISTINCT):
-        for j, seq in enumerate(LENGTHS):
-            yield encoding, seq, HEAD_SIZES[(i + j) % 4], tuple(LAYOUTS)[(i + j // 2) % 3]
-
-
-def test_every_two_values_meet():
-    met = {(a, b, *pair) for row in pairwise() for (a, b) in combinations(range(4), 2) for pair in [(row[a], row[b])]}
-    values = (tuple(DISTINCT), LENGTHS, HEAD_SIZES, tuple(LAYOUTS))
-    wanted = {(a, b, x, y) for a, b in combinations(range(4), 2) for x in values[a] for y in values[b]}
-    assert met == wanted, sorted(wanted - met, key=str)
-    assert {kernels_of(name) for name in DISTINCT} == {kernels_of(name) for name in ENCODINGS}
-
-
-@pytest.mark.parametrize("encoding, seq, head_dim, layout", pairwise())
-def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeypatch):
-    """Each encoding's own terms, with random numbers in them, against eager attention in float64."""
-    monkeypatch.setattr(
-        launching, "tiles", lambda *_: Tiles(*(Tile(256, 256, 4, 1),) * 4)
-    )  # fewer steps of the interpreter
-    terms = terms_of(encoding, seq, head_dim)
-    case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
-    generator = torch.Generator().manual_seed(seq)
-    case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())
-    got, expected = answer(case, triton_attention), reference(case)
-    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
 
 
 def test_half_precision_stays_near():
@@ -256,7 +147,7 @@ def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
     before = dropped_probabilities(case, 0.3, 7)
     assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
-    monkeypatch.setattr(launching, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
+    monkeypatch.setattr(plan, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
 
 
@@ -378,11 +269,3 @@ def test_serves_no_float64_and_says_so():
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
     assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
-
-
-@pytest.mark.parametrize("encoding", ["ddrp", "tupe-a"])
-def test_graphs_repeat_the_kernels_to_the_last_bit(encoding, monkeypatch):
-    """On the emulator of graphs, which notes launches too."""
-    monkeypatch.setattr(graphs, "WARM_UP", 0)
-    config = config_of(encoding, attention_backend="triton", num_layers=1)
-    assert_equal_with_graphs(config, [PADDED_ROWS[1:]] * 4, [1])

@@ -20,14 +20,14 @@ from megatron_ddrp.pages.plotting import (
     short_names,
     thousands,
 )
-from megatron_ddrp.report.curves import (
+from megatron_ddrp.run_report.curves import (
     LEARNING,
     RTD_ACCURACY,
     SPEED,
+    MetricsRows,
     Panel,
-    Rows,
     Series,
-    logged,
+    logged_panels,
     loss_panel,
     majority,
     running_mean,
@@ -36,15 +36,15 @@ from megatron_ddrp.report.curves import (
 WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
 """Inches of a figure, of the panel of the loss, and of a row of panels below it."""
 WINDOW = 9
-"""Rows of metrics.jsonl in a running mean."""
+"""MetricsRows of metrics.jsonl in a running mean."""
 MOST_DECIMALS = 4
 """Largest number of decimals on an axis of losses or rates; smaller numbers have two or three digits."""
 
 
-def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> None:
+def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Path) -> None:
     """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
     plt = pyplot()
-    lower = logged(LEARNING, runs)
+    lower = logged_panels(LEARNING, runs)
     columns = _columns(len(lower))
     lines = -(-len(lower) // columns)
     figure = plt.figure(figsize=(WIDTH, TOP + LOWER * lines), layout="constrained")
@@ -58,7 +58,7 @@ def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> 
     for number, panel in enumerate(lower):
         axis = figure.add_subplot(grid[1 + number // columns, number % columns])
         _draw_panel(axis, panel, runs, looks)
-        if panel.is_noisy and any(len(panel.trained(rows)) > WINDOW for rows in runs.values()):
+        if panel.is_noisy and any(len(panel.training_curve(rows)) > WINDOW for rows in runs.values()):
             handles[f"HCD, mean of {WINDOW} rows"] = plt.Line2D([], [], color=GREY, linewidth=2.5)
         if panel == RTD_ACCURACY:
             for level in filter(None, map(majority, runs.values())):
@@ -68,9 +68,9 @@ def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> 
     save_figure(plt, figure, path)
 
 
-def draw_speed(runs: Mapping[str, Rows], path: Path) -> bool:
+def draw_speed(runs: Mapping[str, MetricsRows], path: Path) -> bool:
     """Draw learning rate, gradient norm, speed and memory; return whether any of them was logged."""
-    panels = logged(SPEED, runs)
+    panels = logged_panels(SPEED, runs)
     remove_figure(path)
     if not panels:
         return False
@@ -101,7 +101,7 @@ class _Look:
         self.validation_color = COLORS[1] if is_alone else self.color
 
 
-def _looks(runs: Mapping[str, Rows]) -> list[_Look]:
+def _looks(runs: Mapping[str, MetricsRows]) -> list[_Look]:
     return [_Look(name, number, len(runs) == 1) for number, name in enumerate(short_names(list(runs)))]
 
 
@@ -121,15 +121,22 @@ def _handles(plt: Any, looks: Sequence[_Look]) -> dict[str, Any]:
     return by_run | kinds
 
 
-def _draw_panel(axis: Any, panel: Panel, runs: Mapping[str, Rows], looks: Sequence[_Look]) -> None:
+def _draw_panel(axis: Any, panel: Panel, runs: Mapping[str, MetricsRows], looks: Sequence[_Look]) -> None:
     """Draw the curves of a panel: training thin, validation with markers."""
     for rows, look in zip(runs.values(), looks, strict=True):
-        trained = panel.trained(rows)
+        trained = panel.training_curve(rows)
         smooth = running_mean(trained, WINDOW) if panel.is_noisy else []
         alpha = 0.35 if smooth else 1.0 if len(looks) == 1 else 0.6
         _plot(axis, trained, color=look.color, linewidth=1.4, alpha=alpha)
         _plot(axis, smooth, color=look.color, linewidth=2.5)
-        _plot(axis, panel.validated(rows), color=look.validation_color, linewidth=2, marker=look.marker, markersize=5)
+        _plot(
+            axis,
+            panel.validation_curve(rows),
+            color=look.validation_color,
+            linewidth=2,
+            marker=look.marker,
+            markersize=5,
+        )
     axis.set(xlabel="step", ylabel=panel.label)
     axis.grid(alpha=0.3)
     axis.yaxis.set_major_formatter(lambda value, _: evenly(value, axis.yaxis.get_majorticklocs()))

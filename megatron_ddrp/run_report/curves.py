@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_ddrp.run.metrics import Row
+from megatron_ddrp.run.metrics import MetricsRow
 
-Rows = list[Row]
-"""Rows of one run's metrics.jsonl."""
+MetricsRows = list[MetricsRow]
+"""MetricsRows of one run's metrics.jsonl."""
 
 Series = list[tuple[int, float]]
 """(iteration, value) pairs."""
@@ -28,15 +28,15 @@ class Panel:
     is_noisy: bool = False
     """True if single steps vary so much that the training curve gets a running mean."""
 
-    def trained(self, rows: Rows) -> Series:
+    def training_curve(self, rows: MetricsRows) -> Series:
         """Return the training curve; empty where nothing was logged."""
-        return self._scaled(rows, self.training)
+        return self._curve(rows, self.training)
 
-    def validated(self, rows: Rows) -> Series:
+    def validation_curve(self, rows: MetricsRows) -> Series:
         """Return the validation curve; empty where nothing was logged."""
-        return self._scaled(rows, self.validation)
+        return self._curve(rows, self.validation)
 
-    def _scaled(self, rows: Rows, key: str | None) -> Series:
+    def _curve(self, rows: MetricsRows, key: str | None) -> Series:
         return [(step, self.factor * value) for step, value in series(rows, key)] if key else []
 
 
@@ -62,7 +62,7 @@ SPEED = (
 )
 
 
-def series(rows: Rows, key: str) -> Series:
+def series(rows: MetricsRows, key: str) -> Series:
     """Return the values of one metric, where it was logged and finite."""
     return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
 
@@ -76,18 +76,20 @@ def running_mean(values: Series, window: int) -> Series:
     ]
 
 
-def logged(panels: Iterable[Panel], runs: Mapping[str, Rows]) -> list[Panel]:
+def logged_panels(panels: Iterable[Panel], runs: Mapping[str, MetricsRows]) -> list[Panel]:
     """Return the panels that any run logged numbers of."""
-    return [panel for panel in panels if any(panel.trained(r) or panel.validated(r) for r in runs.values())]
+    return [
+        panel for panel in panels if any(panel.training_curve(r) or panel.validation_curve(r) for r in runs.values())
+    ]
 
 
-def loss_panel(runs: Mapping[str, Rows]) -> Panel:
+def loss_panel(runs: Mapping[str, MetricsRows]) -> Panel:
     """Return the panel of the masked-LM losses; those of a run with a detector are its generator's."""
-    detecting = [bool(logged([RTD_ACCURACY], {name: rows})) for name, rows in runs.items()]
+    detecting = [bool(logged_panels([RTD_ACCURACY], {name: rows})) for name, rows in runs.items()]
     return GENERATOR_LOSS if all(detecting) else MIXED_LOSS if any(detecting) else LOSS
 
 
-def majority(rows: Rows) -> Series:
+def majority(rows: MetricsRows) -> Series:
     """Return the accuracy in percent of calling every token an original, in each validation."""
     return [(step, 100 * (1 - share)) for step, share in series(rows, "valid_replaced_share")]
 
