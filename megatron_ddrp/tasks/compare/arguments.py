@@ -130,10 +130,13 @@ class Mode(Section):
     dry_run: bool = option(False, "print the plan, every command and the expected hours; write nothing")
 
 
+SECTIONS = (Files, Replacements, RowsAndPage, Mode)
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. `given` of the result has the values that replace the plan's, by dotted key."""
     parser = ArgumentParser(description=DESCRIPTION)
-    options = parse_sections(parser, (Files, Replacements, RowsAndPage, Mode), arguments, plugins=False)
+    options = parse_sections(parser, SECTIONS, arguments, plugins=False)
     options.is_rows = given_options(Files, options).is_rows
     options.given = given_options(Replacements, options).by_key()
     if options.tables and not options.is_rows:

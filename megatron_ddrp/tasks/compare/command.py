@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 from megatron_ddrp.pages.rendering import require_packages
-from megatron_ddrp.tasks.compare.arguments import parse_arguments
+from megatron_ddrp.tasks.compare.arguments import SECTIONS, parse_arguments
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import open_store
@@ -16,6 +16,8 @@ from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rows import read_rows
 from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
+
+__all__ = ["SECTIONS", "main"]
 
 PAGE_PACKAGES = ("markdown", "matplotlib")
 
@@ -117,5 +119,3 @@ def _page_of_rows(options: argparse.Namespace) -> int:
     print(page.write())
     return 0
 
-
-SECTIONS: tuple[type, ...] = ()
