@@ -267,7 +267,7 @@ def need_less_memory(config: Config, world_size: int, device_type: str) -> str:
 
 
 def estimated_needs(config: Config, world_size: int, device_type: str) -> dict[int, Memory]:
-    """Return what the neediest rank needs at each ZeRO stage that the run allows."""
+    """Return the memory of the rank that needs the most, at each ZeRO stage that the run allows."""
     data_size = config.parallel.data_parallel_size(world_size)
     training = config.training
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)

@@ -12,7 +12,7 @@ never run.
 
 Another vocabulary (--from-hf with --vocab-file or --tokenizer-model): a piece that both vocabularies have keeps its
 embedding, any other begins as the mean of the old pieces that spell it. So an encoder moves to the words of a domain or
-language, and goes on training from there.
+language, and is trained further from there.
 
     megatron-ddrp convert --from-hf bert-base-uncased --vocab-file law_vocab.txt --output start
 

@@ -63,12 +63,12 @@ class Work(Section):
     workers: int = option(1, "tokenizing processes; the output does not depend on it", within="[1, 4096]")
     dry_run: bool = option(
         False,
-        "tokenize a few megabytes, print what the whole input will come to in tokens, bytes and time; write nothing",
+        "tokenize a few megabytes, print the estimated tokens, bytes and time of the whole input; write nothing",
     )
 
 
 def print_estimate(config: PreprocessConfig) -> None:
-    """Tokenize some of the input, and print what the whole of it comes to."""
+    """Tokenize some of the input, and print the estimated size of the whole dataset."""
     found = estimate(config)
     about = "about " if found.read_bytes < found.total_bytes else ""
     read = f"{found.read_bytes / 1e6:,.1f} MB from {found.read_files}" if about else "all"

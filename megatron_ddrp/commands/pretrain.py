@@ -1,4 +1,4 @@
-"""Pre-train a BERT-class encoder: parse → build → train. `megatron-ddrp pretrain --help` tells more."""
+"""Pre-train a BERT-class encoder: parse → build → train. `megatron-ddrp pretrain --help` lists the flags."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LOSSES, SPEED = "losses.png", "speed.png"
 
 
 def read_metrics(folder: Path, flag: str = "--load") -> MetricsRows:
-    """Return the rows of metrics.jsonl. Raises `UserError` where there is none."""
+    """Return the rows of metrics.jsonl. Raises `UserError` if the folder has no such file, or it is empty."""
     path = folder / METRICS
     if not path.is_file():
         raise UserError(f"{path}: no such file; {flag} takes the --save folder of a pre-training run")
@@ -75,7 +75,7 @@ def unigram_level(prefix: str) -> float:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file. Raises `UserError` where it is empty or not UTF-8."""
+    """Return the text of a file. Raises `UserError` if it is empty or not UTF-8."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -13,29 +13,3 @@ from megatron_ddrp.config.option import Number, flag, flag_words
 from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.run import Config, concerns, load_config, save_config
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
-
-__all__ = [
-    "ENCODINGS",
-    "OBJECTIVES",
-    "Number",
-    "VOCABULARY_MULTIPLE",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "TrainingConfig",
-    "changed_model",
-    "changed_settings",
-    "concerns",
-    "encoding_class",
-    "flag",
-    "flag_words",
-    "load_config",
-    "load_plugin",
-    "objective_class",
-    "save_config",
-]

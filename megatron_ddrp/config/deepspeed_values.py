@@ -142,10 +142,10 @@ def decisions(path: str, content: Mapping[str, Any], options: Mapping[str, Optio
 def global_batch_of(
     path: str, content: Mapping[str, Any], settings: Mapping[str, Any], world_size: int | None
 ) -> dict[str, Decision]:
-    """Return the global batch size as the file's `gradient_accumulation_steps` has it on `world_size` ranks.
+    """Return the global batch size that the file's `gradient_accumulation_steps` give on `world_size` ranks.
 
-    Nothing where the steps are absent, or `settings` (by name, resolved) holds a global batch size. Raises `UserError`
-    where it is needed and the number of ranks is not known.
+    Return nothing if the steps are absent, or if `settings` (by name, resolved) holds a global batch size. Raises
+    `UserError` if the size is needed and the number of ranks is unknown.
     """
     steps = content.get("gradient_accumulation_steps", "auto")
     if not isinstance(steps, int) or "global_batch_size" in settings:
@@ -168,7 +168,7 @@ def check_against(path: str, decided: Mapping[str, Decision], given: Mapping[str
 
 
 def refuse_contradiction(path: str, key: str, value: Any, given: Any, flags: str) -> NoReturn:
-    """Refuse a key of a file whose value is not what the flags say."""
+    """Refuse a key of a file whose value contradicts the flags."""
     refuse_file(path, f"{key} is {value!r} but the flags say {given!r}: set it by {flags} and leave it out of the file")
 
 
@@ -178,7 +178,7 @@ def refuse_file(path: str, reason: str) -> NoReturn:
 
 
 def flatten_keys(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key → value of what a file sets; items of `betas` are numbered from 1."""
+    """Return dotted key → value for every setting of a file; items of `betas` are numbered from 1."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict):

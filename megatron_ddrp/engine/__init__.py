@@ -1,1 +1,1 @@
-"""The DeepSpeed engine: build, step, schedule, checkpoint. The only folder that imports DeepSpeed."""
+"""The DeepSpeed engine: build, step, checkpoint, checks of the device. The only folder that imports DeepSpeed."""

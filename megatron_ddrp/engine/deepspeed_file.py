@@ -79,7 +79,7 @@ def settings_without_optimizer(config: Config, from_file: Mapping[str, Any]) -> 
 
 
 def import_quietly() -> None:
-    """Import DeepSpeed without its warning that there is no GPU where there is none."""
+    """Import DeepSpeed; on a machine without a GPU, suppress its warning about that."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: F401
@@ -115,7 +115,7 @@ def _refuse_for_run(path: str, settings: Mapping[str, Any], zero_stage: int, dev
 def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:
     """Check the sections that DeepSpeed describes by models: names and values, nested ones too.
 
-    Some values depend on the ZeRO stage, which is `zero_stage` if the file has none.
+    Some values depend on the ZeRO stage: the file's, or `zero_stage` if the file sets none.
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig

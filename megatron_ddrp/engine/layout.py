@@ -68,7 +68,7 @@ class WeightedLoss:
 def spread_nonfinite(loss: Tensor) -> Tensor:
     """Return `loss`; if it is not finite, so are its gradients (an infinite loss can have finite ones).
 
-    The gradient norm, equal on all ranks, then tells every rank to skip the step (`engine/nonfinite.py`).
+    The gradient norm is equal on all ranks, so every rank then skips the step (`engine/nonfinite.py`).
     """
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 

@@ -1,7 +1,7 @@
 """CUDA graphs of the layers: a micro-batch launches two graphs per layer, forward and backward, instead of kernels.
 
 The CPU needs longer to launch a layer's kernels one by one than a GPU to run them. A graph replays them from fixed
-memory, so it serves micro-batches of one shape. Dropout goes on drawing from torch's generator in the same order, so a
+memory, so it serves micro-batches of one shape. Dropout still draws from torch's generator in the same order, so a
 run with graphs repeats a run without. Embeddings and head, whose shapes differ between micro-batches, stay outside.
 
 One pool of memory serves the graphs of all shapes, because a micro-batch ends before the next one begins. Layer i

@@ -26,12 +26,12 @@ Tell = Callable[[str], object]
 
 
 @functools.cache
-def tell_once(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a notice on standard error, once per process."""
     print(line, file=sys.stderr, flush=True)
 
 
-def read_rows(folder: str | os.PathLike[str], tell: Tell = tell_once) -> list[MetricsRow]:
+def read_rows(folder: str | os.PathLike[str], tell: Tell = print_once) -> list[MetricsRow]:
     """Return the rows of a run's metrics.jsonl, also while a run writes it; no rows if there is no file yet.
 
     Calls `tell` with the number of skipped damaged lines. Raises `UserError` if the file cannot be read.

@@ -66,7 +66,7 @@ class StepProfile:
     def finish(self, step: int) -> list[str]:
         """Write the profile if `step` was its last one; return a line of every rank that profiles.
 
-        A collective call after that step. A profile that cannot be written is reported, and the run goes on.
+        A collective call after that step. A profile that cannot be written is reported, and the run continues.
         """
         if not self._pending or step != self.end:
             return []

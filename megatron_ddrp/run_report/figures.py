@@ -1,4 +1,4 @@
-"""The figures of a report: what the runs learnt, and how they ran."""
+"""Figures of a report: losses and accuracies, and the speed of the runs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from megatron_ddrp.run_report.curves import (
 def facts(folder: Path, rows: MetricsRows) -> list[tuple[str, str]]:
     """Return (name, value) pairs of a run: model, parameters, batch, tokens seen, speed and time.
 
-    Without config.json there are only those that the rows tell.
+    Without config.json, only the facts of metrics.jsonl are returned.
     """
     config, settled = None, []
     if (folder / "config.json").is_file():
@@ -47,7 +47,7 @@ def facts(folder: Path, rows: MetricsRows) -> list[tuple[str, str]]:
 
 
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the facts that were settled before the first step."""
+    """Yield the facts that follow from the configuration."""
     model, training = config.model, config.training
     yield "model", f"{model.position_encoding} + {config.objective.objective}"
     heads = f"{model.num_attention_heads} heads"
@@ -61,7 +61,7 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _of_rows(rows: MetricsRows, config: Config | None) -> Iterator[tuple[str, str]]:
-    """Yield the facts that the steps tell."""
+    """Yield the facts that follow from the rows of metrics.jsonl."""
     last = max(row["iteration"] for row in rows)
     yield "steps", f"{last:,} of {config.training.train_iters:,}" if config else f"{last:,}"
     tokens = [count for _, count in series(rows, "consumed_tokens")]
