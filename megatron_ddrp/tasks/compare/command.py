@@ -5,17 +5,122 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
+from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 from megatron_ddrp.pages.rendering import require_packages
-from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.experiment import Experiment
-from megatron_ddrp.tasks.compare.forecast import JobForecast
-from megatron_ddrp.tasks.compare.jobs import open_store
+from megatron_ddrp.tasks.compare.jobs import JobForecast, open_store
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rows import read_rows
-from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
+from megatron_ddrp.tasks.jobs.processes import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
+
+DESCRIPTION = """Compare models, at one budget or several.
+
+The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
+own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
+Pre-Training by Reducing Representation Confusion").
+
+The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
+finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints, and OUT/rows.jsonl one line per finished
+run with all its measures, from which the page is made. Run the same command again to do what is missing: it repeats no
+finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You may change the plan:
+jobs that it shares with the old plan are not repeated.
+
+  expected time  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
+  run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
+  own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
+  page of rows   megatron-ddrp compare OUT/rows.jsonl --output-dir DIR
+"""
+
+
+REPLACED = {
+    "input": "corpus.input", "data_path": "corpus.data_path", "vocab_file": "corpus.vocab_file",
+    "glue_dir": "glue.data_dir", "minimal_pairs_dir": "minimal_pairs.data_dir", "workers": "workers",
+}  # fmt: skip
+"""Flag → dotted key of the plan that it replaces."""
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of all flags, in groups."""
+    parser = ArgumentParser(description=DESCRIPTION)
+    parser.add_argument(
+        "plan", type=Path, nargs="+", metavar="PLAN.yaml", help="plan of the comparison; or rows of runs, ROWS.jsonl …"
+    )
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="folder for all output")
+    instead = parser.add_argument_group("values that replace the plan's")
+    instead.add_argument("--input", nargs="+", metavar="FILE", help="corpus.input: texts to build a dataset from")
+    instead.add_argument("--data-path", nargs="+", metavar="P", help="corpus.data_path: indexed datasets")
+    instead.add_argument("--vocab-file", metavar="FILE", help="corpus.vocab_file")
+    instead.add_argument("--glue-dir", metavar="DIR", help="glue.data_dir: GLUE's folder")
+    instead.add_argument("--no-glue", action="store_true", help="leave GLUE out")
+    instead.add_argument("--minimal-pairs-dir", metavar="DIR", help="minimal_pairs.data_dir: folder of paradigms")
+    instead.add_argument("--no-minimal-pairs", action="store_true", help="leave minimal pairs out")
+    instead.add_argument("--no-tasks", action="store_true", help="leave the plan's own tasks out")
+    instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
+    page = parser.add_argument_group("rows and page")
+    page.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="file with a row per finished run (default: OUT/rows.jsonl); a run with a row is not repeated, even if "
+        "OUT is empty",
+    )
+    page.add_argument(
+        "--claims", type=Path, metavar="FILE.yaml", help="claims to judge (default: those of the DDRP+MTH paper)"
+    )
+    page.add_argument(
+        "--tables",
+        type=Path,
+        metavar="FILE.md",
+        help="with ROWS.jsonl: replace each block of this file between `<!-- compare NAME -->` and "
+        "`<!-- end of compare NAME -->` by the table NAME of the page",
+    )
+    mode = parser.add_argument_group("mode")
+    mode.add_argument("--page-only", action="store_true", help="run nothing; write the page from the finished jobs")
+    mode.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="exit instead of waiting for jobs that other commands on the same OUT are doing, except jobs that make "
+        "data; the command that finishes last writes the page (for job arrays)",
+    )
+    mode.add_argument(
+        "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"
+    )
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. `given` of the result has the values that replace the plan's, by dotted key."""
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+    parsed.is_rows = any(path.suffix == ".jsonl" for path in parsed.plan)
+    if parsed.is_rows and not all(path.suffix == ".jsonl" for path in parsed.plan):
+        parser.error("a plan (.yaml) and rows (.jsonl) exclude each other: give one plan, or files of rows")
+    if parsed.tables and not parsed.is_rows:
+        parser.error("--tables needs rows: megatron-ddrp compare OUT/rows.jsonl --output-dir DIR --tables FILE.md")
+    for one, other in (("input", "data-path"), ("glue-dir", "no-glue"), ("minimal-pairs-dir", "no-minimal-pairs")):
+        if all(getattr(parsed, name.replace("-", "_")) for name in (one, other)):
+            parser.error(f"--{one} and --{other} exclude each other; give one of them")
+    if parsed.data_path and not parsed.vocab_file:
+        parser.error("--data-path needs --vocab-file, the vocabulary that made the datasets")
+    given = {key: getattr(parsed, name) for name, key in REPLACED.items()}
+    parsed.given = {key: value for key, value in given.items() if value is not None}
+    switches = [parsed.no_glue, parsed.no_minimal_pairs, parsed.no_tasks, parsed.page_only, parsed.no_wait]
+    if parsed.is_rows and (parsed.given or parsed.rows or parsed.dry_run or any(switches)):
+        parser.error("ROWS.jsonl takes only --output-dir, --claims and --tables: rows are finished, nothing is run")
+    if parsed.input:
+        parsed.given["corpus.data_path"] = None
+    if parsed.data_path:
+        parsed.given |= {"corpus.input": None, "corpus.vocab_size": None, "corpus.shuffle": None}
+    for section in ("glue", "minimal_pairs", "tasks"):
+        if getattr(parsed, f"no_{section}"):
+            parsed.given[section] = None
+    return parsed
+
 
 PAGE_PACKAGES = ("markdown", "matplotlib")
 
@@ -38,12 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
     stop_on_sigterm()
-    runner = Runner(forecast, _say, experiment.record)
+    runner = Runner(forecast, partial(print, flush=True), experiment.record)
     runner.run(first := experiment.first_jobs())
     experiment.update()  # the probes have given the steps of a budget in minutes
     if not experiment.store.missing(first):
         for line in _data_remarks(experiment):
-            _say(f"  {line}")
+            print(f"  {line}", flush=True)
     jobs = experiment.jobs()
     runner.run(jobs, wait=not options.no_wait)
     if left := len(runner.left(jobs)):
@@ -64,7 +169,7 @@ def plan_experiment(options: argparse.Namespace) -> Experiment:
 
 def _check_claims(options: argparse.Namespace) -> None:
     """Raise `UserError` for a mistake in the file of claims, before hours of jobs."""
-    from megatron_ddrp.tasks.compare.claims import load_claims  # here, because --help must not import scipy
+    from megatron_ddrp.tasks.compare.results import load_claims  # here, because --help must not import scipy
 
     if options.claims:
         load_claims(options.claims)
@@ -89,10 +194,6 @@ def _data_remarks(experiment: Experiment) -> list[str]:
     lines = [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
     remedy = "; in a plan: shuffle: true under corpus" * bool(experiment.plan.corpus.input)
     return [line + remedy for line in lines]
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
