@@ -1,4 +1,4 @@
-"""Figures of the analyses: f(S) and f(H), triangles, the probe of direction, throughput and attention maps."""
+"""Figures of the analyses: f(S) and f(H), triangles, direction, hidden states, throughput and attention maps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,25 @@ from megatron_ddrp.pages.plotting import (
     save_figure,
     thousands,
 )
+from megatron_ddrp.tasks import measures
+from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, TOKEN_SIMILARITY
 
 Curve = Sequence[tuple[float | None, float]]
 """(step or None, value) pairs."""
 
+SPACE = {
+    "token_similarity": TOKEN_SIMILARITY,
+    "head_similarity": HEAD_SIMILARITY,
+    **{key: name for name, key in measures.SPACE.items()},
+}
+"""Key of a measure of hidden states in the JSON → its name in printed lines."""
+DRAWN = {
+    "token_similarity": "f(S): tokens of a sentence",
+    "cosine_between": "cosine between sentences",
+    "isoscore": "IsoScore",
+    "effective_rank": "effective rank",
+}
+"""Key of a measure of hidden states that the figure shows → title of its panel; the JSON has all."""
 LOOKS: dict[str, dict[str, str]] = {
     "probe": {"linestyle": "-"},
     "shuffled": {"linestyle": "--", "markerfacecolor": "white"},
@@ -86,6 +101,42 @@ def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     chance = {"chance": plt.Line2D([], [], color=GREY, linestyle=":", linewidth=2)}
     legend_below(figure, handles_by_label(axis) | lines | chance)
     save_figure(plt, figure, path)
+
+
+def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the measures of `DRAWN` over the layers of each run's last checkpoint and, if a run has several, over steps.
+
+    `rows` are those of the JSON. A model of unknown step is a horizontal line over the steps.
+    """
+    plt = pyplot()
+    runs = {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
+    has_steps = any(len(of_run) > 1 for of_run in runs.values())
+    size = (4.0 * len(DRAWN), 3.8 * (1 + has_steps))
+    figure, axes = plt.subplots(1 + has_steps, len(DRAWN), squeeze=False, figsize=size, layout="constrained")
+    for column, (key, title) in enumerate(DRAWN.items()):
+        for number, of_run in enumerate(runs.values()):
+            layers = [(layer["layer"], layer[key]) for layer in of_run[-1]["layers"]]
+            _draw_known(axes[0, column], layers, run_style(number))
+            if has_steps:
+                steps = [(row["iteration"], row["layers"][-1][key]) for row in of_run]
+                _draw_known(axes[1, column], steps, run_style(number))
+        axes[0, column].set(title=title, xlabel="layer of the last checkpoint")
+        axes[0, column].xaxis.get_major_locator().set_params(integer=True)
+        if has_steps:
+            axes[1, column].set(title=title, xlabel="training step, last layer")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    legend_below(figure, {run: plt.Line2D([], [], **run_style(number)) for number, run in enumerate(runs)})
+    save_figure(plt, figure, path)
+
+
+def _draw_known(axis: Any, points: Sequence[tuple[float | None, float | None]], style: Mapping[str, Any]) -> None:
+    """Draw the points that have a value: as a curve or, where x is unknown, as a horizontal line at the last one."""
+    known = [(x, value) for x, value in points if value is not None]
+    if known and all(x is not None for x, _ in known):
+        axis.plot(*zip(*known, strict=True), **style)
+    elif known:
+        axis.axhline(known[-1][1], **{key: style[key] for key in ("color", "linestyle", "linewidth")})
 
 
 def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ddrp.analysis import figures, space_figure
+from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.attention_maps import measure_maps
 from megatron_ddrp.analysis.cosines import near_and_far, table_cosines
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
@@ -77,9 +77,9 @@ def report_space(arguments: argparse.Namespace) -> None:
     for row in rows:
         step = "" if row["iteration"] is None else f" step {row['iteration']:,}"
         last = row["layers"][-1]
-        values = ", ".join(f"{name} {_shown(last[key])}" for key, name in space_figure.SPACE.items())
+        values = ", ".join(f"{name} {_shown(last[key])}" for key, name in figures.SPACE.items())
         print(f"{row['run']}{step}, layer {last['layer']}: {values}")
-    session.write({"checkpoints": rows}, lambda path: space_figure.draw_space(rows, path))
+    session.write({"checkpoints": rows}, lambda path: figures.draw_space(rows, path))
 
 
 def _shown(value: float | None) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 
 
@@ -26,6 +29,31 @@ def replace_blocks(text: str, name: str, content: str) -> str:
     for first, last in reversed(_places(lines, name)):
         lines[first + 1 : last] = content.split("\n")
     return "\n".join(lines)
+
+
+def write_blocks(path: Path, prefix: str, contents: Mapping[str, str]) -> list[str]:
+    """Replace the blocks `prefix NAME` of a Markdown file by the contents of these names; return those that it has.
+
+    Raises:
+        UserError: the file is missing or not UTF-8, has no block, an unknown one, or one without an end.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"{path}: {reason}; give a Markdown file") from None
+    names = [name.removeprefix(prefix) for name in block_names(text, prefix)]
+    unknown = [name for name in names if name not in contents]
+    if unknown or not names:
+        got = f"unknown table {unknown[0]!r}" if unknown else f"no line <!-- {prefix}NAME -->"
+        raise UserError(f"{path}: {got}; expected one of {', '.join(contents)}")
+    for name in names:
+        try:
+            text = replace_blocks(text, prefix + name, contents[name])
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    write_text(path, text)
+    return names
 
 
 def _places(lines: list[str], name: str) -> list[tuple[int, int]]:

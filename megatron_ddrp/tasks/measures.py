@@ -1,4 +1,4 @@
-"""Names of the measures of a run, in rows, in tables and in results.json."""
+"""Names and units of the measures of a run, in rows, in tables and in results.json."""
 
 from __future__ import annotations
 
@@ -31,3 +31,26 @@ INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
 NO_MEASURES = (TOKENS, STEP_SECONDS)
 """Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
 SMALLER_IS_BETTER = (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
+_SHOWN = {
+    **dict.fromkeys((LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
+    **dict.fromkeys(DIRECTION, (1, 3)),
+    "effective rank": (1, 1),
+    TRIANGLE: (100, 1),
+}
+"""Measure → factor and digits; other measures are shares in points."""
+
+
+def shown(measure: str, value: float, sign: str = "") -> str:
+    """Return a value of a measure; with `sign` "+" a difference."""
+    factor, digits = _SHOWN.get(measure, (100, 2))
+    return f"{factor * value:{sign}.{digits}f}"
+
+
+def factor_of(measure: str) -> int:
+    """Return the factor with which a measure is shown."""
+    return _SHOWN.get(measure, (100, 2))[0]
+
+
+def unit_of(measure: str) -> str:
+    """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
+    return " [nats]" if measure in (LOSS, TRAINING_LOSS) else " [points]" if factor_of(measure) == 100 else ""

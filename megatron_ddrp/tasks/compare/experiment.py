@@ -1,4 +1,4 @@
-"""Work of an experiment: the jobs of its plans, one per budget or side experiment, and the rows of its finished runs.
+"""Jobs of an experiment: those of its plans, one per budget or side experiment, and the rows of its finished runs.
 
 The page is made from rows alone, so a run's folder may go once its row is stored. A run is not repeated if its row has
 every job of the plan, wherever it ran.
@@ -10,16 +10,48 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ddrp.data.progress import tracked
-from megatron_ddrp.tasks.compare.jobs import Job, log_file
-from megatron_ddrp.tasks.compare.plan import Plan
-from megatron_ddrp.tasks.compare.rows import Run, as_run, open_rows
-from megatron_ddrp.tasks.compare.running import last_line
-from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.compare.samples import samples_file, write_samples
-from megatron_ddrp.tasks.compare.work import Work
+from megatron_ddrp.tasks.compare.measures import Measure, all_measures
+from megatron_ddrp.tasks.compare.plan import NUM_SEEDS, Plan
+from megatron_ddrp.tasks.compare.rows import Run, as_run, open_rows, samples_file, write_samples
+from megatron_ddrp.tasks.compare.runs import TrainingRun, all_runs, count_steps, open_corpus, probe_jobs, probed_seconds
+from megatron_ddrp.tasks.jobs.processes import Job, last_line, log_file
 from megatron_ddrp.tasks.jobs.store import Row, Store
 
 ROWS = "rows.jsonl"
+
+
+class Work:
+    """Jobs of a plan in an output folder. `update` repeats the planning after the probes have finished."""
+
+    steps: dict[str, int]
+    """Model's name → steps of the full budget; only models whose steps are known."""
+    runs: list[TrainingRun]
+    measures: list[Measure]
+
+    def __init__(self, plan: Plan, folder: Path, store: Store):
+        """Plan all jobs. Raises `UserError` for missing inputs and for flags that pre-training would refuse."""
+        self.plan, self.folder, self.store = plan, folder, store
+        self.corpus = open_corpus(plan, folder)
+        self.probes = probe_jobs(plan, self.corpus, folder)
+        self.update()
+
+    def update(self) -> None:
+        """Plan the runs whose steps are known, and their measures."""
+        finished = {name: job for name, job in self.probes.items() if job.name in self.store}
+        self.steps = count_steps(self.plan, {name: probed_seconds(job) for name, job in finished.items()})
+        self.runs = all_runs(self.plan, self.corpus, self.folder, self.steps)
+        self.measures = all_measures(self.plan, self.runs, self.corpus, self.folder)
+
+    def jobs_of(self, run: TrainingRun) -> list[Job]:
+        """Return a run's job and those that measure its checkpoints, the last one first."""
+        return [run.job, *(measure.job for measure in self.measures if measure.run == run)]
+
+    def summary(self) -> str:
+        """Return the numbers of models and seeds, and the budget, in words."""
+        models, seeds = len(self.plan.models), self.plan.seeds
+        few = f" (fewer than {NUM_SEEDS}: too few for a reliable spread)" if len(seeds) < NUM_SEEDS else ""
+        counts = f"{models} model{'s' * (models > 1)} x {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+        return f"{counts} ({', '.join(map(str, seeds))}){few}, {self.plan.budget} each"
 
 
 class Experiment:
@@ -60,7 +92,7 @@ class Experiment:
         GLUE on earlier checkpoints comes last.
         """
         known = {job.name: job for work in self.works for run in work.runs for job in work.jobs_of(run)}
-        later = {score.job.name for work in self.works for score in work.scores if score.step != score.run.steps}
+        later = {one.job.name for work in self.works for one in work.measures if one.step != one.run.steps}
         wanted = [(job, work) for work, run in self._without_row() for job in work.jobs_of(run)]
         found = {job.name: job for job in self.first_jobs()}
         for job, work in sorted(wanted, key=lambda item: item[0].name in later):
@@ -93,18 +125,14 @@ class Experiment:
         self.record()
         found: dict[str, Row] = {}
         unfinished = [make_row(work, run) for work, run in self._without_row() if run.job.name in self.store]
-        for row in (*self.rows, *unfinished):
-            best = found.get(row["run"])
-            if self.rank(row) and (best is None or self._worth(row) >= self._worth(best)):
-                found[row["run"]] = row
+        for row in filter(self.rank, (*self.rows, *unfinished)):
+            best = found.get(row["run"], row)  # of two rows of the same worth the later one
+            found[row["run"]] = max(row, best, key=lambda one: (self.rank(one), len(one["jobs"])))
         folder = self.rows.path.parent
         for row in tracked(list(found.values()), "run", "resampling items"):
             if not samples_file(folder, row).is_file() and (samples := draw_samples(*self._owners[row["run"]])):
                 write_samples(folder, row, samples)
         return [as_run(row, folder) for row in found.values()]
-
-    def _worth(self, row: Row) -> tuple[int, int]:
-        return self.rank(row), len(row["jobs"])
 
     def rank(self, row: Row) -> int:
         """Return what a row is worth to the plans: 2 with all jobs of its run, 1 with some of them and no others.
@@ -134,10 +162,8 @@ class Experiment:
     @property
     def left_out(self) -> list[str]:
         """Runs of the plans all of whose rows were measured in another way, and which the store does not have."""
-        ranks: dict[str, int] = {}
-        for row in self.rows:
-            ranks[row["run"]] = max(ranks.get(row["run"], 0), self.rank(row))
-        return [name for name in self._wanted if ranks.get(name) == 0 and name not in self.store]
+        others = {row["run"] for row in self.rows} - {row["run"] for row in self.rows if self.rank(row)}
+        return [name for name in self._wanted if name in others and name not in self.store]
 
     def _without_row(self) -> list[tuple[Work, TrainingRun]]:
         """Return the runs without a row that has all their jobs, in the order of the plans."""
@@ -146,15 +172,17 @@ class Experiment:
         return [self._owners[name] for name in in_order if name not in recorded]
 
     def plan_text(self) -> str:
-        """Return the text of the plans: models, steps, seeds and budgets."""
-        if len(self.works) == 1:
-            return self.works[0].plan_text()
-        lines = [f"plan {self.plan.file}: {len(self.works)} budgets, into {self.folder}"]
+        """Return the text of the plans: budgets, seeds, models and steps."""
+        lines = [f"plan {self.plan.file}: {len(self.works)} budget{'s' * (len(self.works) > 1)}, into {self.folder}"]
         for work in self.works:
-            lines.append(f"{f'check, {work.plan.check}' if work.plan.check else 'budget'}: {work.summary()}")
-            lines.append("  " + "; ".join(model.name for model in work.plan.rows))
-            if work.plan.half_budget:
-                lines.append("  and with half the budget: " + "; ".join(work.plan.half_budget))
+            plan = work.plan
+            lines.append(f"{f'check, {plan.check}: ' if plan.check else ''}{work.summary()}")
+            for model in plan.rows:
+                steps = work.steps.get(model.name)
+                count = f"{steps:,} steps" if steps else f"as many steps as fit into {plan.budget}"
+                half = ", and half of it" if model.name in plan.half_budget else ""
+                lines.append(f"  {model.name}: {model.encoding}, {model.objective}, {count}{half}")
+            lines += ["  no GLUE in this plan"] * (plan.glue is None)
         return "\n".join(lines)
 
     def times(self) -> dict[str, tuple[int, float]]:

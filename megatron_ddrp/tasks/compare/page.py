@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.config import flag_words
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render, write_page
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.blocks import block_names, replace_blocks
-from megatron_ddrp.tasks.compare.arms import Arm
-from megatron_ddrp.tasks.compare.claims import Claim, Gain, claims_of, gains, load_claims, model_claims
-from megatron_ddrp.tasks.compare.facts import facts
-from megatron_ddrp.tasks.compare.figures import draw_all
-from megatron_ddrp.tasks.compare.jobs import shown_kind
-from megatron_ddrp.tasks.compare.results import Results, check_places, checks_of
+from megatron_ddrp.tasks.blocks import write_blocks
+from megatron_ddrp.tasks.compare.figures import FIGURES, draw_all
+from megatron_ddrp.tasks.compare.results import (
+    Gain,
+    Results,
+    check_places,
+    claims_of,
+    gains,
+    load_claims,
+    model_claims,
+    over_baseline,
+)
 from megatron_ddrp.tasks.compare.rows import Run
 from megatron_ddrp.tasks.compare.tables import (
+    checks_table,
     cost_table,
     gain_table,
     paper_table,
@@ -30,14 +36,25 @@ from megatron_ddrp.tasks.compare.tables import (
     table_of,
     throughput_table,
 )
+from megatron_ddrp.tasks.jobs.processes import shown_kind
 from megatron_ddrp.tasks.measures import GLUE, LOSS
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES
 
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
 GROUPS = ("", "-glue", "-minimal-pairs", "-tasks", "-inside")
-NAMES = ("runs", *(f"claims{group}" for group in GROUPS), *(f"models{group}" for group in GROUPS[:4]))
-NAMES += ("scores", "inside", "checks", "cost", "throughput")
+"""Ends of the names of tables of gains, see `table_of`."""
+SECTIONS = {
+    "Claims": [f"claims{group}" for group in GROUPS],
+    "Models over the baseline": [f"models{group}" for group in GROUPS[:4]],
+    "Curves": ["curves", "budgets", "glue-curve"],
+    "Scores": ["scores", "minimal-pairs"],
+    "Inside the models": ["inside"],
+    "Checks": ["checks"],
+    "Cost": ["cost", "throughput"],
+}
+"""Title of a section → names of its figures and tables; a figure stands above the table of its name."""
+NAMES = ("runs", *(name for names in SECTIONS.values() for name in names if name not in FIGURES))
 """Names of the tables that `--tables` knows."""
 
 
@@ -49,7 +66,7 @@ class Page:
         check_places(runs)
         self.folder, self.runs = folder, runs
         self.results = Results(runs)
-        self.checks = [Results(runs, check) for check in checks_of(runs)]
+        self.checks = [Results(runs, check) for check in dict.fromkeys(run.check for run in runs) if check]
         self.gains: dict[str, list[Gain]] = {}
         """Name of a table → its gains, judged together."""
         self.unused: list[str] = []
@@ -57,32 +74,24 @@ class Page:
         if self.results.runs:
             found, unused = claims_of(self.results, load_claims(claims))
             self.unused = unused if claims else []
-            self._judge("claims", found)
-            self._judge("models", model_claims(self.results, found))
-        self.of_checks = {check.check: gains(check, _over_baseline(check)) for check in self.checks}
-
-    def _judge(self, name: str, claims: Sequence[Claim]) -> None:
-        for group in GROUPS:
-            own = [claim for claim in claims if table_of(claim.measure) == group]
-            if found := gains(self.results, own):
-                self.gains[name + group] = found
+            by_name = {"claims": found, "models": model_claims(self.results, found)}
+            for (name, claimed), group in itertools.product(by_name.items(), GROUPS):
+                own = [claim for claim in claimed if table_of(claim.measure) == group]
+                self.gains |= {name + group: judged} if (judged := gains(self.results, own)) else {}
+        self.of_checks = {check.check: gains(check, over_baseline(check, LOSS)) for check in self.checks}
 
     @cached_property
     def tables(self) -> dict[str, list[Table]]:
         """Name → tables, for every one of `NAMES`; those without rows are left out."""
         results, budgets = self.results, self.results.budgets
         found = {name: [gain_table(results, own, name[:6].rstrip("s"))] for name, own in self.gains.items()}
-        found["checks"] = [
-            score_table(check, budget, found=self.of_checks[check.check])
-            for check in self.checks
-            for budget in check.budgets
-        ]
+        found["checks"] = [checks_table(self.checks, self.of_checks)]
         if results.runs:
             found |= {
                 "runs": [runs_table(results)],
                 "scores": [score_table(results, budget) for budget in budgets],
                 "inside": [score_table(results, budget, is_inside=True) for budget in budgets],
-                "cost": [cost_table(results)],
+                "cost": [cost_table(results)] if max(run.workers for run in results.runs) < 2 else [],
                 "throughput": [throughput_table(results.runs)],
             }
         return {name: [table for table in found.get(name, []) if table.rows] for name in NAMES}
@@ -115,7 +124,7 @@ class Page:
             "compare.md.jinja",
             blocks=self.blocks,
             figures=figures,
-            filled=[name for name, text in self.blocks.items() if text] + list(figures),
+            sections=self._sections(figures),
             results=self.results,
             facts=facts(self.results.runs),
             seeds=sorted({run.seed for run in self.results.runs}),
@@ -128,6 +137,25 @@ class Page:
             paper=paper_table() if GLUE in self.results.measures else "",
             maps={run.arm.label: run.maps for run in self.runs if run.maps and (self.folder / run.maps).is_file()},
         )
+
+    def _sections(self, figures: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Return title → name → text of each part of a section that has one: a figure, a table, or both.
+
+        Tables of all models by other measures than the loss are files only: their figure shows the same numbers.
+        """
+        texts: dict[str, str] = {}
+        for name in itertools.chain(*SECTIONS.values()):
+            table, caption = self.blocks.get(name, ""), figures.get(name, "")
+            if name in figures:
+                table = f"Numbers: `tables/{name}.csv`." if name.startswith("models-") else table
+                picture = f"![{caption.partition(':')[0] or name}](figures/{name}.png)"
+                table = "\n\n".join(filter(None, (picture, caption, table)))
+            texts[name] = table
+        return {
+            title: found
+            for title, names in SECTIONS.items()
+            if (found := {name: texts[name] for name in names if texts[name]})
+        }
 
     def numbers(self) -> dict[str, Any]:
         """Return the content of results.json."""
@@ -151,30 +179,9 @@ class Page:
         Raises:
             UserError: the file is missing or not UTF-8, has no block, an unknown one, or one without an end.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; give a Markdown file") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path}: not UTF-8; give a Markdown file") from None
-        names = [name.removeprefix(BLOCK) for name in block_names(text, BLOCK)]
-        unknown = [name for name in names if name not in NAMES]
-        if unknown or not names:
-            got = f"unknown table {unknown[0]!r}" if unknown else f"no line <!-- {BLOCK}NAME -->"
-            raise UserError(f"{path}: {got}; expected one of {', '.join(NAMES)}")
-        for name in names:
-            try:
-                text = replace_blocks(text, BLOCK + name, self.blocks[name] or "These rows have no such numbers.")
-            except UserError as error:
-                raise UserError(f"{path}: {error}") from None
-        write_text(path, text)
+        texts = {name: text or "These rows have no such numbers." for name, text in self.blocks.items()}
+        names = write_blocks(path, BLOCK, texts)
         return f"{path}: {len(names)} tables replaced: {', '.join(names)}"
-
-
-def _over_baseline(check: Results) -> list[Claim]:
-    """Return the claims that the arms of a check gain over its baseline by the loss."""
-    base: Arm = check.baseline
-    return [Claim(f"{arm.label} over {base.label}", LOSS, arm, base) for arm in check.arms if arm != base]
 
 
 def _as_json(check: str, gain: Gain) -> dict[str, Any]:
@@ -196,3 +203,42 @@ def _as_json(check: str, gain: Gain) -> dict[str, Any]:
         "p": seeds.p_value,
         "judgement": gain.word or None,
     }
+
+
+def facts(runs: Sequence[Run]) -> list[str]:
+    """Return one sentence per fact about some runs."""
+    names = list(dict.fromkeys(name for run in runs for name in run.common))
+    values = {name: dict.fromkeys(str(run.common.get(name, "not given")) for run in runs) for name in names}
+    shared = [(name, runs[0].common[name]) for name in names if len(values[name]) == 1]
+    lines = [f"Flags of every run: `{' '.join(flag_words(shared))}`."] * bool(shared)
+    lines += [_difference(name, list(values[name]), runs) for name in names if len(values[name]) > 1]
+    examples = {f"{name} {one['train_examples']:,} and {one['dev_examples']:,}" for run in runs
+                for name, one in run.tasks.items() if {"train_examples", "dev_examples"} <= one.keys()}  # fmt: skip
+    lines += [f"Examples for training and for scores: {', '.join(sorted(examples))}."] * bool(examples)
+    lines += [f"Hardware: {line}." for line in dict.fromkeys(run.hardware for run in runs) if line]
+    versions = dict.fromkeys(", ".join(map(" ".join, run.versions.items())) for run in runs)
+    lines += [f"Versions: {line}." for line in versions if line]
+    if (workers := max((run.workers for run in runs), default=1)) > 1:
+        lines.append(f"Up to {workers} jobs shared the machine, so times of steps are no benchmark and have no table.")
+    undefined = [f"{', '.join(run.undefined)} of {run.run}" for run in runs if run.undefined]
+    return lines + [f"Values that are not finite are left out: {'; '.join(undefined)}."] * bool(undefined)
+
+
+def _difference(name: str, values: Sequence[str], runs: Sequence[Run]) -> str:
+    """Return a sentence about a flag that differs: the budgets of each value, with the seeds or models it belongs to.
+
+    Where all models of a seed have one value, it names the seeds: then no paired difference comes from the flag.
+    """
+    parts = []
+    for value in values:
+        places = []
+        for budget in dict.fromkeys(run.budget for run in runs):
+            here = [run for run in runs if run.budget == budget]
+            own = [run for run in here if str(run.common.get(name, "not given")) == value]
+            seeds = sorted({run.seed for run in own})
+            which = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+            if {run.seed for run in here if run not in own} & set(seeds):
+                which = ", ".join(dict.fromkeys(run.arm.label for run in own))
+            places += [budget if own == here else f"{budget} ({which})"] * bool(own)
+        parts.append(f"{value} at {', '.join(places)}")
+    return f"Flag that differs: `--{name.replace('_', '-')}` is {'; '.join(parts)}."

@@ -16,9 +16,16 @@ from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
 from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.config.registry import plugin_files
-from megatron_ddrp.tasks.compare.arms import Arm
-from megatron_ddrp.tasks.compare.flags import Flags, read_flags
-from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, read_glue, read_tasks
+from megatron_ddrp.tasks.compare.rows import Arm
+from megatron_ddrp.tasks.compare.scoring import (
+    Flags,
+    GluePlan,
+    MinimalPairsPlan,
+    TaskPlan,
+    read_flags,
+    read_glue,
+    read_tasks,
+)
 
 FIRST_SEED = 1234
 NUM_SEEDS = 3

@@ -13,13 +13,16 @@ import numpy as np
 from megatron_ddrp.config import load_config
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.items import pair_samples, task_samples
-from megatron_ddrp.tasks.compare.jobs import Job
+from megatron_ddrp.tasks.compare.experiment import Work
+from megatron_ddrp.tasks.compare.measures import Measure
+from megatron_ddrp.tasks.compare.rows import Samples
 from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
-from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
-from megatron_ddrp.tasks.glue.tasks import averaged_tasks
+from megatron_ddrp.tasks.finetune.metrics import resampled_scores
+from megatron_ddrp.tasks.finetune.predictions import read_predictions
+from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
+from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.glue.tasks import TASKS, averaged_tasks
 from megatron_ddrp.tasks.jobs.store import Row
 from megatron_ddrp.tasks.measures import (
     DIRECTION,
@@ -34,6 +37,9 @@ from megatron_ddrp.tasks.measures import (
     TRAINING_LOSS,
     TRIANGLE,
 )
+from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
+from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
+from megatron_ddrp.tasks.minimal_pairs.results import resampled_accuracy
 
 DIGITS = 5
 """Decimal places of curves."""
@@ -79,14 +85,14 @@ def make_row(work: Work, run: TrainingRun) -> Row:
     parameters, _ = count_parameters(on_meta_device(config.model, config.objective))
     finished = {row["job"]: row for row in work.store}
     course = finished[run.job.name]
-    jobs = [job for job in work.jobs_of(run) if job.name in finished]
+    measures = [one for one in work.measures if one.run == run and one.job.name in finished]
     found = Recording(work, run)
-    for job in jobs:
-        if job.kind in READERS:
-            READERS[job.kind](found, job)
+    for measure in measures:
+        READERS[measure.job.kind](found, measure)
+    jobs = [run.job.name, *(measure.job.name for measure in measures)]
     return found.more | {
         "run": run.job.name,
-        "jobs": [job.name for job in jobs],
+        "jobs": jobs,
         "model": run.model.name,
         "half": run.half,
         "encoding": run.model.encoding,
@@ -103,25 +109,51 @@ def make_row(work: Work, run: TrainingRun) -> Row:
         "hardware": course["hardware"],
         "versions": course["versions"],
         "workers": course["workers"],
-        "seconds": sum(finished[job.name]["seconds"] for job in jobs),
+        "seconds": sum(finished[name]["seconds"] for name in jobs),
         "tokens": found.tokens,
         "values": {name: value if _is_finite(value) else None for name, value in found.values.items()},
         "curves": {name: points for name, points in found.curves.items() if points},
     }
 
 
-def draw_samples(work: Work, run: TrainingRun) -> dict[str, np.ndarray]:
-    """Return measure → value on each bootstrap sample of its test items, as far as outputs of jobs are there."""
+def draw_samples(work: Work, run: TrainingRun) -> Samples:
+    """Return the values on bootstrap samples of a run's test items, as far as outputs of jobs are there."""
     found = {}
-    for job in work.jobs_of(run):
-        folder = job.output.parent
-        if job.name not in work.store or not folder.is_dir():
+    for measure in (one for one in work.measures if one.run == run):
+        folder = measure.job.output.parent
+        if measure.job.name not in work.store or not folder.is_dir():
             continue
-        if job.kind == "minimal-pairs":
-            found[MINIMAL_PAIRS] = pair_samples(folder)
-        elif job.kind in ("glue", "finetune"):
-            found |= {name: task_samples(cell, folder) for name, cell in _cells(work, run, job)}
+        if measure.job.kind == "minimal-pairs":
+            found[MINIMAL_PAIRS] = _pair_samples(folder)
+        elif measure.job.kind in ("glue", "finetune"):
+            found |= {name: _task_samples(cell, folder) for name, cell in _cells(work, measure)}
     return {name: samples for name, samples in found.items() if samples is not None}
+
+
+def _task_samples(cell: Cell, folder: Path) -> np.ndarray | None:
+    """Return a score of each sample, the median over fine-tuning seeds; None if predictions are missing or damaged."""
+    found = [_run_samples(row, folder) for row in cell.rows]
+    known = [samples for samples in found if samples is not None]
+    return np.median(known, axis=0) if found and len(known) == len(found) else None
+
+
+def _run_samples(row: dict[str, Any], folder: Path) -> np.ndarray | None:
+    path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
+    try:
+        task = Task.of(row["facts"]) if "facts" in row else TASKS[row["task"]]
+        scored = read_predictions(path.read_bytes(), task)
+    except (OSError, LookupError, TypeError, ValueError):
+        return None
+    return resampled_scores(task, *next(iter(scored.values())))
+
+
+def _pair_samples(folder: Path) -> np.ndarray | None:
+    """Return the accuracy on resampled pairs of a single paradigm; None for several, which are resampled themselves.
+
+    `folder` is the output of `megatron-ddrp minimal-pairs` with one encoder.
+    """
+    rows = list(PairStore(folder / SCORES_FILE))
+    return resampled_accuracy(cell_of_pairs(rows[0], "strict").right) if len(rows) == 1 else None
 
 
 def planned_tokens(work: Work, run: TrainingRun) -> int:
@@ -136,51 +168,51 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and bool(np.isfinite(value))
 
 
-def _json(job: Job) -> Any:
-    return json.loads(job.output.read_text(encoding="utf-8"))
+def _json(measure: Measure) -> Any:
+    return json.loads(measure.job.output.read_text(encoding="utf-8"))
 
 
-def _planned(found: Recording, job: Job) -> list[dict[str, Any]]:
+def _planned(found: Recording, measure: Measure) -> list[dict[str, Any]]:
     """Return an analysis's rows of the planned checkpoints. A run that was stopped has one more than other seeds."""
-    return [row for row in _json(job)["checkpoints"] if row["iteration"] in found.run.checkpoints]
+    return [row for row in _json(measure)["checkpoints"] if row["iteration"] in found.run.checkpoints]
 
 
-def _similarity(found: Recording, job: Job) -> None:
-    rows = _planned(found, job)
-    for measure, key in ((TOKEN_SIMILARITY, "token_similarity"), (HEAD_SIMILARITY, "head_similarity")):
-        found.add_curve(measure, [(row["iteration"], row[key]) for row in rows])
-        found.values[measure] = float(rows[-1][key])
+def _similarity(found: Recording, measure: Measure) -> None:
+    rows = _planned(found, measure)
+    for name, key in ((TOKEN_SIMILARITY, "token_similarity"), (HEAD_SIMILARITY, "head_similarity")):
+        found.add_curve(name, [(row["iteration"], row[key]) for row in rows])
+        found.values[name] = float(rows[-1][key])
 
 
-def _space(found: Recording, job: Job) -> None:
-    last_layer = _planned(found, job)[-1]["layers"][-1]  # earlier versions had fewer keys
+def _space(found: Recording, measure: Measure) -> None:
+    last_layer = _planned(found, measure)[-1]["layers"][-1]  # earlier versions had fewer keys
     found.values |= {measure: last_layer[key] for measure, key in SPACE.items() if last_layer.get(key) is not None}
 
 
-def _direction(found: Recording, job: Job) -> None:
-    models = _json(job)["models"]
+def _direction(found: Recording, measure: Measure) -> None:
+    models = _json(measure)["models"]
     values = {measure: models[place][key] for measure, (place, key) in DIRECTION.items()}
     found.values |= {measure: value for measure, value in values.items() if value is not None}
 
 
-def _triangle(found: Recording, job: Job) -> None:
-    found.values[TRIANGLE] = _json(job)["models"][0]["share"]
+def _triangle(found: Recording, measure: Measure) -> None:
+    found.values[TRIANGLE] = _json(measure)["models"][0]["share"]
 
 
-def _maps(found: Recording, job: Job) -> None:
-    found.more["maps"] = str(job.output.relative_to(found.work.folder))
+def _maps(found: Recording, measure: Measure) -> None:
+    found.more["maps"] = str(measure.job.output.relative_to(found.work.folder))
 
 
-def _throughput(found: Recording, job: Job) -> None:
+def _throughput(found: Recording, measure: Measure) -> None:
     """Keep the results of all models that were timed together."""
     labels = {run.folder.name: run.arm.label for run in found.work.runs}
     found.more["throughput"] = {
-        labels[Path(encoder["checkpoint"]).parent.name]: encoder["lengths"] for encoder in _json(job)["encoders"]
+        labels[Path(encoder["checkpoint"]).parent.name]: encoder["lengths"] for encoder in _json(measure)["encoders"]
     }
 
 
-def _pairs(found: Recording, job: Job) -> None:
-    (encoder,) = _json(job)["encoders"]
+def _pairs(found: Recording, measure: Measure) -> None:
+    (encoder,) = _json(measure)["encoders"]
     found.values[MINIMAL_PAIRS] = encoder["macro_average"]
     paradigms = {name: one["accuracy"] for name, one in encoder["paradigms"].items()}
     counts = {name: one["pairs"] for name, one in encoder["paradigms"].items()}
@@ -189,36 +221,29 @@ def _pairs(found: Recording, job: Job) -> None:
     found.more["fields"] = (encoder["fields"] or paradigms) | {"all": encoder["macro_average"]}
 
 
-def _scores(found: Recording, job: Job) -> None:
-    cells = dict(_cells(found.work, found.run, job))
-    if job.kind == "finetune":
-        for name, cell in cells.items():
-            found.add_score(name, cell)
-        return
-    step = next(score.step for score in found.work.scores if score.job.name == job.name)
-    averaged = averaged_tasks([{task: cell.median for task, cell in cells.items()}])
-    average = {GLUE: statistics.fmean(cells[task].median for task in averaged)} if averaged else {}
-    for value in average.values():
-        point = (round(step * found.tokens / found.run.steps), round(value, DIGITS))
+def _scores(found: Recording, measure: Measure) -> None:
+    cells = dict(_cells(found.work, measure))
+    is_last = measure.step == found.run.steps
+    if measure.job.kind == "glue" and (averaged := averaged_tasks([{task: one.median for task, one in cells.items()}])):
+        average = statistics.fmean(cells[task].median for task in averaged)
+        point = (round(measure.step * found.tokens / found.run.steps), round(average, DIGITS))
         found.curves[GLUE] = sorted([*found.curves.get(GLUE, []), point])
-    if step == found.run.steps:
-        for task, cell in cells.items():
-            found.add_score(task, cell)
-        found.values |= average
+        found.values |= {GLUE: average} if is_last else {}
+    for task, cell in cells.items() if is_last else ():
+        found.add_score(task, cell)
 
 
-def _cells(work: Work, run: TrainingRun, job: Job) -> Iterator[tuple[str, Cell]]:
-    """Yield the task and the best grid point of a fine-tuning job of the last checkpoint, and of GLUE on any."""
-    rows = list(RunStore(job.output.parent / RUNS))
-    if job.kind == "glue" and work.plan.glue:
+def _cells(work: Work, measure: Measure) -> Iterator[tuple[str, Cell]]:
+    """Yield the task and the best grid point of a fine-tuning job."""
+    rows = list(RunStore(measure.job.output.parent / RUNS))
+    if work.plan.glue and not measure.task:
         rows = [row for row in rows if row["task"] in work.plan.glue.tasks]
-    own = {measure.job.name: measure.task.name for measure in work.tasks}
     for cells in best_cells(rows).values():  # one encoder per folder
         for task, cell in cells.items():
-            yield own.get(job.name, task), cell
+            yield measure.task or task, cell
 
 
-READERS: dict[str, Callable[[Recording, Job], None]] = {
+READERS: dict[str, Callable[[Recording, Measure], None]] = {
     "self-similarity": _similarity,
     "space": _space,
     "direction": _direction,

@@ -1,168 +1,212 @@
 """Rows: one JSON line per finished run. Tables, figures and results.json are made from rows and nothing else.
 
-`TYPES` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and
-`similarity` for `curves`. What was measured per test item stands beside the rows, see `samples.py`.
+`Run` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and `similarity` for
+`curves`. Values on bootstrap samples of test items, which show the effect of other test sentences, are in
+`items/RUN-DIGEST.npz` beside the rows. All runs are scored on the same samples, so that differences are paired. The
+files may be missing; then a difference has no interval over items.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.arms import Arm
-from megatron_ddrp.tasks.compare.samples import read_samples
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
 from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
 Curve = Sequence[Sequence[float]]
 """Points (tokens, value)."""
+Samples = Mapping[str, np.ndarray]
+"""Measure → value on each bootstrap sample, `[samples]`."""
 Check = Callable[[Any], bool]
 LARGEST = 1e15
 """Bound of all numbers of a row."""
 
 
-def _number(value: Any, low: float = -LARGEST) -> bool:
+class Arm(NamedTuple):
+    """A model at the full or half budget."""
+
+    name: str
+    encoding: str
+    objective: str
+    flags: tuple[tuple[str, str], ...]
+    """Further flags of the model in the order of their names, with values as text."""
+    half: bool = False
+
+    @classmethod
+    def of(cls, name: str, encoding: str, objective: str, flags: Mapping[str, Any], half: bool = False) -> Arm:
+        """Return the arm of a model with these flags, of whatever type their values are."""
+        texts = sorted((flag.replace("-", "_"), _as_text(value)) for flag, value in flags.items())
+        return cls(name, encoding, objective, tuple(texts), half)
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return f"{self.name}, half the budget" if self.half else self.name
+
+    @property
+    def key(self) -> str:
+        """Encoding, objective and flags, as claims name the arm: `ddrp mth hcd-weight=0 half`."""
+        flags = [f"{name.replace('_', '-')}={value}" for name, value in self.flags]
+        return " ".join([self.encoding, self.objective, *flags, *["half"] * self.half])
+
+
+def _as_text(value: Any) -> str:
+    return f"{value:g}" if _is_number(value) else str(value)
+
+
+def _is_number(value: Any, low: float = -LARGEST) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < LARGEST
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and _number(value, 0)
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value, 0)
 
 
-def _share(value: Any) -> bool:
-    return _number(value, 0) and value <= 1
+def _is_share(value: Any) -> bool:
+    return _is_number(value, 0) and value <= 1
 
 
-def _text(value: Any) -> bool:
+def _is_value(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_setting(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, str | bool) or _is_value(one) for one in values)
+
+
+def _is_point(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)) and value[0] >= 0
+
+
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _value(value: Any) -> bool:
-    return value is None or _number(value)
-
-
-def _setting(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(one is None or isinstance(one, str | bool) or _number(one) for one in values)
-
-
-def _point(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_number, value)) and value[0] >= 0
-
-
-def _list(check: Check) -> Check:
+def _lists(check: Check) -> Check:
     return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
-def _object(check: Check) -> Check:
+def _objects(check: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-_NAME = ("some text that is not empty", _name)
-_TEXT = ("some text", _text)
-_COUNT = ("a whole number of at least 0", _count)
-_FLAGS = ("an object of flags with text, finite numbers, true or false", _object(_setting))
-_SHARES = ("an object of numbers from 0 to 1", _object(_share))
-TYPES: dict[str, tuple[str, Check]] = {
-    "run": _NAME, "model": _NAME, "encoding": _NAME, "objective": _NAME, "seed": _COUNT, "planned_tokens": _COUNT,
-    "values": ("an object of finite numbers, with null for a value that is not finite", _object(_value)),
-    "jobs": ("a list of names", _list(_name)), "flags": _FLAGS, "common": _FLAGS,
-    "half": ("true or false", lambda value: isinstance(value, bool)),
-    "budget": _TEXT, "check": _TEXT, "baseline": _TEXT, "hardware": _TEXT, "maps": _TEXT,
-    "tokens": _COUNT, "steps": _COUNT, "parameters": _COUNT, "workers": _COUNT,
-    "seconds": ("a number of at least 0", lambda value: _number(value, 0)),
-    "versions": ("an object of text", _object(_text)),
-    "curves": ("an object of lists of points [tokens, value] of finite numbers", _object(_list(_point))),
-    "paradigms": _SHARES, "fields": _SHARES,
-    "pairs": ("a whole number of at least 0, or an object of them", lambda v: _count(v) or _object(_count)(v)),
-    "tasks": ("an object of objects of whole numbers", _object(_object(_count))),
-    "throughput": ("an object of lists of objects of numbers", _object(_list(_object(_value)))),
-}  # fmt: skip
-"""Key of a row → what its value is, in words and as a check. docs/compare.md explains the keys."""
-REQUIRED = ("run", "model", "encoding", "objective", "seed", "planned_tokens", "values")
+_NAME = ("some text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+_TEXT = ("some text", _is_text)
+_COUNT = ("a whole number of at least 0", _is_count)
+_FLAGS = ("an object of flags with text, finite numbers, true or false", _objects(_is_setting))
+_SHARES = ("an object of numbers from 0 to 1", _objects(_is_share))
+
+
+def _key(kind: tuple[str, Check], default: Any = MISSING) -> Any:
+    """Return the field of a key of a row, whose values are of a kind, in words and as a check."""
+    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(metadata={"kind": kind}, **given)
 
 
 @dataclass(frozen=True)
 class Run:
     """One row: a finished training run with its measures. Whatever the row does not tell is 0 or empty."""
 
-    run: str
-    arm: Arm
-    seed: int
-    planned_tokens: int
+    run: str = _key(_NAME)
+    model: str = _key(_NAME)
+    encoding: str = _key(_NAME)
+    objective: str = _key(_NAME)
+    seed: int = _key(_COUNT)
+    planned_tokens: int = _key(_COUNT)
     """Tokens of the budget. An arm at half the budget trains for half of them."""
-    budget: str
-    """Budget in words, which runs that are compared share."""
-    values: Mapping[str, float]
+    values: Mapping[str, float] = _key(
+        ("an object of finite numbers, with null for a value that is not finite", _objects(_is_value))
+    )
     """Measure → finite value."""
+    flags: Mapping[str, Any] = _key(_FLAGS, {})
+    """Further flags of the model."""
+    half: bool = _key(("true or false", lambda value: isinstance(value, bool)), False)
+    budget: str = _key(_TEXT, "")
+    """Budget in words, which runs that are compared share."""
+    check: str = _key(_TEXT, "")
+    """Side experiment that the run belongs to; empty for a run of the main one."""
+    baseline: str = _key(_TEXT, "")
+    """Name of the model to compare the others with."""
+    jobs: Sequence[str] = _key(("a list of names", _lists(_NAME[1])), ())
+    """Names of its jobs."""
+    tokens: int = _key(_COUNT, 0)
+    """Tokens that the run consumed."""
+    steps: int = _key(_COUNT, 0)
+    parameters: int = _key(_COUNT, 0)
+    seconds: float = _key(("a number of at least 0", lambda value: _is_number(value, 0)), 0.0)
+    """Time of training and of all measures."""
+    common: Mapping[str, Any] = _key(_FLAGS, {})
+    """Flags of all models of the plan."""
+    hardware: str = _key(_TEXT, "")
+    versions: Mapping[str, str] = _key(("an object of text", _objects(_is_text)), {})
+    workers: int = _key(_COUNT, 1)
+    """Number of jobs that shared the machine."""
+    curves: Mapping[str, Curve] = _key(
+        ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))), {}
+    )
+    """Measure → its curve over tokens."""
+    paradigms: Mapping[str, float] = _key(_SHARES, {})
+    """Paradigm of minimal pairs → accuracy."""
+    pairs: Mapping[str, int] = _key(
+        ("a whole number of at least 0, or an object of them", lambda one: _is_count(one) or _objects(_is_count)(one)),
+        {},
+    )
+    """Paradigm of minimal pairs → number of its pairs, if it is known."""
+    fields: Mapping[str, float] = _key(_SHARES, {})
+    """Field of minimal pairs → accuracy."""
+    tasks: Mapping[str, Mapping[str, int]] = _key(
+        ("an object of objects of whole numbers", _objects(_objects(_is_count))), {}
+    )
+    """Task → train_examples, dev_examples and the number of undefined fine-tuning runs."""
+    maps: str = _key(_TEXT, "")
+    """File of its attention maps, beside the rows."""
+    throughput: Mapping[str, Sequence[Mapping[str, float | None]]] = _key(
+        ("an object of lists of objects of numbers", _objects(_lists(_objects(_is_value)))), {}
+    )
+    """Name of each model that was timed with it → results by row length."""
     undefined: tuple[str, ...] = ()
     """Measures whose value is not finite, which JSON has as null."""
-    check: str = ""
-    """Side experiment that the run belongs to; empty for a run of the main one."""
-    baseline: str = ""
-    """Name of the model to compare the others with."""
-    jobs: Sequence[str] = ()
-    """Names of its jobs."""
-    tokens: int = 0
-    """Tokens that the run consumed."""
-    steps: int = 0
-    parameters: int = 0
-    seconds: float = 0.0
-    """Time of training and of all measures."""
-    common: Mapping[str, Any] = field(default_factory=dict)
-    """Flags of all models of the plan."""
-    hardware: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    workers: int = 1
-    """Number of jobs that shared the machine."""
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-    """Measure → its curve over tokens."""
-    paradigms: Mapping[str, float] = field(default_factory=dict)
-    """Paradigm of minimal pairs → accuracy."""
-    pairs: Mapping[str, int] = field(default_factory=dict)
-    """Paradigm of minimal pairs → number of its pairs, if it is known."""
-    fields: Mapping[str, float] = field(default_factory=dict)
-    """Field of minimal pairs → accuracy."""
-    tasks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Task → train_examples, dev_examples and the number of undefined fine-tuning runs."""
-    maps: str = ""
-    """File of its attention maps, beside the rows."""
-    throughput: Mapping[str, Sequence[Mapping[str, float | None]]] = field(default_factory=dict)
-    """Name of each model that was timed with it → results by row length."""
-    samples: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Measure → its value on each bootstrap sample of its test items; empty without their file."""
+    samples: Samples = field(default_factory=dict)
+    """Values on bootstrap samples of its test items; empty without their file."""
+
+    @cached_property
+    def arm(self) -> Arm:
+        """Model at the full or half budget."""
+        return Arm.of(self.model, self.encoding, self.objective, self.flags, self.half)
 
 
 def as_run(row: Mapping[str, Any], folder: Path | None = None) -> Run:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
-    found = {key: value for key, value in _as_written_now(row).items() if value is not None and key in TYPES}
+    keys = {key.name: key for key in fields(Run) if key.metadata}
+    found = {key: value for key, value in _as_written_now(row).items() if value is not None and key in keys}
     for key, value in found.items():
-        expected, fits = TYPES[key]
+        expected, fits = keys[key].metadata["kind"]
         if not fits(value):
             raise Damaged(f"{key}: got {repr(value)[:60]}, expected {expected}")
-    if missing := [key for key in REQUIRED if key not in found]:
+    required = [name for name, key in keys.items() if key.default is key.default_factory is MISSING]
+    if missing := [name for name in required if name not in found]:
         raise Damaged(f"not a row of a run: {missing[0]} is missing")
-    name, encoding, objective = (found.pop(key) for key in ("model", "encoding", "objective"))
-    arm = Arm.of(name, encoding, objective, found.pop("flags", {}), found.pop("half", False))
-    values, pairs = found.pop("values"), found.pop("pairs", {})
+    values, pairs = found["values"], found.get("pairs", {})
     pairs = pairs if isinstance(pairs, dict) else dict.fromkeys(found.get("paradigms", {}), pairs)
-    found["budget"] = found.get("budget") or f"{found['planned_tokens']:,} tokens"
     return Run(
-        arm=arm,
-        values={name: float(value) for name, value in values.items() if value is not None},
-        undefined=tuple(name for name, value in values.items() if value is None),
-        pairs={name: count for name, count in pairs.items() if count},
-        samples=read_samples(folder, row) if folder else {},
-        **found,
+        **found
+        | {
+            "values": {name: float(value) for name, value in values.items() if value is not None},
+            "undefined": tuple(name for name, value in values.items() if value is None),
+            "pairs": {name: count for name, count in pairs.items() if count},
+            "budget": found.get("budget") or f"{found['planned_tokens']:,} tokens",
+            "samples": read_samples(folder, row) if folder else {},
+        }
     )
 
 
@@ -182,6 +226,29 @@ def _as_written_now(row: Mapping[str, Any]) -> Row:
     except (TypeError, ValueError):
         raise Damaged("similarity: expected points [tokens, f(S), f(H)]") from None
     return found | {"curves": {name: points for name, points in curves.items() if points}}
+
+
+def samples_file(folder: Path, row: Mapping[str, Any]) -> Path:
+    """Return the file of a row's samples; another measurement of the same run has another file."""
+    return folder / "items" / f"{row['run']}-{digest(list(row.get('jobs', [])))}.npz"
+
+
+def read_samples(folder: Path, row: Mapping[str, Any]) -> Samples:
+    """Return the samples of a row; none if their file is missing or damaged."""
+    try:
+        with np.load(samples_file(folder, row), allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, KeyError, EOFError):
+        return {}
+
+
+def write_samples(folder: Path, row: Mapping[str, Any], samples: Samples) -> None:
+    """Store the samples of a row."""
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **dict(samples))  # type: ignore[arg-type]
+    path = samples_file(folder, row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, stream.getvalue())
 
 
 def open_rows(path: Path) -> Store:

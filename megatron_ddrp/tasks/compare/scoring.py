@@ -1,4 +1,4 @@
-"""Sections of a plan that score checkpoints: GLUE, minimal pairs, and the user's own tasks."""
+"""Sections of a plan: flags of pre-training, and what scores checkpoints: GLUE, minimal pairs, the user's tasks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,52 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.arguments import Settings, decide_by_deepspeed
+from megatron_ddrp.config import Config, concerns
+from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.config.option import COUNT, option
 from megatron_ddrp.config.reading import Place, make_section, options_of, read_settings
+from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.flags import Flags
 from megatron_ddrp.tasks.finetune.options import Search, Training
 from megatron_ddrp.tasks.finetune.runs import GRIDS
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
+
+Flags = tuple[tuple[str, Any], ...]
+"""Pairs (name of a setting, value)."""
+
+DECIDED = {
+    "models": ("position_encoding", "objective"),
+    "budget": ("train_iters", "exit_interval", "exit_duration_in_mins"),
+    "seeds": ("seed",),
+    "--output-dir": ("save", "load"),
+    "checkpoints": ("save_interval", "keep_last"),
+    "corpus": ("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_type"),
+}
+"""Key of a plan → the flags of `megatron-ddrp pretrain` that it determines and that a plan must not have."""
+
+
+def read_flags(values: Any, place: Place) -> Flags:
+    """Return the flags of `megatron-ddrp pretrain` in a mapping. Raises `UserError` for one that others decide."""
+    options = options_of(*concerns().values())
+    settings = read_settings(options, values or {}, place, HINTS)
+    for key, names in DECIDED.items():
+        for name in names:
+            if name in settings:
+                raise place.at(name.replace("_", "-")).error(f"not allowed here: {key} determines it")
+    return tuple((name, settings[name]) for name in options if settings.get(name) is not None)
+
+
+def make_config(settings: dict[str, Any], blame: str) -> Config:
+    """Return the configuration with these settings. Raises `UserError` that begins with `blame` for invalid ones."""
+    resolved = Settings(settings)
+    try:
+        decide_by_deepspeed(resolved, None)
+        return config_of(resolved)
+    except UserError as error:
+        raise UserError(f"{blame}: {error}", error.exit_code) from None
 
 
 @dataclass(frozen=True)

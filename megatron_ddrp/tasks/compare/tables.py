@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.compare.claims import Gain
-from megatron_ddrp.tasks.compare.numbers import (
-    shown,
-    shown_average,
-    shown_budget,
-    shown_gain,
-    shown_interval,
-    shown_needed,
-    shown_spread,
-)
-from megatron_ddrp.tasks.compare.results import Results
-from megatron_ddrp.tasks.compare.rows import Run
+from megatron_ddrp.tasks.compare.results import Gain, Results
+from megatron_ddrp.tasks.compare.rows import Arm, Run
 from megatron_ddrp.tasks.glue.paper import PAPER_ROWS, paper_rows
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
-from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, STEP_SECONDS
+from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, STEP_SECONDS, shown
 from megatron_ddrp.tasks.minimal_pairs.results import standard_error
-from megatron_ddrp.tasks.statistics import paired, spread
+from megatron_ddrp.tasks.statistics import Difference, Spread, paired, seeds_needed, spread
+
+
+def shown_spread(measure: str, values: Spread | None) -> str:
+    """Return mean ± standard deviation over the seeds; only the mean for one seed, nothing for none."""
+    if values is None:
+        return ""
+    mean = shown(measure, values.mean)
+    return mean if values.deviation is None else f"{mean} ± {shown(measure, values.deviation)}"
+
+
+def shown_interval(measure: str, interval: tuple[float, float] | None) -> str:
+    """Return both ends of an interval of a difference; nothing without an interval."""
+    return " to ".join(shown(measure, end, "+") for end in interval or ())
+
+
+def shown_needed(gain: Difference) -> str:
+    """Return the number of seeds whose interval would exclude 0; empty without a spread, or if it already does."""
+    if not gain.interval or not gain.deviation or not gain.interval[0] <= 0 <= gain.interval[1]:
+        return ""
+    count = seeds_needed(gain.mean, gain.deviation)
+    return "no number" if gain.mean == 0 else "over 100,000" if count is None else f"{count:,}"
+
+
+def shown_average(tasks: Sequence[str]) -> str:
+    """Return the meaning of a GLUE average over these tasks: "the paper's measure", or their names."""
+    if set(tasks) == set(PAPER_TASKS):
+        return "the paper's measure"
+    *others, last = tasks
+    names = f"the mean of {', '.join(others)} and {last}" if others else f"{last} alone"
+    return f"{names}; the paper's average has eight tasks"
+
+
+def shown_tokens(tokens: float) -> str:
+    """Return a number of tokens: 4.19 M, 1.07 G, 524,288."""
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:.3g} {unit}"
+    return f"{tokens:,.0f}"
+
+
+def shown_budget(budget: str, tokens: int) -> str:
+    """Return a budget in words: 4.19 M tokens, 2,048 steps."""
+    return f"{shown_tokens(tokens)} tokens" if budget == f"{tokens:,} tokens" else budget
+
 
 CHANCE = 0.5
 ABOVE_CHANCE = "above chance"
@@ -38,22 +73,32 @@ def table_of(measure: str) -> str:
     return "" if measure == LOSS else f"-{found}"
 
 
+def _table(rows: Sequence[Mapping[str, str]], caption: str = "", wordy: Sequence[str] = ()) -> Table:
+    """Return a table of rows, column → cell, without the columns that have no cell; those of `wordy` hold sentences."""
+    header = [name for name in dict.fromkeys(itertools.chain(*rows)) if any(row.get(name) for row in rows)]
+    cells = [[row.get(name, "") for name in header] for row in rows]
+    return Table(header, cells, caption, wordy=[place for place, name in enumerate(header) if name in wordy])
+
+
 def runs_table(results: Results) -> Table:
     """Return the table of the budgets: their models, seeds and cost."""
-    cells = []
+    rows = []
     for budget in results.budgets:
         runs = [run for run in results.runs if run.budget == budget]
+        whole = [run for run in runs if not run.arm.half]
         seeds = [len(results.at(budget, arm)) for arm in results.arms_at(budget)]
-        numbers = [
-            _range([run.tokens for run in runs if not run.arm.half]),
-            ", ".join(f"{n:,}" for n in sorted({run.steps for run in runs if run.steps and not run.arm.half})),
-            *(f"{len(seeds)}", _range(seeds), f"{len(runs)}"),
-            _range([run.parameters for run in runs if run.parameters]),
-            duration(sum(run.seconds for run in runs)),
-        ]
-        cells.append([budget, *numbers])
-    header = ["budget", "tokens consumed", "steps", "models", "seeds per model", "runs", "parameters", "time"]
-    return Table(header, cells, "Time of the runs with all measures.")
+        row = {
+            "budget": budget,
+            "tokens consumed": _range([run.tokens for run in whole]),
+            "steps": ", ".join(f"{n:,}" for n in sorted({run.steps for run in whole if run.steps})),
+            "models": f"{len(seeds)}",
+            "seeds per model": _range(seeds),
+            "runs": f"{len(runs)}",
+            "parameters": _range([run.parameters for run in runs if run.parameters]),
+            "time": duration(sum(run.seconds for run in runs)),
+        }
+        rows.append(row)
+    return _table(rows, "Time of the runs with all measures.")
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -62,76 +107,75 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
-    """Return the table of gains that were judged together, one line per budget. Columns without a cell are left out."""
+    """Return the table of gains that were judged together, one line per budget."""
     measures = list(dict.fromkeys(gain.claim.measure for gain in found))
-    cells = []
+    rows = []
     for gain in found:
         measure = gain.claim.measure
-        row = [
-            gain.claim.text,
-            measure,
-            gain.claim.paper,
-            shown_budget(gain.budget, results.budgets[gain.budget]),
-            shown(measure, gain.seeds.mean, "+"),
-            shown_interval(measure, gain.seeds.interval),
-            shown_interval(measure, gain.items),
-            str(len(gain.seeds.values)),
-            gain.word,
-            shown_needed(gain.seeds),
-        ]
-        cells.append(row)
-    header = [what, "measure", "the paper", "budget", "gain", "95 % over seeds", "95 % over items", "n", "judgement"]
-    header.append("seeds needed")
-    kept = [n for n in range(len(header)) if any(row[n] for row in cells)]
-    kept = [n for n in kept if (n != 1 or len(measures) > 1) and (n != 3 or len(results.budgets) > 1)]
-    wordy = [place for place, n in enumerate(kept) if n in (0, 1, 3, 8)]
-    return Table(
-        [header[n] for n in kept], [[row[n] for n in kept] for row in cells], _caption(results, measures), False, wordy
+        row = {
+            what: gain.claim.text,
+            "measure": measure if len(measures) > 1 else "",
+            "the paper": gain.claim.paper,
+            "budget": shown_budget(gain.budget, results.budgets[gain.budget]) if len(results.budgets) > 1 else "",
+            "gain": shown(measure, gain.seeds.mean, "+"),
+            "95 % over seeds": shown_interval(measure, gain.seeds.interval),
+            "95 % over items": shown_interval(measure, gain.items),
+            "n": str(len(gain.seeds.values)),
+            "judgement": gain.word,
+            "seeds needed": shown_needed(gain.seeds),
+        }
+        rows.append(row)
+    named = [f"{name} ({shown_average(results.averaged)})" if name == GLUE else name for name in measures]
+    unit = "Gains in nats" if measures == [LOSS] else "Gains as in the tables of values"
+    return _table(
+        rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
     )
 
 
-def _caption(results: Results, measures: Sequence[str]) -> str:
-    named = [f"{name} ({shown_average(results.averaged)})" if name == GLUE else name for name in measures]
-    unit = "Gains in nats" if measures == [LOSS] else "Gains as in the tables of values"
-    return f"{', '.join(named)}. {unit}, paired by seed." if named else ""
-
-
-def score_table(results: Results, budget: str, is_inside: bool = False, found: Sequence[Gain] = ()) -> Table:
-    """Return the table of all arms of a budget with their measures: those of the inside, or all others.
-
-    `found` are the gains over the baseline, which then have a column of their own.
-    """
+def score_table(results: Results, budget: str, is_inside: bool = False) -> Table:
+    """Return the table of all arms of a budget with their measures: those of the inside, or all others."""
     measures = [name for name in results.measures if (name in INSIDE) == is_inside]
-    with_chance = MINIMAL_PAIRS in measures
-    own = {gain.claim.first: gain for gain in found if gain.budget == budget}
-    cells = []
-    for arm in results.arms_at(budget):
-        runs = results.at(budget, arm)
-        row = [_value(results, measure, list(runs.values()), budget) for measure in measures]
-        if not any(row):
-            continue
-        above = above_chance(list(runs.values()))
-        row += ["" if above is None else f"{above:+.1f}"] * with_chance
-        if found:
-            gain = own.get(arm)
-            row.append(f"{shown_gain(LOSS, gain.seeds)}{': ' * bool(gain.word)}{gain.word}" if gain else "")
-        cells.append([arm.label, *row, str(len(runs))])
-    header = ["model", *measures, *[ABOVE_CHANCE] * with_chance]
-    header += [f"gain over {results.baseline.label}"] * bool(found)
-    name = f"{results.check}{', ' * bool(results.check)}{shown_budget(budget, results.budgets[budget])}"
-    caption = f"{name}: mean ± standard deviation over the seeds."
-    if GLUE in measures:
-        caption += f" GLUE average: {shown_average(results.averaged)}."
-    return Table([*header, "seeds"], cells, caption)
+    found = [(arm, _values(results, measures, arm, budget)) for arm in results.arms_at(budget)]
+    rows = [
+        {"model": arm.label, **values, "seeds": str(len(results.at(budget, arm)))} for arm, values in found if values
+    ]
+    caption = f"{shown_budget(budget, results.budgets[budget])}: mean ± standard deviation over the seeds."
+    average = f" GLUE average: {shown_average(results.averaged)}." if GLUE in measures else ""
+    return _table(rows, caption + average)
 
 
-def _value(results: Results, measure: str, runs: Sequence[Run], budget: str) -> str:
-    """Return mean ± standard deviation, and the number of undefined fine-tuning runs, which count as 0."""
-    if not runs:
-        return ""
-    cell = shown_spread(measure, spread(results.of(measure, runs[0].arm, budget)))
-    undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
-    return f"{cell} ({undefined} undefined)" if cell and undefined else cell
+def checks_table(checks: Sequence[Results], gains: Mapping[str, Sequence[Gain]]) -> Table:
+    """Return the table of all side experiments: their scores, and the gains by the loss over the arm of each."""
+    rows = []
+    for check in checks:
+        measures = [name for name in check.measures if name not in INSIDE]
+        for budget, tokens in check.budgets.items():
+            own = {gain.claim.first: gain for gain in gains[check.check] if gain.budget == budget}
+            for arm in check.arms_at(budget):
+                row = {"check": check.check, "budget": shown_budget(budget, tokens), "model": arm.label}
+                row |= _values(check, measures, arm, budget) | {"gain": "", "95 % over seeds": "", "judgement": ""}
+                if gain := own.get(arm):
+                    row["gain"] = f"{shown(LOSS, gain.seeds.mean, '+')} over {check.baseline.label}"
+                    row |= {"95 % over seeds": shown_interval(LOSS, gain.seeds.interval), "judgement": gain.word}
+                rows.append(row | {"seeds": str(len(check.at(budget, arm)))})
+    caption = "Mean ± standard deviation over the seeds; gains by the loss, judged per check."
+    return _table(rows, caption, ("budget", "model", "gain", "judgement"))
+
+
+def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) -> dict[str, str]:
+    """Return measure → mean ± standard deviation of an arm, and the distance of minimal pairs from chance.
+
+    Undefined fine-tuning runs, which count as 0, are numbered. Empty if nothing is measured.
+    """
+    runs = list(results.at(budget, arm).values())
+    cells = {measure: shown_spread(measure, spread(results.of(measure, arm, budget))) for measure in measures}
+    for measure, cell in cells.items():
+        undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
+        cells[measure] += f" ({undefined} undefined)" * bool(cell and undefined)
+    if not any(cells.values()):
+        return {}
+    above = above_chance(runs) if MINIMAL_PAIRS in measures else None
+    return cells | {ABOVE_CHANCE: "" if above is None else f"{above:+.1f}"}
 
 
 def above_chance(runs: Sequence[Run]) -> float | None:
@@ -148,25 +192,21 @@ def above_chance(runs: Sequence[Run]) -> float | None:
 
 
 def cost_table(results: Results) -> Table:
-    """Return the table of seconds per step, also relative to the baseline."""
-    cells = []
-    for budget, tokens in results.budgets.items():
-        base = results.of(STEP_SECONDS, results.baseline, budget)
-        for arm in results.arms_at(budget):
-            own = results.of(STEP_SECONDS, arm, budget)
-            seconds, ratio = spread(own), paired(own, base, relative=True)
-            if seconds is None or arm.half:
-                continue
-            interval = ratio.interval if ratio and arm != results.baseline else None
-            row = [
-                arm.label,
-                shown_budget(budget, tokens),
-                f"{seconds.mean:.4f}",
-                f"{1 + ratio.mean:.3f}" if ratio else "",
-            ]
-            cells.append([*row, "{:.3f} to {:.3f}".format(*(1 + end for end in interval)) if interval else ""])
-    header = ["model", "budget", "seconds per step", f"÷ {results.baseline.label}", "95 % over seeds"]
-    return Table(header, cells, "Median over a run's steps without its first tenth, mean over the seeds.", wordy=(1,))
+    """Return the table of seconds per step, also relative to the baseline, with two columns per budget."""
+    rows: dict[str, dict[str, str]] = {}
+    for (budget, tokens), arm in itertools.product(results.budgets.items(), results.arms):
+        own, base = (results.of(STEP_SECONDS, one, budget) for one in (arm, results.baseline))
+        seconds, ratio = spread(own), paired(own, base, relative=True)
+        if seconds is None or arm.half:
+            continue
+        cell = f"{1 + ratio.mean:.3f}" if ratio and arm != results.baseline else ""
+        if cell and ratio and ratio.interval:
+            cell += " ({:.3f} to {:.3f})".format(*(1 + end for end in ratio.interval))
+        where = f", {shown_budget(budget, tokens)}" * (len(results.budgets) > 1)
+        row = rows.setdefault(arm.label, {"model": arm.label})
+        row |= {f"seconds per step{where}": f"{seconds.mean:.4f}", f"÷ {results.baseline.label}{where}": cell}
+    caption = "Median over a run's steps without its first tenth, mean over the seeds; ratios with 95 % over seeds."
+    return _table(list(rows.values()), caption)
 
 
 def throughput_table(runs: Sequence[Run]) -> Table:
@@ -174,17 +214,17 @@ def throughput_table(runs: Sequence[Run]) -> Table:
     timed: dict[tuple[str, Any], Mapping[str, Any]] = {}
     for run in runs:
         timed |= {(label, one["length"]): one for label, found in run.throughput.items() for one in found}
-    cells = []
-    for (label, length), one in timed.items():
-        median, low, high = (f"{one[key]:,.0f}" for key in ("tokens_per_second", "lower_quartile", "upper_quartile"))
-        memory = one["memory_bytes"]
-        cells.append(
-            [label, f"{length:,.0f}", median, f"{low} to {high}", "" if memory is None else f"{memory / 2**20:,.0f}"]
-        )
-    caption = (
-        "Forward passes at inference: median and quartiles over the rounds, and peak memory minus the loaded model."
-    )
-    return Table(["model", "row length", "tokens/s", "quartiles", "MiB"], cells, caption)
+    rows = [
+        {
+            "model": label,
+            "row length": f"{length:,.0f}",
+            "tokens/s": f"{one['tokens_per_second']:,.0f}",
+            "quartiles": f"{one['lower_quartile']:,.0f} to {one['upper_quartile']:,.0f}",
+            "MiB": "" if one["memory_bytes"] is None else f"{one['memory_bytes'] / 2**20:,.0f}",
+        }
+        for (label, length), one in timed.items()
+    ]
+    return _table(rows, "Forward passes at inference: median and quartiles, and peak memory minus the loaded model.")
 
 
 def paper_table() -> Table:

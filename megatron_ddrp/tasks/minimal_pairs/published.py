@@ -1,4 +1,4 @@
-"""Published accuracies from BLiMP's repository, folder `raw_results/summary`."""
+"""Accuracies and phenomena that BLiMP's authors published; the accuracies are in their folder `raw_results/summary`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,29 @@ FOLDER = Path("raw_results", "summary")
 MODELS, HUMANS = "models_summary.jsonl", "human_validation_summary.csv"
 NAMES = {"ngram": "5-gram", "lstm": "LSTM", "txl": "Transformer-XL", "gpt2": "GPT-2"}
 """Key in the file `MODELS` → name of the model in BLiMP's paper."""
+
+_BEGINNINGS = {
+    "anaphor agreement": ("anaphor_",),
+    "argument structure": (
+        "animate_subject_", "causative", "drop_argument", "inchoative", "intransitive", "passive_", "transitive",
+    ),
+    "binding": ("principle_A_",),
+    "control and raising": (
+        "existential_there_object_", "existential_there_subject_", "expletive_it_", "tough_vs_raising_",
+    ),
+    "determiner-noun agreement": ("determiner_noun_agreement_",),
+    "ellipsis": ("ellipsis_",),
+    "filler-gap": ("wh_questions_", "wh_vs_that_"),
+    "irregular forms": ("irregular_past_participle_",),
+    "island effects": (
+        "adjunct_island", "complex_NP_island", "coordinate_structure_", "left_branch_island_",
+        "sentential_subject_island", "wh_island",
+    ),
+    "NPI licensing": ("matrix_question_npi_", "npi_present_", "only_npi_", "sentential_negation_npi_"),
+    "quantifiers": ("existential_there_quantifiers_", "superlative_quantifiers_"),
+    "subject-verb agreement": ("distractor_agreement_", "irregular_plural_", "regular_plural_"),
+}  # fmt: skip
+"""The 12 phenomena of the 67 paradigms (Warstadt et al., 2020), with the beginnings of their names."""
 
 
 def published_levels(folder: Path, uids: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -47,3 +70,8 @@ def _humans(file: Path) -> dict[str, dict[str, float]]:
             return {"human": {row["Condition"]: float(row["total_mean"]) for row in csv.DictReader(stream)}}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not BLiMP's summary of human judgements; copy it again, or delete it") from None
+
+
+def phenomenon(uid: str) -> str | None:
+    """Return the phenomenon of a paradigm; None for a paradigm that BLiMP lacks."""
+    return next((name for name, beginnings in _BEGINNINGS.items() if uid.startswith(beginnings)), None)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.tasks.statistics import percentile_interval
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED, percentile_interval
 
 TIES = ("strict", "first")
 TIE = 2e-5
@@ -176,11 +176,23 @@ def over_pairs(gain: np.ndarray) -> Interval | None:
     return _interval(drawn @ values / len(gain), float(gain.mean()), len(gain))
 
 
-def _interval(draws: np.ndarray, mean: float, count: int) -> Interval:
-    """Return the 2.5 % and 97.5 % quantiles of draws of the mean of `count` differences of accuracies.
+def resampled_accuracy(right: np.ndarray) -> np.ndarray | None:
+    """Return the accuracy on each bootstrap sample of a paradigm's pairs, `[samples]`; None for fewer than two pairs.
 
-    Their deviations are widened by √(n/(n − 1)) and stay within −1 and 1.
+    `right` is bool `[pairs]`. All encoders get the same samples.
     """
-    widened = mean + math.sqrt(count / (count - 1)) * (draws - mean)
-    low, high = np.clip(percentile_interval(widened), -1, 1).tolist()
+    if len(right) < 2:
+        return None
+    drawn = np.random.default_rng(BOOTSTRAP_SEED).integers(len(right), size=(BOOTSTRAP_SAMPLES, len(right)))
+    return _widened(right.astype(float)[drawn].mean(axis=1), float(right.mean()), len(right))
+
+
+def _interval(draws: np.ndarray, mean: float, count: int) -> Interval:
+    """Return the 2.5 % and 97.5 % quantiles of draws of the mean of `count` differences, within −1 and 1."""
+    low, high = np.clip(percentile_interval(_widened(draws, mean, count)), -1, 1).tolist()
     return low, high
+
+
+def _widened(draws: np.ndarray, mean: float, count: int) -> np.ndarray:
+    """Return draws of the mean of n values with their deviations multiplied by √(n/(n − 1))."""
+    return mean + math.sqrt(count / (count - 1)) * (draws - mean)

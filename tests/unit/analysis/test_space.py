@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron_ddrp.analysis import space_figure
+from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.models import Snapshot
 from megatron_ddrp.analysis.sentences import TextSentences, draw_texts
 from megatron_ddrp.analysis.similarity import measure_similarity
@@ -230,14 +230,14 @@ def test_texts_become_rows_of_the_models_tokenizer_and_empty_ones_are_left_out(t
 
 def test_a_single_checkpoint_stands_at_its_step_and_a_folder_without_step_is_a_line(tmp_path, monkeypatch):
     def row(run, step):
-        return {"run": run, "iteration": step, "layers": [{"layer": 1, **dict.fromkeys(space_figure.SPACE, 0.5)}]}
+        return {"run": run, "iteration": step, "layers": [{"layer": 1, **dict.fromkeys(figures.SPACE, 0.5)}]}
 
     kept = []
-    monkeypatch.setattr(space_figure, "save_figure", lambda plt, figure, path: kept.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda plt, figure, path: kept.append(figure))
     rows = [row("several", 500), row("several", 2000), row("one", 1500), row("hf", None)]
-    space_figure.draw_space(rows, tmp_path / "space.png")
+    figures.draw_space(rows, tmp_path / "space.png")
     (figure,) = kept
-    lines = [list(line.get_xdata()) for line in figure.axes[len(space_figure.SPACE)].lines]
+    lines = [list(line.get_xdata()) for line in figure.axes[len(figures.DRAWN)].lines]
     assert lines == [[500, 2000], [1500], [0, 1]]  # 0 to 1 is the whole width, in parts of the axis
     figure.draw_without_rendering()
     assert all(axis.title.get_window_extent().width < 0.95 * axis.bbox.width for axis in figure.axes)

@@ -11,13 +11,14 @@ import yaml
 
 from megatron_ddrp.config import save_config
 from megatron_ddrp.json_files import object_sum
-from megatron_ddrp.tasks.compare.experiment import Experiment
-from megatron_ddrp.tasks.compare.jobs import Job, open_store
+from megatron_ddrp.tasks.compare.experiment import Experiment, Work
+from megatron_ddrp.tasks.compare.jobs import open_store
+from megatron_ddrp.tasks.compare.measures import Measure
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.compare.work import Work
+from megatron_ddrp.tasks.jobs.processes import Job
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
 
@@ -95,6 +96,11 @@ def write_page(work: Work, claims=None) -> str:
     return (work.folder / "page.md").read_text(encoding="utf-8")
 
 
+def measures_of(work: Work, *kinds: str) -> list[Measure]:
+    """The measures of these kinds, kind by kind."""
+    return [measure for kind in kinds for measure in work.measures if measure.job.kind == kind]
+
+
 def record(work: Work, job: Job) -> None:
     """Put a job into the store as finished."""
     row = {"job": job.name, "kind": job.kind, "title": job.title, "command": " ".join(job.command), "work": job.work}
@@ -115,7 +121,7 @@ def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5
 
 def finish_similarity(work: Work, run: TrainingRun, tokens: float, heads: float) -> None:
     """A run's self-similarity, as tools/analyze.py writes it."""
-    analysis = next(a for a in work.analyses if a.run == run and a.job.kind == "self-similarity")
+    analysis = next(a for a in work.measures if a.run == run and a.job.kind == "self-similarity")
     rows = [{"iteration": 7, "token_similarity": 9.0, "head_similarity": 9.0}]  # where it was stopped once
     rows += [{"iteration": step, "token_similarity": tokens, "head_similarity": heads} for step in run.checkpoints]
     analysis.job.output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.claims import Claim, gains
-from megatron_ddrp.tasks.compare.forecast import JobForecast
-from megatron_ddrp.tasks.compare.heat_map import by_phenomenon
+from megatron_ddrp.tasks.compare.command import parse_arguments
+from megatron_ddrp.tasks.compare.jobs import JobForecast
 from megatron_ddrp.tasks.compare.page import Page
+from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.recording import make_row
-from megatron_ddrp.tasks.compare.results import Results
+from megatron_ddrp.tasks.compare.results import Claim, Results, gains
 from megatron_ddrp.tasks.compare.rows import as_run
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
@@ -24,7 +23,7 @@ from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.measures import GLUE, LOSS, MINIMAL_PAIRS
 from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms
 from megatron_ddrp.tasks.statistics import student_interval
-from tests.unit.compare.conftest import experiment_of, finish_run, read_plan, record, write_page
+from tests.unit.compare.conftest import experiment_of, finish_run, measures_of, read_plan, record, write_page
 
 PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
 """Paradigm → field and number of pairs."""
@@ -57,10 +56,10 @@ def work(with_scores, open_work):
     random = np.random.default_rng(3)
     for run in work.runs:
         finish_run(work, run, 6.5)
-    for measure in work.pairs:
+    for measure in measures_of(work, "minimal-pairs"):
         is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
         finish_pairs(work, measure, dict.fromkeys(PAIRS, 0.5 + 0.02 * seed + is_mth * (0.08 + 0.04 * seed)), random)
-    for score in (*work.scores, *work.tasks):
+    for score in measures_of(work, "glue", "finetune"):
         is_own = score.job.kind == "finetune"
         task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
         gain = (0.04 + 0.02 * work.plan.seeds.index(score.run.seed)) * (score.run.model.objective == "mth")
@@ -136,8 +135,9 @@ def test_every_measure_has_its_gain_and_both_intervals(work):
 
 
 def test_the_interval_over_paradigms_is_that_of_minimal_pairs(work):
-    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in work.pairs]
-    mlm, mth = ([found for m, found in zip(work.pairs, ours, strict=True) if m.run.model.objective == name]
+    pairs = measures_of(work, "minimal-pairs")
+    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in pairs]
+    mlm, mth = ([found for m, found in zip(pairs, ours, strict=True) if m.run.model.objective == name]
                 for name in ("mlm", "mth"))  # fmt: skip
     means = [
         np.mean([b[p]["accuracy"] - a[p]["accuracy"] for a, b in zip(mlm, mth, strict=True)]) for p in sorted(PAIRS)
@@ -146,14 +146,14 @@ def test_the_interval_over_paradigms_is_that_of_minimal_pairs(work):
 
 
 def test_missing_predictions_leave_the_interval_over_items_out(work):
-    next((work.scores[-1].job.output.parent / "predictions").iterdir()).unlink()
+    next((measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
     gain = gain_of(work, GLUE)
     assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
 
 
 def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_left_out(work):
     before = gain_of(work, GLUE).items
-    for score in work.scores:
+    for score in measures_of(work, "glue"):
         shutil.rmtree(score.job.output.parent)
     assert before and gain_of(work, GLUE).items == before
     for path in (work.folder / "items").iterdir():
@@ -168,7 +168,7 @@ def test_a_single_paradigm_has_an_interval_over_its_pairs(with_scores, open_work
     random = np.random.default_rng(3)
     for run in work.runs:
         finish_run(work, run, 6.5)
-    for measure in work.pairs:
+    for measure in measures_of(work, "minimal-pairs"):
         finish_pairs(work, measure, {"agreement": 0.5 + 0.1 * (measure.run.model.objective == "mth")}, random)
     gain = gain_of(work, MINIMAL_PAIRS)
     low, high = gain.items
@@ -204,11 +204,11 @@ def test_another_model_may_be_the_baseline(work, with_scores, open_work):
 
 def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
     work = open_work(with_scores | {"half_budget": ["BERT (MTH)"]})
-    assert [measure.run for measure in work.pairs] == work.runs and len(work.runs) == 6
-    command = " ".join(work.pairs[0].job.command)
+    assert [measure.run for measure in measures_of(work, "minimal-pairs")] == work.runs and len(work.runs) == 6
+    command = " ".join(measures_of(work, "minimal-pairs")[0].job.command)
     assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
-    assert [measure.run for measure in work.tasks] == work.runs
-    command = " ".join(work.tasks[0].job.command)
+    assert [measure.run for measure in measures_of(work, "finetune")] == work.runs
+    command = " ".join(measures_of(work, "finetune")[0].job.command)
     assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
     names = {job.name for job in experiment_of(work).jobs()}
     del with_scores["minimal_pairs"], with_scores["tasks"]
@@ -216,9 +216,9 @@ def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(value
 
 
 def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
-    before = {measure.job.name for measure in open_work(with_scores).tasks}
+    before = {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
     (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
-    assert not before & {measure.job.name for measure in open_work(with_scores).tasks}
+    assert not before & {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
     (tmp_path / "valid.jsonl").unlink()
     with pytest.raises(UserError, match=r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks"):
         open_work(with_scores)
@@ -232,11 +232,14 @@ def test_a_row_has_the_number_of_pairs_of_each_paradigm(work):
 def test_the_forecast_knows_pairs_and_tasks(with_scores, open_work):
     expected = {"minimal_pairs_minutes": 2, "step_seconds": 0.1, "glue_minutes": 1, "task_minutes": 3}
     work = open_work(with_scores | {"expected": expected})
-    assert work.tasks[0].job.work == 10 and JobForecast(work.plan, work.store).total([work.tasks[0].job]) == 180
+    assert (
+        measures_of(work, "finetune")[0].job.work == 10
+        and JobForecast(work.plan, work.store).total([measures_of(work, "finetune")[0].job]) == 180
+    )
     forecast = JobForecast(work.plan, work.store)
-    assert forecast.total([work.pairs[0].job]) == 120
+    assert forecast.total([measures_of(work, "minimal-pairs")[0].job]) == 120
     assert any("4 x minimal-pairs: 0.13 hours" in line for line in forecast.plan_lines(experiment_of(work).jobs()))
-    job = work.pairs[0].job
+    job = measures_of(work, "minimal-pairs")[0].job
     work.store.append({"job": "x", "kind": job.kind, "work": 50.0, "seconds": 5.0})
     assert job.work == 200 and forecast.total([job]) == 20
 

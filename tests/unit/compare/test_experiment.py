@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.command import main, plan_experiment
+from megatron_ddrp.tasks.compare.command import main, parse_arguments, plan_experiment
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rows import open_rows
-from megatron_ddrp.tasks.compare.running import Runner
+from megatron_ddrp.tasks.jobs.processes import Runner
 from tests.unit.compare.conftest import finish_run, finish_similarity
 
 LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}
@@ -48,7 +47,7 @@ def finish(ladder: Experiment, loss: float = 5.0) -> None:
         for run in work.runs:
             if run.job.name not in ladder.store:
                 finish_run(work, run, loss + run.seed / 1e4 + run.half)
-        for analysis in work.analyses:
+        for analysis in work.measures:
             if analysis.job.name not in ladder.store:
                 finish_similarity(work, analysis.run, 0.3, 0.2)
     ladder.record()
@@ -220,10 +219,10 @@ def test_a_run_that_a_check_shares_with_a_rung_has_one_row_which_is_the_rungs(ru
 def test_the_dry_run_prints_every_rung_and_what_is_left(rungs, write, tmp_path, capsys):
     assert main([str(write(rungs)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "4 budgets" in printed and "budget: 2 models x 1 seed (1234)" in printed and "20,480 tokens each" in printed
+    assert "4 budgets" in printed and "2 models x 1 seed (1234)" in printed and "20,480 tokens each" in printed
     assert (
         "check, rate: 1 model x 1 seed (1)" in printed
-        and "with half the budget: BERT (MTH)" in printed
+        and "and half of it" in printed
         and not (tmp_path / "out").exists()
     )
 

@@ -19,7 +19,7 @@ def work(values, open_work):
 
 
 def jobs(work, kind):
-    return [measure for measure in work.analyses if measure.job.kind == kind]
+    return [measure for measure in work.measures if measure.job.kind == kind]
 
 
 def write(work, measure, found):

@@ -12,12 +12,12 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table, code, marked
 from megatron_ddrp.pages.rendering import to_html
 from megatron_ddrp.tasks.compare.command import main
-from megatron_ddrp.tasks.compare.forecast import JobForecast
-from megatron_ddrp.tasks.compare.jobs import log_file
+from megatron_ddrp.tasks.compare.jobs import JobForecast
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.recording import make_row
+from megatron_ddrp.tasks.jobs.processes import log_file
 from megatron_ddrp.tasks.measures import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
-from tests.unit.compare.conftest import experiment_of, finish_run, finish_similarity, record, write_page
+from tests.unit.compare.conftest import experiment_of, finish_run, finish_similarity, measures_of, record, write_page
 
 LOSSES = {"BERT (MLM)": 6.5, "BERT (MTH)": 6.25}
 
@@ -131,7 +131,7 @@ def test_the_judgements_come_from_the_data(work):
     assert found[half] == ("worse", pytest.approx(-0.5))
     assert found["MTH lowers f(S) with BERT"] == ("better", pytest.approx(0.7))
     for run in work.runs:  # the same page, turned round
-        path = next((a.job.output for a in work.analyses if a.run == run), None)
+        path = next((a.job.output for a in work.measures if a.run == run), None)
         if path and path.is_file():
             found = json.loads(path.read_text())
             for row in found["checkpoints"]:
@@ -222,7 +222,7 @@ def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
     work = open_work(values)
     for run in work.runs:
         finish_run(work, run, 6.5)
-    for score in work.scores:
+    for score in measures_of(work, "glue"):
         number = work.plan.seeds.index(score.run.seed)
         undefined = number == 1 and score.run.model.objective == "mlm"
         write_scores(score, 0.6 + number / 10 + (score.run.model.objective == "mth") / 20, None if undefined else 0.2)
@@ -243,7 +243,7 @@ def test_the_average_leaves_out_wnli_and_says_so(values, open_work, tmp_path):
     work = open_work(values | {"seeds": 2, "half_budget": [], "glue": {"data_dir": str(data), "tasks": list(tasks)}})
     for run in work.runs:
         finish_run(work, run, 6.5)
-    for score in work.scores:
+    for score in measures_of(work, "glue"):
         write_scores(score, 0.6, 0.2, WNLI=0.9)
         record(work, score.job)
     text = write_page(work)

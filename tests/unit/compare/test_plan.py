@@ -10,7 +10,7 @@ from megatron_ddrp.arguments import parse_arguments as parse_pretraining
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.arguments import parse_arguments
+from megatron_ddrp.tasks.compare.command import parse_arguments
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from tests.unit.compare.conftest import experiment_of, read_plan
 
@@ -134,7 +134,7 @@ def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_co
     values["corpus"]["data_path"] = ["2024"]
     work = open_work(values)
     assert work.corpus.key == key  # of the same bytes
-    assert all(" --data-path 2024 --sentences" in " ".join(measure.job.command) for measure in work.analyses)
+    assert all(" --data-path 2024 --sentences" in " ".join(measure.job.command) for measure in work.measures)
 
 
 def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, tmp_path):

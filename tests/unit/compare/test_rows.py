@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.heat_map import by_phenomenon
+from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.results import Results, check_places
 from megatron_ddrp.tasks.compare.rows import as_run, read_rows
 from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
