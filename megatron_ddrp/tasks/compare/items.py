@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.tasks.finetune.cells import Cell
-from megatron_ddrp.tasks.finetune.metrics import resampled_scores
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.predictions import read_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
@@ -32,7 +32,7 @@ def _run_samples(row: dict[str, Any], folder: Path) -> np.ndarray | None:
         scored = read_predictions(path.read_bytes(), task)
     except (OSError, LookupError, TypeError, ValueError):
         return None
-    return resampled_scores(task, *next(iter(scored.values())))
+    return KINDS[task.kind].resampled_scores(task, *next(iter(scored.values())))
 
 
 def pair_samples(folder: Path) -> np.ndarray | None:

@@ -11,7 +11,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_ddrp.tasks.finetune.metrics import Metric, Terms, share
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -42,3 +46,15 @@ def _f1(gold: list[str], predicted: list[str]) -> float:
         return float(gold == predicted)
     common = (Counter(gold) & Counter(predicted)).total()
     return 2 * common / (len(gold) + len(predicted))
+
+
+def _mean_of(score: Callable[[Sequence[str], str], float]) -> Metric:
+    """Return the metric that is the mean of a question's score."""
+
+    def terms(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> Terms:
+        return np.array([score(*pair) for pair in zip(gold, predicted, strict=True)]), np.ones(len(gold))
+
+    return Metric(terms, share)
+
+
+ANSWER_F1, EXACT_MATCH = _mean_of(f1), _mean_of(exact_match)

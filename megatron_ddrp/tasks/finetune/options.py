@@ -6,17 +6,14 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.suite import Suite
-
+from megatron_ddrp.tasks.finetune.suite import Suite
 
 HINTS = {
     "learning-rate": "use --lr",
