@@ -61,7 +61,7 @@ class Encoder:
     fallback: str = ""
     """Damaged checkpoints that were skipped and the one that was loaded, also in `origin`; otherwise empty."""
 
-    def known_as(self, earlier: Container[str]) -> Encoder:
+    def under_earlier_name(self, earlier: Container[str]) -> Encoder:
         """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
 
         So the lines that an earlier version wrote keep their place in tables, and their runs are not repeated.

@@ -143,7 +143,7 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
-    with _told_by_transformers(folder):
+    with _transformers_errors_in_a_line(folder):
         return _load(folder, values, masked_lm, random_init)
 
 
@@ -156,7 +156,7 @@ def _silence_transformers() -> None:
 
 
 @contextmanager
-def _told_by_transformers(folder: Path) -> Iterator[None]:
+def _transformers_errors_in_a_line(folder: Path) -> Iterator[None]:
     """Turn any error of transformers, to which a damaged folder may lead, into a `UserError` of one line."""
     try:
         yield
@@ -196,7 +196,7 @@ def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, 
         UserError: as in `load_folder`.
     """
     _silence_transformers()
-    with _told_by_transformers(folder):
+    with _transformers_errors_in_a_line(folder):
         config = _read_config(folder, model_type)
         return fill(folder, config, lambda known: _model_with_head(known, form), finite=False)
 

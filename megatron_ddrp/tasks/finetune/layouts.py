@@ -38,7 +38,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     for number, line in enumerate(lines, 1):
         cells = _cells(line)
         if not cells or cells[0] == DOCUMENT_START:
-            yield from _finished(begin, sentence)
+            yield from _sentence_row(begin, sentence)
             sentence = []
             continue
         width = width or len(cells)
@@ -49,7 +49,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
             )
         begin = begin if sentence else number
         sentence.append([cells[0], cells[-1]] if width > 1 else cells)
-    yield from _finished(begin, sentence)
+    yield from _sentence_row(begin, sentence)
 
 
 def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -59,7 +59,7 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
     for number, line in enumerate(lines, 1):
         line = line.rstrip("\r")
         if not line.strip():
-            yield from _finished(begin, sentence)
+            yield from _sentence_row(begin, sentence)
             sentence = []
             continue
         if line.startswith("#"):
@@ -73,7 +73,7 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
         if cells[0].isdecimal():
             begin = begin if sentence else number
             sentence.append([cells[1], cells[3]])
-    yield from _finished(begin, sentence)
+    yield from _sentence_row(begin, sentence)
 
 
 def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
@@ -90,7 +90,7 @@ def _cells(line: str) -> list[str]:
     return (line.split("\t") if "\t" in line else _BLANKS.split(line)) if line else []
 
 
-def _finished(begin: int, sentence: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sentence_row(begin: int, sentence: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
     if sentence:
         cells = {"tokens": [columns[0] for columns in sentence]}
         if len(sentence[0]) > 1:

@@ -19,15 +19,15 @@ from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import Encoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head
-from megatron_ddrp.encoders.rows import Encoded, chunks, dev_order, pad_batch, told_cut
+from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order, pad_batch
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.output_files import OUTPUT_FILES, RowFile
 from megatron_ddrp.tasks.finetune.runs import RunStore
-from megatron_ddrp.tasks.finetune.saving import kept, model_folder, model_name
+from megatron_ddrp.tasks.finetune.saving import model_folder, model_name, read_facts
 from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
-from megatron_ddrp.tasks.finetune.table_files import KnownFile, blamed_on, read_rows
+from megatron_ddrp.tasks.finetune.table_files import KnownFile, at_row, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_files import count_unlabelled, text_columns, texts_to_predict
 from megatron_ddrp.tasks.jobs.store import one_at_a_time
@@ -74,7 +74,7 @@ class FineTuned(NamedTuple):
 
 def _readable(folder: Path) -> dict[str, Any] | None:
     """Return the facts of a kept model that can label files; None for any other folder, such as a model of GLUE."""
-    facts = kept(folder)
+    facts = read_facts(folder)
     return facts if facts and facts.get("columns") is not None else None
 
 
@@ -143,12 +143,12 @@ def predict_file(
             predictions = model.predict(encoded)
             lacking += sum(told is None or (isinstance(told, list) and None in told) for told in predictions)
             for row, prediction in zip(some, predictions, strict=True):
-                with blamed_on(row):
+                with at_row(row):
                     writer.write(row.cells, prediction)
             count += len(some)
             bar.update(len(some))
         writer.finish()
-    if told := told_cut(cut, count, model.max_length):
+    if told := cut_warning(cut, count, model.max_length):
         print(f"{source}: {told}", file=sys.stderr)
     if lacking:
         print(
@@ -189,14 +189,14 @@ def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
     name, output = data.task.name, sweep.options.output_dir
     folder = model_folder(output, data.task, encoder, data.fingerprint)
     keeps = sweep.options.suite.keeps_model(name)
-    if not keeps or kept(folder) is None:
+    if not keeps or read_facts(folder) is None:
         why = f"; {NOT_KEPT}" if keeps else ""
         if data.unlabelled:
             why += f"; {data.unlabelled.path} is not predicted"
         return [f"{name}: no model of {encoder.name} was kept{why}"]
     use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
     plain = folder.with_name(model_name(data.task, encoder))
-    other = f" ({plain} keeps that of other files or settings)" if folder != plain and kept(plain) else ""
+    other = f" ({plain} keeps that of other files or settings)" if folder != plain and read_facts(plain) else ""
     lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]
     if data.unlabelled:
         data.unlabelled.check()

@@ -50,7 +50,7 @@ def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
     """
     plain = output / "models" / model_name(task, encoder)
     own = plain.with_name(f"{plain.name}-{data[:8]}")
-    found = (folder for folder in (plain, own) if (facts := kept(folder)) and facts["data"] == data)
+    found = (folder for folder in (plain, own) if (facts := read_facts(folder)) and facts["data"] == data)
     return next(found, own if plain.exists() else plain)
 
 
@@ -67,14 +67,14 @@ def keep_if_best(
         folder = model_folder(output, data.task, encoder, run.data)
         folder.parent.mkdir(parents=True, exist_ok=True)
         facts = finetuned_facts(encoder, data, run, row)
-        before = kept(folder)
+        before = read_facts(folder)
         if before and _rank(before) >= _rank(facts):
             return
         form = write_model(encoder, model, data.task, facts, folder)
         write_text(folder / CARD, finetuned_card(folder, encoder, data.task, form, run, row))
 
 
-def kept(folder: Path) -> dict[str, Any] | None:
+def read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts about task and run in a fine-tuned folder's config.json; None for any other folder."""
     path = folder / "config.json"
     facts = read_object(path).get(FINETUNED) if path.is_file() else None

@@ -53,7 +53,7 @@ class Sweep:
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
         earlier = {row["encoder"] for row in RunStore(options.output_dir / RUNS, tasks=options.suite.known)}
         loaded = [
-            replace(encoder.known_as(earlier), name=options.names.get(folder, encoder.name))
+            replace(encoder.under_earlier_name(earlier), name=options.names.get(folder, encoder.name))
             for folder in dict.fromkeys(options.load)
             for encoder in [load_encoder(folder, options.random_init)]
         ]

@@ -102,7 +102,7 @@ class KnownFile:
 
 
 @contextmanager
-def blamed_on(row: Row) -> Iterator[None]:
+def at_row(row: Row) -> Iterator[None]:
     """Turn a ValueError of the block into a `UserError` that names the file and line of a row."""
     try:
         yield
@@ -136,15 +136,15 @@ def _read_lines(file: InputFile) -> Iterator[str]:
             rest = data[end:]
             if len(rest) > MAX_RECORD_BYTES:
                 raise UserError(f"{file.path}, line {number + 1}: longer than {MAX_RECORD_BYTES >> 20} MiB")
-            for line in _decoded(file.path, data[:end], number).split("\n")[:-1]:
+            for line in _decode(file.path, data[:end], number).split("\n")[:-1]:
                 yield line if number else line.removeprefix("\ufeff")
                 number += 1
     if rest:
-        last = _decoded(file.path, rest, number)
+        last = _decode(file.path, rest, number)
         yield last if number else last.removeprefix("\ufeff")
 
 
-def _decoded(path: str, data: bytes, lines_before: int) -> str:
+def _decode(path: str, data: bytes, lines_before: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -160,17 +160,17 @@ def _read_json(file: InputFile) -> Iterator[Placed]:
             continue
         if line.strip() in ("{", "[", "[{"):  # one JSON value over many lines
             line = "\n".join([line, *lines])
-        value = _parsed(file.path, number, line)
+        value = _parse(file.path, number, line)
         if is_squad(value):
             yield from read_squad(file.path, value)
         elif isinstance(value, list):
             for index, row in enumerate(value, 1):
-                yield f"row {index}", _checked_object(f"{file.path}, row {index}", row)
+                yield f"row {index}", _check_object(f"{file.path}, row {index}", row)
         else:
-            yield f"line {number}", _checked_object(f"{file.path}, line {number}", value)
+            yield f"line {number}", _check_object(f"{file.path}, line {number}", value)
 
 
-def _parsed(path: str, number: int, text: str) -> Any:
+def _parse(path: str, number: int, text: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=distinct_keys)
         if "\\ud" in text or "\\uD" in text:
@@ -190,7 +190,7 @@ def _parsed(path: str, number: int, text: str) -> Any:
     return value
 
 
-def _checked_object(where: str, value: Any) -> dict[str, Any]:
+def _check_object(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where}: a JSON {type(value).__name__}, expected an object with the columns as keys")
     return value

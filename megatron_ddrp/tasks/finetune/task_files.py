@@ -27,7 +27,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.output_files import PREDICTION
-from megatron_ddrp.tasks.finetune.table_files import KnownFile, Row, blamed_on, columns_of, read_rows
+from megatron_ddrp.tasks.finetune.table_files import KnownFile, Row, at_row, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
@@ -51,8 +51,8 @@ def read_task(files: TaskFiles) -> TaskData:
     kind = KINDS[files.kind] if files.kind else _likely_kind(files, known)
     columns = _columns(files, known, kind)
     train = _Reading(files.train, kind, columns)
-    task = Task(files.called, files.metric or next(iter(kind.metrics)), kind.name, _ordered(train.counts))
-    with _blamed_on_file(files.train):
+    task = Task(files.called, files.metric or next(iter(kind.metrics)), kind.name, _sort_labels(train.counts))
+    with _at_file(files.train):
         kind.check_labels(task, is_guessed=files.kind is None)
     kind.check_metric(task.metric, task.labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
@@ -70,7 +70,7 @@ def read_task(files: TaskFiles) -> TaskData:
     digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
-    with _blamed_on_file(files.valid):
+    with _at_file(files.valid):
         remarks = list(kind.remarks(task, {name: reading.labels for name, reading in dev.items()}))
     return TaskData(
         task,
@@ -85,7 +85,7 @@ def read_task(files: TaskFiles) -> TaskData:
 
 
 @contextmanager
-def _blamed_on_file(path: Path) -> Iterator[None]:
+def _at_file(path: Path) -> Iterator[None]:
     """Turn a ValueError of the block into a `UserError` that names a file."""
     try:
         yield
@@ -112,7 +112,7 @@ class _Reading:
         self.lengths = array("q")
         for row in self._rows():
             cell = row.cells[self.columns.label]
-            with blamed_on(row):
+            with at_row(row):
                 texts = self.kind.texts(row.cells, self.columns)
                 names = self.kind.label_names(cell)
                 self.kind.check(texts, cell)
@@ -181,7 +181,7 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
     return columns
 
 
-def _ordered(counts: Counter[str]) -> tuple[str, ...]:
+def _sort_labels(counts: Counter[str]) -> tuple[str, ...]:
     """Return the labels sorted by name, or by number if all of them are whole numbers."""
     is_whole = all(re.fullmatch(r"-?\d+", name) for name in counts)
     return tuple(sorted(counts, key=int if is_whole else str))  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def texts_to_predict(row: Row, kind: Kind, columns: Columns) -> tuple[str, ...]:
     Raises:
         UserError: a cell holds no text, or the row has a column of predictions already.
     """
-    with blamed_on(row):
+    with at_row(row):
         texts = kind.texts(row.cells, columns)
     if PREDICTION in row.cells:
         raise UserError(f"{row.where}: there is a column {PREDICTION!r} already; rename it")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalized
+from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalize
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "squad_scores.json").read_text())["cases"]
@@ -18,9 +18,9 @@ def test_scores_are_those_of_the_released_script(case):
 
 
 def test_normalization_by_hand():
-    assert normalized(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
-    assert normalized("theory of Anna") == "theory of anna"  # articles are whole words
-    assert normalized("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
+    assert normalize(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
+    assert normalize("theory of Anna") == "theory of anna"  # articles are whole words
+    assert normalize("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
 
 
 def test_f1_by_hand():

@@ -119,7 +119,7 @@ class QuestionAnswering(Kind):
         spans: list[np.ndarray] = []
         gold: list[tuple[str, ...]] = []
         contexts: list[str] = []
-        locate = functools.lru_cache(maxsize=1)(functools.partial(_located, tokenizer))  # questions share contexts
+        locate = functools.lru_cache(maxsize=1)(functools.partial(_locate, tokenizer))  # questions share contexts
         lost = 0
         for number, example in enumerate(examples):
             question, context = example.texts
@@ -254,7 +254,7 @@ def _warning(lost: int, max_length: int) -> str:
     )
 
 
-def _located(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
+def _locate(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
     """Return the pieces of a context and their characters, int32 `[pieces, 2]`."""
     pieces, spans = tokenizer.encode_with_spans(context)
     return pieces, np.array(spans, dtype=np.int32).reshape(-1, 2)

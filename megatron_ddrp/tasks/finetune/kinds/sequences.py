@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ddrp.conversion.task_heads import SEQUENCE, HeadForm
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
+from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, cut_warning, text_row, whole_length
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.metrics import ACCURACY, F1, MACRO_F1, MATTHEWS, Metric
@@ -63,7 +63,7 @@ class SequenceKind(Kind):
                 cut += whole_length(row, pair_separators) > max_length
             labels += [example.label for example in some]
         rows = writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
-        return replace(rows, warning=told_cut(cut, len(rows), max_length), cut=cut)
+        return replace(rows, warning=cut_warning(cut, len(rows), max_length), cut=cut)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
