@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 
+from megatron_ddrp.conversion.task_heads import SEQUENCE
 from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import FineTuning
 from megatron_ddrp.tasks.glue.tasks import TASKS
@@ -65,7 +66,7 @@ def ours(config: Any, rows: Encoded, order: list[np.ndarray]) -> Callable[[], No
     run = Run("MRPC", BATCH, 3e-5, 1000, 1, 128, encoder="", data="", micro_batch_size=BATCH)
     encoder = HuggingFaceEncoder(BertModel(config, add_pooling_layer=False))
     task = TASKS["MRPC"]
-    model = SequenceHead(encoder, config.hidden_size, len(task.labels)).to(DEVICE)
+    model = TaskModel(encoder, config.hidden_size, SEQUENCE, len(task.labels)).to(DEVICE)
     tuning = FineTuning(run, task, model, rows)
     return cycle(tuning.step, order)
 

@@ -14,12 +14,13 @@ from gpu_training import FLAGSHIP, SEED, arm
 from measure import DEVICE
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.task_heads import SEQUENCE
 from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.tasks.finetune.determinism import fix_workspace
-from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import finetune
 from megatron_ddrp.tasks.glue.tasks import TASKS
@@ -94,7 +95,7 @@ def tuned_weights(bench: Bench) -> dict[str, torch.Tensor]:
         **shape, num_attention_heads=sizes.heads, seq_length=sizes.usual_length, vocab_size=sizes.vocabulary
     )
     torch.manual_seed(SEED)
-    model = SequenceHead(TrainedEncoder(build_model(config)), sizes.hidden, 2).to(DEVICE)
+    model = TaskModel(TrainedEncoder(build_model(config)), sizes.hidden, SEQUENCE, 2).to(DEVICE)
     run = Run("CoLA", 32, 3e-5, 1, 1, 128, encoder="", data="", micro_batch_size=32, precision=precision())
     result = finetune(run, TASKS["CoLA"], model, rows, {"dev": rows}, show_bar=False)
     return {name: weight.cpu() for name, weight in result.model.state_dict().items()}

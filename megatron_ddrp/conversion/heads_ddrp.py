@@ -60,13 +60,32 @@ def replaced_token_head(config: DdrpConfig, contextual: bool = False) -> nn.Sequ
 class Pooler(nn.Module):
     """BERT's pooler: dense and tanh on the first token."""
 
-    def __init__(self, config: DdrpConfig) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[batch, seq, hidden]` to `[batch, hidden]`."""
         return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class TaskHead(nn.Module):
+    """Head that fine-tuning adds: the pooler if `is_pooled`, dropout, and a linear layer named `output`.
+
+    The layers have the names of the exported classes, so that a trained head is saved as it is.
+    """
+
+    def __init__(self, hidden_size: int, num_outputs: int, is_pooled: bool, dropout: float, output: str) -> None:
+        super().__init__()
+        self.pooler = Pooler(hidden_size) if is_pooled else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.add_module(output, nn.Linear(hidden_size, num_outputs))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `[batch, seq, hidden]` to `[batch, outputs]` if pooled, else to `[batch, seq, outputs]`."""
+        for layer in self.children():
+            hidden = layer(hidden)
+        return hidden
 
 
 def classifier_dropout(config: DdrpConfig) -> float:

@@ -1,12 +1,13 @@
-"""README.md of an exported folder: a model card with the metadata that the Hugging Face hub reads.
+"""README.md of an exported or fine-tuned folder: a model card with the metadata that the Hugging Face hub reads.
 
-Everything comes from the checkpoint, the run's metrics.jsonl and the manifests of its datasets. The card has only the
-last part of each path, so it names no folder, host or user.
+`render_card` builds every card. All facts in the card of an export come from the checkpoint, metrics.jsonl and the
+manifests of the datasets. A card has only the last part of each path, so it names no folder, host or user.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ from megatron_ddrp.conversion.training_record import (
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.pages.machine import versions
-from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render
 
 EXAMPLE = "Paris is the {} of France."
@@ -72,14 +72,14 @@ def _card(described: Described, publishing: Publishing) -> str:
     config, tokenizer = described.config, described.tokenizer
     state = checkpoint.read_state(described.source)
     datasets = list(datasets_of(config.data))
-    return render(
+    return render_card(
         "model_card.md.jinja",
-        metadata=_metadata(described, publishing),
-        name=described.name,
+        described.name,
+        _metadata(described, publishing),
+        _usage(described, publishing),
+        described.family.has_code,
         kind=_kind(described),
         license=publishing.license,
-        usage=_usage(described, publishing),
-        trust=described.family.has_code,
         model=facts_table(_model_facts(described)),
         data=data_table(datasets),
         unknown_data=[dataset.name for dataset in datasets if dataset.manifest is None],
@@ -91,12 +91,43 @@ def _card(described: Described, publishing: Publishing) -> str:
         settings=facts_table(settings(config, state)),
         command=command(config),
         limits=_limits(described),
-        versions=Table(["package", "version"], list(versions().items()), wordy=(1,)),
     )
 
 
-def _metadata(described: Described, publishing: Publishing) -> str:
-    """Return the card's YAML header."""
+def render_card(
+    template: str, name: str, metadata: dict[str, Any], usage: Sequence[str], has_code: bool, **parts: Any
+) -> str:
+    """Return a model card: what all cards have in common, and the parts of a template that extends it.
+
+    `metadata` is for the YAML header, which has no empty values; `usage` are lines of Python; `has_code` is True for a
+    folder with code of its own.
+    """
+    known = {key: value for key, value in metadata.items() if value}
+    header = yaml.safe_dump(known, sort_keys=False, allow_unicode=True).strip()
+    if "license" not in known:
+        header = f"# license: unknown; set it before publishing\n{header}"
+    installed = facts_table(versions(), ["package", "version"])
+    return render(template, name=name, metadata=header, usage=usage, trust=has_code, versions=installed, **parts)
+
+
+def loading_lines(name: str, auto_class: str, has_code: bool) -> list[str]:
+    """Return lines of Python that load a folder and its tokenizer from the hub with a class of transformers."""
+    place = hub_name(name) + (", trust_remote_code=True" if has_code else "")
+    return [
+        f"from transformers import {auto_class}, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({place})",
+        f"model = {auto_class}.from_pretrained({place})",
+    ]
+
+
+def hub_name(name: str) -> str:
+    """Return the name of a folder on the hub as a string of Python."""
+    return json.dumps(f"USER/{name}", ensure_ascii=False)
+
+
+def _metadata(described: Described, publishing: Publishing) -> dict[str, Any]:
+    """Return the content of the card's YAML header."""
     config = described.config
     values: dict[str, Any] = {
         "license": publishing.license,
@@ -110,9 +141,7 @@ def _metadata(described: Described, publishing: Publishing) -> str:
         values["mask_token"] = mask
         if example := _example(described, publishing):
             values["widget"] = [{"text": example}]
-    known = {key: value for key, value in values.items() if value}
-    text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True)
-    return text.strip() if publishing.license else f"# license: unknown; set it before publishing\n{text.strip()}"
+    return values
 
 
 def _example(described: Described, publishing: Publishing) -> str | None:
@@ -136,22 +165,18 @@ def _kind(described: Described) -> str:
 
 def _usage(described: Described, publishing: Publishing) -> list[str]:
     """Return lines of Python that load the folder from the hub and use it."""
-    name = json.dumps(f"USER/{described.name}", ensure_ascii=False)
-    trust = ", trust_remote_code=True" if described.family.has_code else ""
+    has_code = described.family.has_code
     if described.fills_masks:
         mask = described.tokenizer.pieces[described.tokenizer.mask_id]
         text = json.dumps(_example(described, publishing) or f"YOUR TEXT WITH ONE {mask}", ensure_ascii=False)
         return [
             "from transformers import pipeline",
             "",
-            f'fill = pipeline("fill-mask", model={name}{trust})',
+            f'fill = pipeline("fill-mask", model={hub_name(described.name)}{", trust_remote_code=True" * has_code})',
             f"print(fill({text}))",
         ]
     return [
-        "from transformers import AutoModel, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({name}{trust})",
-        f"model = AutoModel.from_pretrained({name}{trust})",
+        *loading_lines(described.name, "AutoModel", has_code),
         'states = model(**tokenizer("A sentence.", return_tensors="pt")).last_hidden_state  # [1, tokens, hidden]',
     ]
 

@@ -252,7 +252,7 @@ class DdrpForSequenceClassification(DdrpForTokenClassification):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
-        self.pooler = Pooler(config)
+        self.pooler = Pooler(config.hidden_size)
         self.post_init()
 
     def score(self, encoded: Any, _: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,9 +151,9 @@ def _wrapped(words: Sequence[str]) -> list[str]:
     return " \\\n    ".join(map(shlex.join, lines)).split("\n")
 
 
-def facts_table(facts: dict[str, Any]) -> Table:
-    """Return a table with one row per setting."""
-    return Table(["setting", "value"], [[key, str(value)] for key, value in facts.items()], wordy=(1,))
+def facts_table(facts: Mapping[str, Any], header: Sequence[str] = ("setting", "value")) -> Table:
+    """Return a table with one row per fact."""
+    return Table([*header], [[key, str(value)] for key, value in facts.items()], wordy=(1,))
 
 
 def _last(path: str) -> str:

@@ -21,10 +21,11 @@ from torch import nn
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
+from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
-from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
+from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, load_folder, load_tokenizer
 from megatron_ddrp.encoders.names import with_random_weights
 from megatron_ddrp.errors import UserError
 
@@ -53,14 +54,14 @@ class Encoder:
     """Builder of the same architecture with random weights; None if runs start from the loaded weights."""
     pair_separators: int = 1
     """Number of separators between the two texts of a pair."""
-    family_model: Callable[[nn.Module, str, Labels], nn.Module] | None = None
+    family_model: Callable[[nn.Module, HeadForm, Labels], nn.Module] | None = None
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     weights: str = ""
     """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
     fallback: str = ""
     """Damaged checkpoints that were skipped and the one that was loaded, also in `origin`; otherwise empty."""
 
-    def known_as(self, earlier: Container[str]) -> Encoder:
+    def under_earlier_name(self, earlier: Container[str]) -> Encoder:
         """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
 
         So the lines that an earlier version wrote keep their place in tables, and their runs are not repeated.

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ddrp.conversion.families import FAMILIES, FINE_TUNED
+from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
+from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.encoders.filling import Filled, fill
@@ -36,15 +37,15 @@ def foreign_inputs(config: Any, batch: Batch) -> dict[str, torch.Tensor]:
     return {"input_ids": batch.input_ids, "attention_mask": (batch.document_ids > 0).long(), **segments}
 
 
-def head_class(model_type: str, head: str) -> Any:
-    """Return the class of a model type with a head of `FINE_TUNED`: ours for our models, otherwise AutoModelFor…."""
+def head_class(model_type: str, form: HeadForm) -> Any:
+    """Return the class of a model type with a head of this form: ours for our models, otherwise AutoModelFor…."""
     if model_type == OWN_MODEL_TYPE:
         from megatron_ddrp.conversion import modeling_ddrp
 
-        return getattr(modeling_ddrp, f"DdrpFor{FINE_TUNED[head]}")
+        return getattr(modeling_ddrp, f"DdrpFor{form.name}")
     import transformers
 
-    return getattr(transformers, f"AutoModelFor{FINE_TUNED[head]}")
+    return getattr(transformers, f"AutoModelFor{form.name}")
 
 
 class HuggingFaceEncoder(nn.Module):
@@ -61,13 +62,6 @@ class HuggingFaceEncoder(nn.Module):
         return self.model(**foreign_inputs(self.model.config, batch)).last_hidden_state
 
 
-class Labels(NamedTuple):
-    """Labels of a head and its problem type, as in Hugging Face configurations."""
-
-    names: tuple[str, ...]
-    problem_type: str | None
-
-
 class FamilyModel(nn.Module):
     """Model of transformers with the head of its family."""
 
@@ -77,7 +71,7 @@ class FamilyModel(nn.Module):
         self.encoder_prefix = f"model.{model.base_model_prefix}."
 
     @classmethod
-    def on_top_of(cls, encoder: nn.Module, head: str, labels: Labels) -> FamilyModel:
+    def on_top_of(cls, encoder: nn.Module, form: HeadForm, labels: Labels) -> FamilyModel:
         """Return a model with the encoder's weights and a new head, initialised from torch's generator.
 
         Raises:
@@ -85,13 +79,13 @@ class FamilyModel(nn.Module):
         """
         assert isinstance(encoder, HuggingFaceEncoder)
         config = copy.deepcopy(encoder.model.config)
-        if head == "qa":
+        if not labels.names:
             config.num_labels = 2  # logits of an answer's first and last piece
         else:
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: number for number, name in enumerate(labels.names)}
         config.problem_type = labels.problem_type
-        model = _model_with_head(config, head)
+        model = _model_with_head(config, form)
         base = getattr(model, model.base_model_prefix)
         missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
         if unexpected or [name for name in missing if "pooler" not in name]:
@@ -108,14 +102,14 @@ class FamilyModel(nn.Module):
         return output.logits.float()
 
 
-def _model_with_head(config: Any, head: str) -> Any:
-    with_head = head_class(config.model_type, head)
+def _model_with_head(config: Any, form: HeadForm) -> Any:
+    with_head = head_class(config.model_type, form)
     if config.model_type == OWN_MODEL_TYPE:
         return with_head(config)
     try:
         return with_head.from_config(config)
     except ValueError:
-        raise UserError(f"transformers has no AutoModelFor{FINE_TUNED[head]} for {config.model_type} models") from None
+        raise UserError(f"transformers has no AutoModelFor{form.name} for {config.model_type} models") from None
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,7 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
-    with _told_by_transformers(folder):
+    with _transformers_errors_in_a_line(folder):
         return _load(folder, values, masked_lm, random_init)
 
 
@@ -162,7 +156,7 @@ def _silence_transformers() -> None:
 
 
 @contextmanager
-def _told_by_transformers(folder: Path) -> Iterator[None]:
+def _transformers_errors_in_a_line(folder: Path) -> Iterator[None]:
     """Turn any error of transformers, to which a damaged folder may lead, into a `UserError` of one line."""
     try:
         yield
@@ -195,16 +189,16 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     return Folder(config, model.float(), build, weights, _longest(config), separators)
 
 
-def load_with_head(folder: Path, model_type: str, head: str) -> tuple[Any, Filled]:
-    """Return the model of a folder with a head of `FINE_TUNED`, in fp32 on the CPU, and an account of its weights.
+def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, Filled]:
+    """Return the model of a folder with a head of this form, in fp32 on the CPU, and an account of its weights.
 
     Raises:
         UserError: as in `load_folder`.
     """
     _silence_transformers()
-    with _told_by_transformers(folder):
+    with _transformers_errors_in_a_line(folder):
         config = _read_config(folder, model_type)
-        return fill(folder, config, lambda known: _model_with_head(known, head), finite=False)
+        return fill(folder, config, lambda known: _model_with_head(known, form), finite=False)
 
 
 def _read_config(folder: Path, model_type: str) -> Any:

@@ -118,7 +118,7 @@ def whole_length(sides: Sequence[Sequence[int]], pair_separators: int) -> int:
     return sum(map(len, sides)) + (2 + pair_separators if len(sides) > 1 else 2)
 
 
-def told_cut(cut: int, rows: int, max_length: int) -> str:
+def cut_warning(cut: int, rows: int, max_length: int) -> str:
     """Return a sentence about the rows that `text_row` has cut; empty if there is none."""
     return f"{cut:,} of {rows:,} rows are longer than {max_length} pieces and are cut" if cut else ""
 

@@ -35,7 +35,7 @@ from megatron_ddrp.encoders.masked_lm import (
     load_masked_lm,
 )
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
-from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pooled, rows_of
+from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pool_rows, rows_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import Bert, count_parameters
 
@@ -236,7 +236,7 @@ class TextEncoder:
         found = np.empty((len(rows), self.hidden_size), dtype=np.float32)
         for which, states in self._states(rows, numbers, batch_size, progress and not is_one):
             lengths = torch.from_numpy(rows.lengths[which]).to(states.device)
-            found[which] = pooled(states[0], lengths, how).cpu().numpy()
+            found[which] = pool_rows(states[0], lengths, how).cpu().numpy()
         return found[0] if is_one else found
 
     def fill_mask(self, text: str, top_k: int = 5) -> list[list[Candidate]]:

@@ -96,7 +96,7 @@ def layer_numbers(layers: Any, num_layers: int, name: str = "layers") -> tuple[l
     return [int(number) % count for number in wanted], not is_one
 
 
-def pooled(states: Tensor, lengths: Tensor, how: str) -> Tensor:
+def pool_rows(states: Tensor, lengths: Tensor, how: str) -> Tensor:
     """Return one vector per row, `[rows, hidden]`, of states `[rows, seq, hidden]` of rows of `lengths` pieces.
 
     `how` is one of `POOLINGS`.

@@ -1,5 +1,6 @@
 """The recipes of CONTRIBUTING.md are the repository's own lines."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def test_every_added_line_is_in_the_file_that_its_diff_names():
         "megatron_ddrp/config/registry.py",
         "megatron_ddrp/model/positions/t5.py",
         "megatron_ddrp/objectives/token_contrast.py",
+        "megatron_ddrp/tasks/finetune/kinds/__init__.py",
+        "megatron_ddrp/tasks/finetune/metrics.py",
         "megatron_ddrp/tasks/glue/tasks.py",
     }
     texts = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file in {file for file, _ in added}}
@@ -35,3 +38,14 @@ def test_the_encoding_is_whole():
     shown = [line for file, line in added_lines() if file == "megatron_ddrp/model/positions/t5.py"]
     text = (ROOT / "megatron_ddrp/model/positions/t5.py").read_text(encoding="utf-8")
     assert "\n".join(shown) == text.split('"""', 2)[2].strip("\n")
+
+
+def test_the_kind_of_task_is_whole():
+    """All code of the file stands in the recipe."""
+    name = "megatron_ddrp/tasks/finetune/kinds/regression.py"
+    shown = ast.parse("\n".join(line for file, line in added_lines() if file == name))
+    whole = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+    for node in ast.walk(whole):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    assert ast.unparse(shown) == ast.unparse(whole)

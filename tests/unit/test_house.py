@@ -43,23 +43,10 @@ def module_name(file: Path) -> str:
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
-def statements_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield what runs when a module is imported; the body of `if TYPE_CHECKING:` does not."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
-            yield from statements_at_import(statement.orelse)
-        elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.ClassDef)):
-            for part in ("body", "orelse", "finalbody"):
-                yield from statements_at_import(getattr(statement, part, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from statements_at_import(handler.body)
-
-
 def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
-    """Return which of `modules` a module names in the imports at its top level."""
+    """Return which of `modules` a module imports, also inside functions and under `if TYPE_CHECKING:`."""
     named = set()
-    for statement in statements_at_import(tree.body):
+    for statement in ast.walk(tree):
         if isinstance(statement, ast.Import):
             named |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
@@ -98,9 +85,15 @@ def test_no_function_has_over_8_parameters() -> None:
     assert {place: count for place, count in counts.items() if count > 8} == {}
 
 
+CIRCLES = {("megatron_ddrp.tasks.minimal_pairs.figure", "megatron_ddrp.tasks.minimal_pairs.report")}
+"""(module, import) of each known circle: a figure shows the type of the report that draws it."""
+
+
 def test_no_circle_of_imports() -> None:
     graph = import_graph({file: tree for file, tree in TREES.items() if file.parts[0] == PACKAGE})
     assert len(graph) > 100
+    for module, known in CIRCLES:
+        graph[module].discard(known)
     assert circle(graph) == []
 
 
@@ -112,8 +105,8 @@ def test_at_most_8_loose_files_in_the_package() -> None:
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
-        ({"a": "import b", "b": "def f():\n    import a"}, set()),
-        ({"a": "import b", "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a"}, set()),
+        ({"a": "import b", "b": "def f():\n    import a"}, {"a", "b"}),
+        ({"a": "import b", "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a"}, {"a", "b"}),
         ({"a": "import b", "b": "try:\n    from a import x\nexcept ImportError:\n    pass"}, {"a", "b"}),
         ({"a": "from p import b", "p/__init__": "", "p/b": "import p.c", "p/c": "import a"}, {"a", "p.b", "p.c"}),
         ({"p/__init__": "from p.b import x", "p/b": "import p.c", "p/c": ""}, set()),

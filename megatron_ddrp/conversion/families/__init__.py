@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import Bert
-from megatron_ddrp.conversion.families.contract import FINE_TUNED, HEADS, Family
+from megatron_ddrp.conversion.families.contract import HEADS, Family
 from megatron_ddrp.conversion.families.deberta import Deberta
 from megatron_ddrp.conversion.families.deberta_v2 import DebertaV2
 from megatron_ddrp.conversion.families.electra import Electra
@@ -18,7 +18,7 @@ from megatron_ddrp.conversion.foreign_config import shown
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-__all__ = ["FAMILIES", "FINE_TUNED", "HEADS", "Family", "family_of", "leaving_family"]
+__all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, EXACT_GELU, Family
+from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, EXACT_GELU, Family, Table
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 BERT_MODULES = {
@@ -55,6 +55,7 @@ class Bert(Family):
         "type_vocab_size": (2, 1),
     }
     head_keys = CLASSIFIER_DROPOUT
+    task_head: Table | None = {"pooler.dense": "bert.pooler.dense"}
     fields = BERT_FIELDS
     modules = BERT_MODULES
     head_modules = {"masked-lm": BERT_HEAD}

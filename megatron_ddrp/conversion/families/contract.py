@@ -48,9 +48,6 @@ HEADS = {
 }
 """`exported` of an objective → head of its models."""
 
-FINE_TUNED = {"sequence": "SequenceClassification", "tokens": "TokenClassification", "qa": "QuestionAnswering"}
-"""Kind of a head that fine-tuning adds → suffix of the classes that have it and of the class that loads it."""
-
 NOT_COMPARED = {
     *("attention_backend", "compile", "direction_init"),
     *("global_every", "first_norm", "relative_distance", "rope_theta", "local_rope_theta"),
@@ -127,6 +124,9 @@ class Family:
     """Our module → their module, after `prefix`; modules of a layer are named without `layers` and number."""
     head_modules: Mapping[str, Mapping[str, str]]
     """Key of `HEADS`, for each head that its folders may have → our module → their module, without `prefix`."""
+    task_head: Table | None = None
+    """Names in its folders of a pooled `TaskHead`'s layers that differ from ours; None if its classes in transformers
+    compute another head. All families use our names for heads on pieces."""
     bare_heads: tuple[str, ...] = ()
     """Keys of `head_modules` for which transformers has no class; it loads such a folder as a bare encoder."""
     parameters: Mapping[str, str] = MappingProxyType({})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
-from megatron_ddrp.conversion.families.contract import DROPOUT, EXACT_GELU, NUMBER, Family
+from megatron_ddrp.conversion.families.contract import DROPOUT, EXACT_GELU, NOTHING, NUMBER, Family
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, shown, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -56,6 +56,7 @@ class Deberta(Family):
         "type_vocab_size": (0, 1, 2),
     }
     head_keys = POOLER_KEYS
+    task_head = NOTHING
     fields = {
         "position_encoding": ("deberta",),
         "key_bias": (False,),

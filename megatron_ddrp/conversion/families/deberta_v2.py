@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
-from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
+from megatron_ddrp.conversion.families.contract import EXACT_GELU, NOTHING, Family
 from megatron_ddrp.conversion.families.deberta import POOLER_KEYS, refuse_other_terms
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, SIZES, refuse_other_head_size, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -61,6 +61,7 @@ class DebertaV2(Family):
         "conv_kernel_size": (0,),
     }
     head_keys = POOLER_KEYS
+    task_head = NOTHING
     fields = {
         "position_encoding": ("deberta-v2",),
         "num_segments": (0, 1, 2),

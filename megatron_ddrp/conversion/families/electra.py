@@ -37,6 +37,7 @@ class Electra(Bert):
         "summary_first_dropout": NUMBER,
         "summary_last_dropout": NUMBER,
     }
+    task_head = None  # it pools with a GELU
     training = {"masking": "token"}
     modules = Bert.modules | {"embeddings.projection": "embeddings_project"}
     head_modules = {

@@ -12,10 +12,11 @@ from typing import Any
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.config.run import model_as_meant
-from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, FINE_TUNED, HEADS, Family
+from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, HEADS, NOTHING, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
 from megatron_ddrp.conversion.foreign_config import model_config as checked_config
 from megatron_ddrp.conversion.model_code import write_model_code
+from megatron_ddrp.conversion.task_heads import HEAD_FORMS
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
@@ -32,6 +33,7 @@ class Own(Family):
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
     head_modules = {head: {} for head in HEADS}
     head_keys = CLASSIFIER_DROPOUT
+    task_head = NOTHING
     has_code = True
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Own(Family):
                 "AutoConfig": "configuration_ddrp.DdrpConfig",
                 "AutoModel": "modeling_ddrp.DdrpModel",
                 f"AutoModelFor{HEADS[head].auto}": f"modeling_ddrp.DdrpFor{HEADS[head].name}",
-                **{f"AutoModelFor{name}": f"modeling_ddrp.DdrpFor{name}" for name in FINE_TUNED.values()},
+                **{f"AutoModelFor{name}": f"modeling_ddrp.DdrpFor{name}" for name, *_ in HEAD_FORMS},
             },
             **settings,
             **{name: getattr(config, name) for name in OWN_SETTINGS},

@@ -36,6 +36,7 @@ class Roberta(Family):
         "type_vocab_size": (2, 1),
     }
     head_keys = CLASSIFIER_DROPOUT
+    task_head = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}
     fields = BERT_FIELDS | {"num_segments": (1, 2)}
     training = {"masking": "token"}
     modules = BERT_MODULES

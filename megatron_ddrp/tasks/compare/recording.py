@@ -18,7 +18,7 @@ from megatron_ddrp.tasks.compare.measures import Measure
 from megatron_ddrp.tasks.compare.rows import Samples
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
-from megatron_ddrp.tasks.finetune.metrics import resampled_scores
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.predictions import read_predictions
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.task import Task
@@ -144,7 +144,7 @@ def _run_samples(row: dict[str, Any], folder: Path) -> np.ndarray | None:
         scored = read_predictions(path.read_bytes(), task)
     except (OSError, LookupError, TypeError, ValueError):
         return None
-    return resampled_scores(task, *next(iter(scored.values())))
+    return KINDS[task.kind].resampled_scores(task, *next(iter(scored.values())))
 
 
 def _pair_samples(folder: Path) -> np.ndarray | None:

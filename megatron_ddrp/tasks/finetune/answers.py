@@ -11,30 +11,34 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_ddrp.tasks.finetune.metrics import Metric, Terms, share
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalized(answer: str) -> str:
+def normalize(answer: str) -> str:
     """Return an answer in lower case, without ASCII punctuation, English articles and repeated blanks."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(gold: Sequence[str], predicted: str) -> float:
     """Return 1.0 if the prediction equals one of the gold answers after normalization, otherwise 0.0."""
-    return float(normalized(predicted) in gold_answers(gold))
+    return float(normalize(predicted) in gold_answers(gold))
 
 
 def f1(gold: Sequence[str], predicted: str) -> float:
     """Return the best F1 of the predicted words over the gold answers: 2·common / (words of both)."""
-    return max(_f1(answer.split(), normalized(predicted).split()) for answer in gold_answers(gold))
+    return max(_f1(answer.split(), normalize(predicted).split()) for answer in gold_answers(gold))
 
 
 def gold_answers(answers: Sequence[str]) -> list[str]:
     """Return the normalized answers that are not empty; only "" for an unanswerable question."""
-    return [text for text in map(normalized, answers) if text] or [""]
+    return [text for text in map(normalize, answers) if text] or [""]
 
 
 def _f1(gold: list[str], predicted: list[str]) -> float:
@@ -42,3 +46,15 @@ def _f1(gold: list[str], predicted: list[str]) -> float:
         return float(gold == predicted)
     common = (Counter(gold) & Counter(predicted)).total()
     return 2 * common / (len(gold) + len(predicted))
+
+
+def _mean_of(score: Callable[[Sequence[str], str], float]) -> Metric:
+    """Return the metric that is the mean of a question's score."""
+
+    def terms(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> Terms:
+        return np.array([score(*pair) for pair in zip(gold, predicted, strict=True)]), np.ones(len(gold))
+
+    return Metric(terms, share)
+
+
+ANSWER_F1, EXACT_MATCH = _mean_of(f1), _mean_of(exact_match)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 
@@ -45,9 +46,9 @@ class Cell:
 
     @property
     def score_name(self) -> str:
-        """Metric as the tables show it (`Task.score_name`); GLUE's keep its plain name."""
+        """Metric as the tables show it (`Kind.score_name`); GLUE's keep its plain name."""
         facts = self.rows[0].get("facts")
-        return Task.of(facts).score_name if facts else self.metric
+        return KINDS[facts["kind"]].score_name(Task.of(facts)) if facts else self.metric
 
     @property
     def others(self) -> dict[str, list[float]]:

@@ -2,12 +2,114 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.run.launch import first_rank_speaks
-from megatron_ddrp.tasks.finetune.arguments import Prediction, parse_arguments, parse_prediction
+from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, sweep_sections
+from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
 from megatron_ddrp.tasks.finetune.running import run
+from megatron_ddrp.tasks.finetune.runs import GRIDS
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.sweep import AfterSweep
+
+DESCRIPTION = """Fine-tune encoders on your own tasks and report the validation scores.
+
+A task is a training file and a validation file with a column of texts and a column of labels. Flags describe it, or a
+YAML file with the same names. The command runs every task at every grid point with every seed. OUT/runs.jsonl has one
+line per finished run; a restarted command does only the missing runs, and several commands may share one OUT.
+OUT/table.md has the medians over seeds, OUT/predictions/ the predictions of each run, OUT/models/ the best model as a
+Hugging Face folder.
+
+  one task       megatron-ddrp finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
+  check it       … --dry-run                     columns, class counts, score of the most frequent class, hours
+  several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
+  baseline       … --random-init
+  label a file   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
+"""
+
+PREDICT = """Label a file with a model that finetune kept. The output has the same rows and a column `prediction`.
+
+  megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
+"""
+
+
+FILES = {"train": "train", "validation": "valid", "valid": "valid", "dev": "valid", "test": "test"}
+"""Name of a file in other programs, as in `--validation-file` → our flag."""
+
+
+@dataclass(frozen=True)
+class What:
+    """task files and kept models"""
+
+    task_file: tuple[Path, ...] | None = option(
+        None, "tasks as YAML; keys are a task's flags, paths are relative to the file", nargs="+", metavar="T.yaml"
+    )
+    keep_models: bool = option(True, "keep an encoder's best model of a task in OUT/models/ (never with --random-init)")
+
+
+@dataclass(frozen=True)
+class OwnSearch(Search):
+    """grid and seeds"""
+
+    grid: str = option(
+        "quick",
+        "quick: batch 32, lr 3e-5, 4 epochs; paper: batch 16, 32 x lr 1e-5, 2e-5, 3e-5 x 4, 6 epochs",
+        choices=tuple(GRIDS),
+    )
+    seeds: int = option(3, "runs per grid point, with seeds 1 to N", within=COUNT)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """model and files"""
+
+    load: Path = option(MISSING, "folder in OUT/models", metavar="DIR")
+    input: Path = option(MISSING, "rows to label, in any format that training reads", metavar="F")
+    output: Path = option(
+        MISSING,
+        "output with the same rows and their predictions: .jsonl, .csv or .tsv; also .conll for tokens, .json for qa",
+        metavar="G",
+    )
+    text_column: str | None = option(None, "column of the text (default: as in training)", metavar="C")
+    text_pair_column: str | None = option(None, "column of the second text (default: as in training)", metavar="C")
+
+
+SECTIONS = sweep_sections((What, TaskFiles), OwnSearch)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
+    """Parse and check the command line."""
+    parser = ArgumentParser(description=DESCRIPTION)
+    parser.hints = {f"{file}-file": f"use --{name}" for file, name in FILES.items()} | {"task-name": "use --name"}
+    return parse_sweep(parser, SECTIONS, OwnSearch, _own_tasks, arguments)
+
+
+def _own_tasks(options: argparse.Namespace) -> OwnTasks:
+    given = given_options(TaskFiles, options)
+    if options.task_file and given != TaskFiles():
+        refuse("--task-file and the flags of a task exclude each other: write the flags into the file")
+    tasks = tuple(map(read_task_file, options.task_file)) if options.task_file else (given,)
+    if options.report is None:
+        for task in tasks:
+            task.require()
+    return OwnTasks(tasks, options.keep_models and not options.random_init)
+
+
+def parse_prediction(arguments: Sequence[str]) -> Prediction:
+    """Parse the command line of `predict`."""
+    parser = ArgumentParser(prog=f"{Path(sys.argv[0]).name} predict", description=PREDICT)
+    add_flags(parser, Prediction)
+    add_plugin_flag(parser)
+    return given_options(Prediction, parser.parse_args(arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return predict(parse_prediction(words[1:]))
     with first_rank_speaks():
         options = parse_arguments(words)
-    return run(options)
+    return run(options, _after)
+
+
+def _after() -> AfterSweep:
+    from megatron_ddrp.tasks.finetune.predict import AfterOwnTasks  # here, because it imports torch
+
+    return AfterOwnTasks()
 
 
 def predict(wanted: Prediction) -> int:
@@ -29,6 +137,3 @@ def predict(wanted: Prediction) -> int:
     count = predict_file(wanted.load, wanted.input, wanted.output, device_of(0), columns)
     print(f"{count:,} rows written to {wanted.output}")
     return 0
-
-
-SECTIONS: tuple[type, ...] = ()

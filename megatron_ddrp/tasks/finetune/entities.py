@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_ddrp.tasks.finetune.metrics import Metric, Terms, share
 
 OUTSIDE = "O"
 STRICT = "seqeval-strict"
@@ -136,3 +141,13 @@ def _dashed(prefixes: Iterable[str]) -> str:
 def entity_type(tag: str) -> str:
     """Return the type in a tag: PER of B-PER, nothing of O."""
     return tag[2:]
+
+
+def _entity_terms(gold: Any, predicted: Any, strict: bool) -> Terms:
+    """Return numerator and denominator of the entities' F1 per sentence of `Tags`."""
+    found = count_entities(gold.by_sentence(), predicted.by_sentence(), strict, gold.labels)
+    expected, told, correct = np.array(found, float).T
+    return 2 * correct, expected + told
+
+
+SEQEVAL, SEQEVAL_STRICT = (Metric(partial(_entity_terms, strict=strict), share) for strict in (False, True))

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_ddrp.conversion.heads_ddrp import TaskHead
+from megatron_ddrp.conversion.task_heads import HeadForm
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.encoder import Encoder
-from megatron_ddrp.encoders.huggingface import Labels
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
@@ -22,44 +23,22 @@ DROPOUT = 0.1
 INIT_STD = 0.02
 
 
-class SequenceHead(nn.Module):
-    """Encoder with a pooler (dense, tanh, on [CLS]), dropout and an output layer (appendix B of the DDRP+MTH paper)."""
+class TaskModel(nn.Module):
+    """Encoder under a `TaskHead`. The head's weights are new (appendix B of the DDRP+MTH paper)."""
 
-    def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
+    def __init__(self, encoder: nn.Module, hidden_size: int, form: HeadForm, num_outputs: int):
         """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
         super().__init__()
         self.encoder = encoder
-        self.pooler = nn.Linear(hidden_size, hidden_size)
-        self.dropout = nn.Dropout(DROPOUT)
-        self.output = nn.Linear(hidden_size, num_outputs)
-        _initialise(self.pooler, self.output)
+        self.head = TaskHead(hidden_size, num_outputs, form.is_pooled, DROPOUT, form.output)
+        for layer in self.head.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=INIT_STD)
+                nn.init.zeros_(layer.bias)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return logits, or the predicted numbers of a regression, float32 `[batch, num_outputs]`."""
-        first = self.encoder(batch)[:, 0]  # [batch, hidden]
-        return self.output(self.dropout(torch.tanh(self.pooler(first)))).float()
-
-
-class PieceHead(nn.Module):
-    """Encoder with dropout and an output layer on every piece."""
-
-    def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
-        """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
-        super().__init__()
-        self.encoder = encoder
-        self.dropout = nn.Dropout(DROPOUT)
-        self.output = nn.Linear(hidden_size, num_outputs)
-        _initialise(self.output)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return logits, float32 `[batch, seq, num_outputs]`."""
-        return self.output(self.dropout(self.encoder(batch))).float()
-
-
-def _initialise(*layers: nn.Linear) -> None:
-    for layer in layers:
-        nn.init.normal_(layer.weight, std=INIT_STD)
-        nn.init.zeros_(layer.bias)
+        """Return the outputs, float32: `[batch, num_outputs]` of a pooled head, else `[batch, seq, num_outputs]`."""
+        return self.head(self.encoder(batch)).float()
 
 
 class Scale(NamedTuple):
@@ -87,26 +66,11 @@ def fold(scale: Scale, layer: nn.Linear) -> None:
     layer.bias.mul_(scale.deviation).add_(scale.mean)
 
 
-HEADS: dict[str, type[SequenceHead | PieceHead]] = {"sequence": SequenceHead, "tokens": PieceHead, "qa": PieceHead}
-
-PROBLEM_TYPES = {
-    "classification": "single_label_classification",
-    "multi-label": "multi_label_classification",
-    "regression": "regression",
-}
-"""Kind → its `problem_type` in a Hugging Face configuration."""
-
-
-def labels_of(task: Task) -> Labels:
-    """Return a task's labels for a Hugging Face configuration; a regression has one, named after the task."""
-    return Labels(task.labels or (task.name,), PROBLEM_TYPES.get(task.kind))
-
-
 def build_model(encoder: Encoder, task: Task, run: Run, device: torch.device) -> nn.Module:
     """Return a fresh copy of the encoder with a new head on the device. The run's seed determines its weights."""
     module, kind = encoder.fresh(run.seed, device), KINDS[task.kind]
     torch.manual_seed(run.seed_of("fine-tuning head"))
     if run.head == "family":
         assert encoder.family_model is not None
-        return encoder.family_model(module, kind.head, labels_of(task)).to(device)
-    return HEADS[kind.head](module, encoder.hidden_size, kind.num_outputs(task)).to(device)
+        return encoder.family_model(module, kind.head, kind.hub_labels(task)).to(device)
+    return TaskModel(module, encoder.hidden_size, kind.head, kind.num_outputs(task)).to(device)

@@ -11,7 +11,6 @@ import numpy as np
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.metrics import resampled_scores
 from megatron_ddrp.tasks.finetune.predictions import read_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
@@ -49,10 +48,10 @@ class Items:
             answers, predictions = next(iter(read_predictions(path.read_bytes(), task).values()))
         except (OSError, StopIteration, UserError, ValueError):
             return None
-        guess = row.get("baseline")
+        kind, guess = KINDS[task.kind], row.get("baseline")
         if guess is None:
-            guess = KINDS[task.kind].constant_guess(task, answers)
-        return Resampled(resampled_scores(task, answers, predictions), guess)
+            guess = kind.constant_guess(task, answers)
+        return Resampled(kind.resampled_scores(task, answers, predictions), guess)
 
     def of_cell(self, cell: Cell) -> Interval | None:
         """Return the 95 % interval of a cell's median over seeds; None if predictions are missing."""

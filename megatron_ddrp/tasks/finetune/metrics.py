@@ -17,16 +17,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune import answers as qa
-from megatron_ddrp.tasks.finetune.entities import STRICT, count_entities
-from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED
 
 _ROUNDING = 1e-5
@@ -78,22 +74,18 @@ def drawn_rows(task: str, rows: int) -> np.ndarray:
     return np.stack([sample.astype(np.uint8) for sample in samples])
 
 
-def resampled_scores(task: Task, answers: Any, predictions: Any) -> np.ndarray:
-    """Return a task's metric on every bootstrap sample of its rows, `[samples]`; 0 if it is undefined."""
-    return METRICS[task.kind][task.metric].samples(drawn_rows(task.name, len(answers)), answers, predictions)
-
-
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return the quotients; nan if the divisor is 0 up to rounding."""
     return np.divide(above, below, out=np.full(below.shape, math.nan), where=below > 1e-12)
 
 
-def _share(counts: np.ndarray, above: np.ndarray, below: np.ndarray) -> np.ndarray:
+def share(counts: np.ndarray, above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return the sum of the first term divided by the sum of the second."""
     return _ratio(counts @ above, counts @ below)
 
 
-def _right(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+def right(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+    """Return 1 for each correct row and 0 for the others, and the 1 of each row."""
     is_right = (labels == predictions).reshape(len(labels), -1).all(axis=1)
     return is_right * 1.0, np.ones(len(labels))
 
@@ -110,7 +102,7 @@ def _by_class(labels: np.ndarray, predictions: np.ndarray) -> Terms:
     return 2.0 * labels * predictions, labels + predictions
 
 
-def _by_number(labels: np.ndarray, predictions: np.ndarray) -> Terms:
+def by_number(labels: np.ndarray, predictions: np.ndarray) -> Terms:
     """Return numerator and denominator of F1 per class, for class numbers `[rows]` or 0/1 labels `[rows, labels]`."""
     return _by_class(*(_one_hot(labels, predictions) if labels.ndim == 1 else (labels, predictions)))
 
@@ -121,7 +113,7 @@ def _one_hot(labels: np.ndarray, predictions: np.ndarray) -> Terms:
     return (labels[:, None] == classes) * 1.0, (predictions[:, None] == classes) * 1.0
 
 
-def _macro_f1(counts: np.ndarray, right: np.ndarray, both: np.ndarray) -> np.ndarray:
+def macro_f1(counts: np.ndarray, right: np.ndarray, both: np.ndarray) -> np.ndarray:
     """Return the mean F1 over the classes in a sample's labels or predictions."""
     by_class = _ratio(counts @ right, counts @ both)  # [samples, classes]
     return _ratio(np.nansum(by_class, axis=1), np.count_nonzero(~np.isnan(by_class), axis=1).astype(float))
@@ -190,58 +182,6 @@ def rounding_error(labels: np.ndarray, predictions: np.ndarray) -> float:
     return _ROUNDING * max(float(np.std(labels)), min(sizes))
 
 
-def _entities(gold: Any, predicted: Any, strict: bool) -> Terms:
-    """Return numerator and denominator of the entities' F1 per sentence of `Tags`."""
-    found = count_entities(gold.by_sentence(), predicted.by_sentence(), strict, gold.labels)
-    expected, told, correct = np.array(found, float).T
-    return 2 * correct, expected + told
-
-
-def _of_words(gold: Any, predicted: Any, terms: Callable[[np.ndarray, np.ndarray], Terms]) -> Terms:
-    """Return the terms of the words, summed per sentence of `Tags`."""
-
-    def of_sentences(values: np.ndarray) -> np.ndarray:
-        sums = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
-        return np.diff(sums[[0, *gold.ends]], axis=0)
-
-    first, second = terms(gold.classes, predicted.classes)
-    return of_sentences(first), of_sentences(second)
-
-
-def _of_questions(
-    gold: Sequence[Sequence[str]], predicted: Sequence[str], score: Callable[[Sequence[str], str], float]
-) -> Terms:
-    return np.array([score(*pair) for pair in zip(gold, predicted, strict=True)]), np.ones(len(gold))
-
-
-_ACCURACY, _F1 = Metric(_right, _share), Metric(_f1, _share)
-_MACRO_F1 = Metric(_by_number, _macro_f1)
-METRICS: dict[str, dict[str, Metric]] = {
-    "classification": {
-        "accuracy": _ACCURACY,
-        "f1": _F1,
-        "macro-f1": _MACRO_F1,
-        "matthews": Metric(_one_hot, _matthews),
-    },
-    "multi-label": {"f1": _F1, "macro-f1": _MACRO_F1, "accuracy": _ACCURACY},
-    "regression": {"pearson": Metric(_numbers, _pearson), "spearman": Metric(_numbers, _spearman)},
-    "tokens": {
-        "seqeval": Metric(partial(_entities, strict=False), _share),
-        STRICT: Metric(partial(_entities, strict=True), _share),
-        "accuracy": Metric(partial(_of_words, terms=_right), _share),
-        "macro-f1": Metric(partial(_of_words, terms=_by_number), _macro_f1),
-    },
-    "qa": {
-        "f1": Metric(partial(_of_questions, score=qa.f1), _share),
-        "exact-match": Metric(partial(_of_questions, score=qa.exact_match), _share),
-    },
-}
-"""Kind of task → name of `--metric` → metric; the first is the kind's default."""
-
-
-def check_metric(name: str, kind: str, num_labels: int | None = None) -> None:
-    """Raise `UserError` if a kind does not have the metric, or for F1 with another number of classes than two."""
-    if name not in METRICS[kind]:
-        raise UserError(f"--metric {name}: --kind {kind} has {', '.join(METRICS[kind])}", WRONG_ARGUMENTS)
-    if kind == "classification" and name == "f1" and num_labels is not None and num_labels != 2:
-        raise UserError(f"--metric f1: {num_labels} labels, expected 2; use --metric macro-f1", WRONG_ARGUMENTS)
+ACCURACY, F1, MACRO_F1 = Metric(right, share), Metric(_f1, share), Metric(by_number, macro_f1)
+MATTHEWS = Metric(_one_hot, _matthews)
+PEARSON, SPEARMAN = Metric(_numbers, _pearson), Metric(_numbers, _spearman)

@@ -6,17 +6,14 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.suite import Suite
-
+from megatron_ddrp.tasks.finetune.suite import Suite
 
 HINTS = {
     "learning-rate": "use --lr",
@@ -158,6 +155,11 @@ class SweepOptions:
             )
 
 
+def sweep_sections(own: Sequence[Any], search: type[Search]) -> tuple[Any, ...]:
+    """Return the dataclasses of a command's options: its own and those of every sweep."""
+    return (Encoders, *own, search, Training, Machine)
+
+
 def parse_sweep(
     parser: ArgumentParser,
     sections: Sequence[Any],
@@ -165,14 +167,14 @@ def parse_sweep(
     make_suite: Callable[[argparse.Namespace], Suite],
     arguments: Sequence[str] | None,
 ) -> SweepOptions:
-    """Parse and check a command line of the suite's own sections and of those of every sweep.
+    """Parse and check a command line with the options of some `sweep_sections`.
 
     `make_suite` gets the options of all sections.
     """
     parser.hints = {**HINTS, **parser.hints}
     for name in ("--local-rank", "--deepspeed"):  # flags that launchers add
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-    options = parse_sections(parser, (Encoders, *sections, search, Training, Machine), arguments)
+    options = parse_sections(parser, sections, arguments)
     try:
         require(options, "load")
         return SweepOptions(

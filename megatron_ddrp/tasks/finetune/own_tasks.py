@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
-
-if TYPE_CHECKING:
-    from megatron_ddrp.encoders.encoder import Encoder
-    from megatron_ddrp.tasks.finetune.runs import RunStore
-    from megatron_ddrp.tasks.finetune.sweep import Sweep
-    from megatron_ddrp.tasks.finetune.task_options import TaskFiles
-
-
-NOT_KEPT = "its runs diverged, or used --no-keep-models (to repeat them, delete their lines in runs.jsonl)"
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
 
 @dataclass(frozen=True)
@@ -60,41 +51,3 @@ class OwnTasks(Suite):
     def keeps_model(self, task: str) -> bool:
         """Return whether to keep the best model: not with --no-keep-models or --random-init."""
         return self.keep_models
-
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Predict the test files without labels; return lines that name the kept models and the predictions.
-
-        Other commands with the same output folder wait meanwhile.
-        """
-        from megatron_ddrp.tasks.finetune.saving import model_name
-        from megatron_ddrp.tasks.jobs.store import one_at_a_time
-
-        lines = []
-        for encoder in sweep.encoders.values() if sweep.speaks else ():
-            for files in self.tasks:
-                data = sweep.data[files.called]
-                with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
-                    lines += self._finished(sweep, data, encoder)
-        return lines
-
-    def _finished(self, sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
-        from megatron_ddrp.tasks.finetune.predict import predict_file
-        from megatron_ddrp.tasks.finetune.saving import kept, model_folder, model_name
-
-        name, output = data.task.name, sweep.options.output_dir
-        folder = model_folder(output, data.task, encoder, data.fingerprint)
-        if not self.keep_models or kept(folder) is None:
-            why = f"; {NOT_KEPT}" if self.keep_models else ""
-            if data.unlabelled:
-                why += f"; {data.unlabelled.path} is not predicted"
-            return [f"{name}: no model of {encoder.name} was kept{why}"]
-        use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
-        plain = folder.with_name(model_name(data.task, encoder))
-        other = f" ({plain} keeps that of other files or settings)" if folder != plain and kept(plain) else ""
-        lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]
-        if data.unlabelled:
-            data.unlabelled.check()
-            predicted = output / "predictions" / f"{folder.name}-test.jsonl"
-            predict_file(folder, data.unlabelled.path, predicted, sweep.device)
-            lines.append(f"{name}: predictions for {data.unlabelled.path} are in {predicted}")
-        return lines

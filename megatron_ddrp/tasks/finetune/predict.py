@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import re
+import shlex
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,27 +17,27 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.encoder import Encoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head
-from megatron_ddrp.encoders.rows import Encoded, chunks, dev_order, pad_batch, told_cut
+from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order, pad_batch
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.known_files import KnownFile
-from megatron_ddrp.tasks.finetune.saving import kept
-from megatron_ddrp.tasks.finetune.table_files import blamed_on, read_rows
-from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
-from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, count_unlabelled, text_columns, texts_to_predict
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.output_files import OUTPUT_FILES, RowFile
+from megatron_ddrp.tasks.finetune.runs import RunStore
+from megatron_ddrp.tasks.finetune.saving import model_folder, model_name, read_facts
+from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
+from megatron_ddrp.tasks.finetune.table_files import KnownFile, at_row, read_rows
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task, TaskData
+from megatron_ddrp.tasks.finetune.task_files import count_unlabelled, text_columns, texts_to_predict
+from megatron_ddrp.tasks.jobs.store import one_at_a_time
 
-OUTPUTS = (".jsonl", ".csv", ".tsv")
-OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
-"""Kind → further endings of its output: CoNLL's two columns; SQuAD's one object from question ids to answers."""
 _TOGETHER = 2048
 """Number of rows in memory at a time."""
 _BATCH = 64
+NOT_KEPT = "its runs diverged, or used --no-keep-models (to repeat them, delete their lines in runs.jsonl)"
 _SHOWN_MODELS = 10
 """Largest number of model folders in a message."""
-_BREAKS = re.compile(r"[\t\r\n]")
-
 
 TextColumns = tuple[str | None, str | None]
 """Columns of the text and of the second text of a pair; None for the column of training."""
@@ -73,12 +69,12 @@ class FineTuned(NamedTuple):
             batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device))
             places, values = kind.outcomes(self.model(batch), encoded, rows)
             outcomes[places] = values.cpu().numpy()
-        return list(kind.told(self.task, kind.predictions(self.task, encoded, outcomes)))
+        return list(kind.as_values(self.task, kind.predictions(self.task, encoded, outcomes)))
 
 
 def _readable(folder: Path) -> dict[str, Any] | None:
     """Return the facts of a kept model that can label files; None for any other folder, such as a model of GLUE."""
-    facts = kept(folder)
+    facts = read_facts(folder)
     return facts if facts and facts.get("columns") is not None else None
 
 
@@ -130,16 +126,16 @@ def predict_file(
     Raises:
         UserError: the folder has no fine-tuned model, or a row of the file is invalid.
     """
-    _check_ending(output, OUTPUTS_OF_KIND)
+    _writer(output, KINDS.values())  # an ending that no kind has is refused before the model is loaded
     model = load_finetuned(folder, device, texts)
-    _check_ending(output, (model.task.kind,))
     kind = KINDS[model.task.kind]
+    make_writer = _writer(output, [kind])
     wanted, file = text_columns(model.columns), None if is_stream(str(source)) else KnownFile.of(source)
     rows = file.rows(wanted) if file else read_rows(str(source), wanted)
     count = cut = lacking = 0
     expected = count_unlabelled(file, kind, model.columns) if file else None
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
-        writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns, model.task.kind)
+        writer = make_writer(stream.stream, output.suffix, model.columns, kind.cell_text)
         for some in chunks(rows, _TOGETHER):
             read = [texts_to_predict(row, kind, model.columns) for row in some]
             encoded = model.encode(read)
@@ -147,12 +143,12 @@ def predict_file(
             predictions = model.predict(encoded)
             lacking += sum(told is None or (isinstance(told, list) and None in told) for told in predictions)
             for row, prediction in zip(some, predictions, strict=True):
-                with blamed_on(row):
+                with at_row(row):
                     writer.write(row.cells, prediction)
             count += len(some)
             bar.update(len(some))
         writer.finish()
-    if told := told_cut(cut, count, model.max_length):
+    if told := cut_warning(cut, count, model.max_length):
         print(f"{source}: {told}", file=sys.stderr)
     if lacking:
         print(
@@ -164,107 +160,47 @@ def predict_file(
     return count
 
 
-def _check_ending(output: Path, kinds: Iterable[str]) -> None:
-    endings = (*OUTPUTS, *(ending for kind in kinds for ending in OUTPUTS_OF_KIND.get(kind, ())))
-    if output.suffix not in endings:
-        raise UserError(f"--output {output}: expected a name that ends in {', '.join(endings)}", WRONG_ARGUMENTS)
+def _writer(output: Path, kinds: Iterable[Kind]) -> type[RowFile]:
+    """Return the writer of an ending that one of the kinds has. Raises `UserError` for another ending."""
+    writers = OUTPUT_FILES | {ending: writer for kind in kinds for ending, writer in kind.output_files.items()}
+    if output.suffix not in writers:
+        raise UserError(f"--output {output}: expected a name that ends in {', '.join(writers)}", WRONG_ARGUMENTS)
+    return writers[output.suffix]
 
 
-class _Writer(ABC):
-    """Base class of the writers of rows with their predictions to a stream of bytes."""
+class AfterOwnTasks(AfterSweep):
+    """Prediction of the test files without labels, and an account of the kept models."""
 
-    def __init__(self, stream: IO[bytes], ending: str, columns: Columns, kind: str):
-        self.stream, self.ending, self.columns, self.kind = stream, ending, columns, kind
-        self.count = 0
-        self.changed = 0
-        """Number of cells whose tabs and line breaks became blanks."""
+    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
+        """Predict the test files without labels; return lines that name the kept models and the predictions.
 
-    def write(self, cells: dict[str, Any], prediction: Any) -> None:
-        """Write a row. Raises ValueError with the reason if the format cannot hold it."""
-        self.stream.write(self.text(cells, prediction).encode())
-        self.count += 1
-
-    @abstractmethod
-    def text(self, cells: dict[str, Any], prediction: Any) -> str:
-        """Return one row as text. Raises ValueError with the reason if the format cannot hold it."""
-
-    def finish(self) -> None:
-        """Write the end of the file after the last row."""
-        return None
+        Other commands with the same output folder wait meanwhile.
+        """
+        lines = []
+        for encoder in sweep.encoders.values() if sweep.speaks else ():
+            for data in sweep.data.values():
+                with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
+                    lines += _use_model(sweep, data, encoder)
+        return lines
 
 
-class _JsonLines(_Writer):
-    """Writer of one JSON object per row."""
-
-    def text(self, cells: dict[str, Any], prediction: Any) -> str:
-        return _text(cells | {PREDICTION: prediction}) + "\n"
-
-
-class _Table(_Writer):
-    """Writer of comma- or tab-separated rows below a header; the first row determines the columns."""
-
-    header: list[str] | None = None
-
-    def text(self, cells: dict[str, Any], prediction: Any) -> str:
-        told = cells | {PREDICTION: prediction}
-        first = ""
-        if self.header is None:
-            self.header = list(told)
-            first = self._line(self.header)
-        if more := [column for column in told if column not in self.header]:
-            raise ValueError(f"column {more[0]!r} is not in the first row; write .jsonl")
-        return first + self._line([self._cell(column, told.get(column, "")) for column in self.header])
-
-    def _cell(self, column: str, value: Any) -> str:
-        """Return a cell as text; several labels in the form that training reads, with `|` between them."""
-        if self.kind != "multi-label" or column not in (PREDICTION, self.columns.label) or not isinstance(value, list):
-            return _text(value)
-        if parted := [label for label in value if "|" in _text(label)]:
-            raise ValueError(f"label {parted[0]!r} has a |, which separates labels in {self.ending}; write .jsonl")
-        return "|".join(map(_text, value))
-
-    def _line(self, cells: list[str]) -> str:
-        if self.ending == ".tsv":
-            kept = [_BREAKS.sub(" ", cell) for cell in cells]
-            self.changed += sum(cell != before for cell, before in zip(kept, cells, strict=True))
-            return "\t".join(kept) + "\n"
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\r\n").writerow(cells)  # the csv module quotes the characters of this
-        return text.getvalue().removesuffix("\r\n") + "\n"
-
-
-class _Conll(_Writer):
-    """Writer of one token and its tag per line, `_` for no prediction."""
-
-    def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
-        return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
-
-
-class _Squad(_Writer):
-    """Writer of one JSON object from the id of each question to its answer; without ids, from its number."""
-
-    def __init__(self, stream: IO[bytes], ending: str, columns: Columns, kind: str):
-        super().__init__(stream, ending, columns, kind)
-        self._seen: set[str] = set()
-
-    def text(self, cells: dict[str, Any], prediction: str | None) -> str:
-        name = str(cells.get("id", self.count))
-        if name in self._seen:
-            raise ValueError(
-                f"an earlier question has the id {name!r} too, which .json cannot hold; write .jsonl or .csv"
-            )
-        self._seen.add(name)
-        before = ",\n" if self.count else "{"
-        return before + json.dumps({name: prediction or ""}, ensure_ascii=False)[1:-1]
-
-    def finish(self) -> None:
-        self.stream.write(b"}\n")
-
-
-_WRITERS: dict[str, type[_Writer]] = {".jsonl": _JsonLines, ".conll": _Conll, ".json": _Squad}
-"""Ending → writer; other endings are tables."""
-
-
-def _text(value: Any) -> str:
-    """Return a cell as text, JSON unless it is a string; times and bytes of a Parquet file become strings."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
+    """Predict a task's test file with the best model of an encoder; return lines that name model and predictions."""
+    name, output = data.task.name, sweep.options.output_dir
+    folder = model_folder(output, data.task, encoder, data.fingerprint)
+    keeps = sweep.options.suite.keeps_model(name)
+    if not keeps or read_facts(folder) is None:
+        why = f"; {NOT_KEPT}" if keeps else ""
+        if data.unlabelled:
+            why += f"; {data.unlabelled.path} is not predicted"
+        return [f"{name}: no model of {encoder.name} was kept{why}"]
+    use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
+    plain = folder.with_name(model_name(data.task, encoder))
+    other = f" ({plain} keeps that of other files or settings)" if folder != plain and read_facts(plain) else ""
+    lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]
+    if data.unlabelled:
+        data.unlabelled.check()
+        predicted = output / "predictions" / f"{folder.name}-test.jsonl"
+        predict_file(folder, data.unlabelled.path, predicted, sweep.device)
+        lines.append(f"{name}: predictions for {data.unlabelled.path} are in {predicted}")
+    return lines

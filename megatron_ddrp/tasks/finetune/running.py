@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ddrp.errors import FAILURE, UserError
 from megatron_ddrp.pages.rendering import require_packages
@@ -12,24 +14,27 @@ from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.runs import RUNS
 from megatron_ddrp.tasks.jobs.store import Row
 
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.sweep import AfterSweep
 
-def run(options: SweepOptions) -> int:
-    """Carry out a parsed command line. Return 1 if --report leaves damaged runs out."""
+
+def run(options: SweepOptions, load_after: Callable[[], AfterSweep]) -> int:
+    """Carry out a parsed command line. Return 1 if --report leaves damaged runs out.
+
+    `load_after` imports torch and returns the steps after the runs.
+    """
     require_packages("glue", "scipy")  # the report needs it; here, before hours of runs
     if options.report is not None:
         return report_only(options)
     from megatron_ddrp.tasks.finetune.workers import run_here, run_on_ranks  # here, because it imports torch
 
-    if launched_world_size() > 1:
-        run_on_ranks(options)
-    else:
-        run_here(options)
+    (run_on_ranks if launched_world_size() > 1 else run_here)(options, load_after())
     return 0
 
 
 def report_only(options: SweepOptions) -> int:
     """Write one table over several output folders; return 1 if it leaves damaged runs out."""
-    from megatron_ddrp.tasks.finetune.recheck import trusted_runs  # here, because it imports torch
+    from megatron_ddrp.tasks.finetune.predictions import trusted_runs
     from megatron_ddrp.tasks.finetune.report import write_report
 
     runs: dict[Path, list[Row]] = {}

@@ -129,10 +129,10 @@ def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
     """
     if wrong := [key for key, kind in _KINDS.items() if not isinstance(row[key], kind)]:
         raise TypeError(f"{wrong[0]} is {row[wrong[0]]!r}")
-    epochs = [_counted(score) for score in row["epoch_scores"]]
+    epochs = [_count(score) for score in row["epoch_scores"]]
     best = max(epochs)
     counted = row | {
-        "score": _counted(row["score"]),
+        "score": _count(row["score"]),
         "undefined": bool(row.get("undefined", row["score"] is None)),
         "best_epoch_score": best,
         "best_epoch": epochs.index(best) + 1,
@@ -140,12 +140,12 @@ def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
     }
     if "other_scores" in row:
         others = row["other_scores"]
-        counted["other_scores"] = {file: _counted(score) for file, score in others.items()}
+        counted["other_scores"] = {file: _count(score) for file, score in others.items()}
         counted["other_undefined"] = row.get("other_undefined", [file for file in others if others[file] is None])
     return counted
 
 
-def _counted(score: Any) -> float:
+def _count(score: Any) -> float:
     if score is None:
         return 0.0
     if not math.isfinite(score):

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_ddrp.checkpoint import is_checkpoint
 from megatron_ddrp.conversion.export_sums import CARD
-from megatron_ddrp.conversion.families import FINE_TUNED
-from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
+from megatron_ddrp.conversion.finetuned import TunedHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
+from megatron_ddrp.conversion.model_card import loading_lines, render_card
 from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.output_folder import whole_folder
+from megatron_ddrp.conversion.task_heads import HeadForm
+from megatron_ddrp.conversion.training_record import facts_table
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
+from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.model_card import finetuned_card
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.jobs.store import one_at_a_time
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 FINETUNED = "finetuned"
 """Key in config.json of the facts about task and run."""
@@ -51,31 +50,31 @@ def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
     """
     plain = output / "models" / model_name(task, encoder)
     own = plain.with_name(f"{plain.name}-{data[:8]}")
-    found = (folder for folder in (plain, own) if (facts := kept(folder)) and facts["data"] == data)
+    found = (folder for folder in (plain, own) if (facts := read_facts(folder)) and facts["data"] == data)
     return next(found, own if plain.exists() else plain)
 
 
-def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) -> None:
-    """Write a run's model unless there is a better one for the same data. A lock makes other processes wait.
+def keep_if_best(
+    output: Path, encoder: Encoder, data: TaskData, run: Run, model: nn.Module, row: dict[str, Any]
+) -> None:
+    """Write a run's model into OUT = `output` unless there is a better one for the same data. A lock makes others wait.
 
     A model that diverged is not written.
     """
     if not all(weight.isfinite().all() for weight in model.parameters()):
         return
-    encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
-    output = sweep.options.output_dir
     with one_at_a_time(output, model_name(data.task, encoder)):
         folder = model_folder(output, data.task, encoder, run.data)
         folder.parent.mkdir(parents=True, exist_ok=True)
         facts = finetuned_facts(encoder, data, run, row)
-        before = kept(folder)
+        before = read_facts(folder)
         if before and _rank(before) >= _rank(facts):
             return
-        head = write_model(encoder, model, data.task, facts, folder)
-        write_text(folder / CARD, finetuned_card(folder, encoder, data.task, head, run, row))
+        form = write_model(encoder, model, data.task, facts, folder)
+        write_text(folder / CARD, finetuned_card(folder, encoder, data.task, form, run, row))
 
 
-def kept(folder: Path) -> dict[str, Any] | None:
+def read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts about task and run in a fine-tuned folder's config.json; None for any other folder."""
     path = folder / "config.json"
     facts = read_object(path).get(FINETUNED) if path.is_file() else None
@@ -99,30 +98,29 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
     return facts["score"], [-ord(letter) for letter in facts["run"]]
 
 
-def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> str | None:
-    """Write a fine-tuned model as a Hugging Face folder, and return the kind of its head, a key of `FINE_TUNED`.
+def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> HeadForm | None:
+    """Write a fine-tuned model as a Hugging Face folder, and return the form of the head that it has there.
 
     If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head. The
-    kind is None then. A failure leaves no partial folder.
+    form is None then. A failure leaves no partial folder.
     """
-    kind = KINDS[task.kind].head
+    kind = KINDS[task.kind]
     if isinstance(model, FamilyModel):
-        _write_family_model(encoder, model.model, kind, facts, folder)
-        return kind
+        _write_family_model(encoder, model.model, kind.head, facts, folder)
+        return kind.head
+    assert isinstance(model, TaskModel)
     if isinstance(model.encoder, HuggingFaceEncoder):
         _write_family_model(encoder, model.encoder.model, None, facts, folder)
         return None
     assert isinstance(model.encoder, TrainedEncoder)
-    layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
-    if kind == "sequence":
-        layers["pooler.dense"] = model.pooler
-    weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}
-    head = TaskHead(kind, weights, task.labels, PROBLEM_TYPES.get(task.kind), DROPOUT)
-    write_finetuned(model.encoder.model, encoder.tokenizer, head, folder, {FINETUNED: facts})
-    return kind
+    tuned = TunedHead(model.head, kind.head, kind.hub_labels(task))
+    write_finetuned(model.encoder.model, encoder.tokenizer, tuned, folder, {FINETUNED: facts})
+    return kind.head
 
 
-def _write_family_model(encoder: Encoder, model: Any, head: str | None, facts: dict[str, Any], folder: Path) -> None:
+def _write_family_model(
+    encoder: Encoder, model: Any, form: HeadForm | None, facts: dict[str, Any], folder: Path
+) -> None:
     setattr(model.config, FINETUNED, facts)
     states = {name: tensor.to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
     with whole_folder(folder) as new:
@@ -132,7 +130,51 @@ def _write_family_model(encoder: Encoder, model: Any, head: str | None, facts: d
         if model.config.model_type == OWN_MODEL_TYPE:
             write_model_code(new, model.config.position_encoding)
             classes = {"AutoConfig": "configuration_ddrp.DdrpConfig", "AutoModel": "modeling_ddrp.DdrpModel"}
-            if head:
-                classes[f"AutoModelFor{FINE_TUNED[head]}"] = f"modeling_ddrp.DdrpFor{FINE_TUNED[head]}"
+            if form:
+                classes[f"AutoModelFor{form.name}"] = f"modeling_ddrp.DdrpFor{form.name}"
             model.config.auto_map = classes
         model.save_pretrained(new, state_dict=states)
+
+
+def finetuned_card(
+    folder: Path, encoder: Encoder, task: Task, form: HeadForm | None, run: Run, row: dict[str, Any]
+) -> str:
+    """Return the card of the model in `folder`, which `run` gave, with its line of runs.jsonl `row`.
+
+    `form` is that of the folder's head, None for a folder that holds the encoder alone.
+    """
+    has_code = (folder / "modeling_ddrp.py").exists()
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": form.pipeline if form else "feature-extraction",
+        "tags": ["megatron-ddrp", task.kind],
+        "metrics": [task.metric],
+    }
+    baseline = row.get("baseline")
+    metric = KINDS[task.kind].score_name(task) if "facts" in row else task.metric  # GLUE's rows have no facts
+    facts = {
+        "base model": base_name(encoder.folder),
+        "task": f"{task.name}, {task.kind}",
+        "labels": ", ".join(task.labels) or "none",
+        f"score ({metric})": f"{row['score']:.4f} on {row['dev_examples']:,} development examples",
+        **({} if baseline is None else {"score of always the most frequent label": f"{baseline:.4f}"}),
+        "batch size, learning rate, epochs": f"{run.batch_size}, {run.lr:g}, {run.epochs}",
+        "seed": str(run.seed),
+        "longest row": f"{run.max_seq_length} pieces",
+    }
+    return render_card(
+        "finetuned_card.md.jinja",
+        folder.name,
+        metadata,
+        loading_lines(folder.name, f"AutoModelFor{form.name}" if form else "AutoModel", has_code),
+        has_code,
+        base=base_name(encoder.folder),
+        task=task.name,
+        facts=facts_table(facts),
+    )
+
+
+def base_name(folder: Path) -> str:
+    """Return the name of an encoder's folder; of one checkpoint, that of its run as well."""
+    place = folder.resolve()
+    return f"{place.parent.name}/{place.name}" if is_checkpoint(place) else place.name

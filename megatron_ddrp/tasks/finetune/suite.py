@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.options import SweepOptions
-    from megatron_ddrp.tasks.finetune.runs import RunStore
-    from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 
 class Suite(ABC):
@@ -51,14 +46,6 @@ class Suite(ABC):
     def keeps_model(self, task: str) -> bool:
         """Return whether to keep the fine-tuned model of a task's best run."""
         return False
-
-    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
-        """Return the options of a second sweep that runs after this one; None without one."""
-        return None
-
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Finish the sweep after its last run and its report, on every rank; return lines to print."""
-        return []
 
     def means(self, cells: Cells) -> dict[str, float | None]:
         """Return name in `averages` → mean; None if a task is missing."""

@@ -53,7 +53,7 @@ class Sweep:
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
         earlier = {row["encoder"] for row in RunStore(options.output_dir / RUNS, tasks=options.suite.known)}
         loaded = [
-            replace(encoder.known_as(earlier), name=options.names.get(folder, encoder.name))
+            replace(encoder.under_earlier_name(earlier), name=options.names.get(folder, encoder.name))
             for folder in dict.fromkeys(options.load)
             for encoder in [load_encoder(folder, options.random_init)]
         ]
@@ -103,7 +103,9 @@ class Sweep:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
         row = count_undefined(row)
         if self.options.suite.keeps_model(run.task) and self.speaks:
-            keep_if_best(self, run, result.model, row)
+            keep_if_best(
+                self.options.output_dir, self.encoders[run.encoder], self.data[run.task], run, result.model, row
+            )
         return row
 
     def finetune(
@@ -154,6 +156,18 @@ class Sweep:
             head=options.suite.head if encoder.family_model else "common",
             scales_labels=options.suite.scales_labels and KINDS[self.data[task].task.kind].predicts_numbers,
         )
+
+
+class AfterSweep:
+    """Steps of a command after the runs of a sweep; a subclass says which, on every rank."""
+
+    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
+        """Return the options of a second sweep that runs after this one; None without one."""
+        return None
+
+    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
+        """Finish the sweep after its report; return lines to print."""
+        return []
 
 
 def need_less_memory(run: Run) -> str:

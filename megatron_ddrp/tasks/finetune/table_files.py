@@ -10,20 +10,22 @@ is parsed as a whole.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
 from megatron_ddrp.data.preprocess.packed import PACKINGS
 from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
-from megatron_ddrp.errors import UserError, nearest
+from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors
 from megatron_ddrp.json_files import RepeatedKey, distinct_keys
-from megatron_ddrp.tasks.finetune.conll import read_conll, read_conllu
-from megatron_ddrp.tasks.finetune.squad_files import is_squad, questions
+from megatron_ddrp.tasks.finetune.layouts import is_squad, read_conll, read_conllu, read_squad
 
 MAX_CELL = 1 << 24
 """Largest number of characters in a .csv cell. A longer cell comes from a quotation mark that is never closed."""
@@ -68,8 +70,39 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
         raise UserError(f"{path}: no rows, expected at least one")
 
 
+@dataclass(frozen=True)
+class KnownFile:
+    """File that a command reads several times, with the hash of its bytes: it must not change in between."""
+
+    path: Path
+    digest: bytes
+
+    @classmethod
+    def of(cls, path: Path) -> KnownFile:
+        """Hash a file. Raises `UserError` if it cannot be read."""
+        digest = hashlib.sha256()
+        with refusals_as_user_errors(path, "give a readable file"), path.open("rb") as stream:
+            while block := stream.read(BLOCK_BYTES):
+                digest.update(block)
+        return cls(path, digest.digest())
+
+    def check(self) -> None:
+        """Raise `UserError` if the file has changed."""
+        if KnownFile.of(self.path) != self:
+            raise UserError(
+                f"{self.path}: changed after this command had read it; finished runs are kept; run the same command "
+                "again to go on with the new rows, or put the old file back first"
+            )
+
+    def rows(self, columns: Sequence[str] = ()) -> Iterator[Row]:
+        """Yield the rows as `read_rows` does; check before the first and after the last row."""
+        self.check()
+        yield from read_rows(str(self.path), columns)
+        self.check()
+
+
 @contextmanager
-def blamed_on(row: Row) -> Iterator[None]:
+def at_row(row: Row) -> Iterator[None]:
     """Turn a ValueError of the block into a `UserError` that names the file and line of a row."""
     try:
         yield
@@ -103,15 +136,15 @@ def _read_lines(file: InputFile) -> Iterator[str]:
             rest = data[end:]
             if len(rest) > MAX_RECORD_BYTES:
                 raise UserError(f"{file.path}, line {number + 1}: longer than {MAX_RECORD_BYTES >> 20} MiB")
-            for line in _decoded(file.path, data[:end], number).split("\n")[:-1]:
+            for line in _decode(file.path, data[:end], number).split("\n")[:-1]:
                 yield line if number else line.removeprefix("\ufeff")
                 number += 1
     if rest:
-        last = _decoded(file.path, rest, number)
+        last = _decode(file.path, rest, number)
         yield last if number else last.removeprefix("\ufeff")
 
 
-def _decoded(path: str, data: bytes, lines_before: int) -> str:
+def _decode(path: str, data: bytes, lines_before: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -127,17 +160,17 @@ def _read_json(file: InputFile) -> Iterator[Placed]:
             continue
         if line.strip() in ("{", "[", "[{"):  # one JSON value over many lines
             line = "\n".join([line, *lines])
-        value = _parsed(file.path, number, line)
+        value = _parse(file.path, number, line)
         if is_squad(value):
-            yield from questions(file.path, value)
+            yield from read_squad(file.path, value)
         elif isinstance(value, list):
             for index, row in enumerate(value, 1):
-                yield f"row {index}", _checked_object(f"{file.path}, row {index}", row)
+                yield f"row {index}", _check_object(f"{file.path}, row {index}", row)
         else:
-            yield f"line {number}", _checked_object(f"{file.path}, line {number}", value)
+            yield f"line {number}", _check_object(f"{file.path}, line {number}", value)
 
 
-def _parsed(path: str, number: int, text: str) -> Any:
+def _parse(path: str, number: int, text: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=distinct_keys)
         if "\\ud" in text or "\\uD" in text:
@@ -157,7 +190,7 @@ def _parsed(path: str, number: int, text: str) -> Any:
     return value
 
 
-def _checked_object(where: str, value: Any) -> dict[str, Any]:
+def _check_object(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where}: a JSON {type(value).__name__}, expected an object with the columns as keys")
     return value

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.known_files import KnownFile
+from megatron_ddrp.tasks.finetune.table_files import KnownFile
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Task:
 
     name: str
     metric: str
-    """Name in `metrics.METRICS` under the kind."""
+    """Name among the kind's `metrics`."""
     kind: str = "classification"
     """Name in `kinds.KINDS`."""
     labels: tuple[str, ...] = ()
@@ -29,13 +29,6 @@ class Task:
     def facts(self) -> dict[str, Any]:
         """JSON form of the task; `Task.of` reads it."""
         return {"name": self.name, "metric": self.metric, "kind": self.kind, "labels": list(self.labels)}
-
-    @property
-    def score_name(self) -> str:
-        """Metric with its positive label if it is F1 of two classes: "f1 of 'yes'"."""
-        if self.metric == "f1" and self.kind == "classification" and len(self.labels) == 2:
-            return f"f1 of {self.labels[1]!r}"
-        return self.metric
 
     def most_frequent(self, counts: Mapping[str, int]) -> int:
         """Return the number of the label with the largest of the `counts` by label; the first of equal ones."""

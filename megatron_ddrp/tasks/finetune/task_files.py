@@ -6,6 +6,7 @@ labels stay in memory, a few bytes per row. A file that has changed in between i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,24 +24,16 @@ import numpy as np
 
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, prefix_groups, rules, scheme_of
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
-from megatron_ddrp.tasks.finetune.known_files import KnownFile
-from megatron_ddrp.tasks.finetune.metrics import METRICS, check_metric
-from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, columns_of, read_rows
+from megatron_ddrp.tasks.finetune.output_files import PREDICTION
+from megatron_ddrp.tasks.finetune.table_files import KnownFile, Row, at_row, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
-from megatron_ddrp.tasks.finetune.unlabelled import count_unlabelled
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
 SHOWN_LABELS = 10
-
-
-TEXT_COLUMNS = ("text", "sentence", "sentence1", "premise", "question", "tokens")
-PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "text": "text_pair", "question": "context"}
-LABEL_COLUMNS = ("label", "labels", "score", "target", "tags", "ner_tags", "answers")
 
 
 def read_task(files: TaskFiles) -> TaskData:
@@ -54,13 +48,13 @@ def read_task(files: TaskFiles) -> TaskData:
         if is_stream(str(path)):
             raise UserError(f"{path}: a pipe, but training reads its files several times; write it to the disk first")
     known = columns_of(str(files.train))
-    kind_name = files.kind or _likely_kind(files, known)
-    kind, columns = KINDS[kind_name], _columns(files, known, KINDS[kind_name])
-    metric = files.metric or next(iter(METRICS[kind_name]))
+    kind = KINDS[files.kind] if files.kind else _likely_kind(files, known)
+    columns = _columns(files, known, kind)
     train = _Reading(files.train, kind, columns)
-    labels = _ordered(train.counts)
-    _check_labels(files, kind_name, metric, labels)
-    task = Task(files.called, metric, kind_name, labels)
+    task = Task(files.called, files.metric or next(iter(kind.metrics)), kind.name, _sort_labels(train.counts))
+    with _at_file(files.train):
+        kind.check_labels(task, is_guessed=files.kind is None)
+    kind.check_metric(task.metric, task.labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
     unlabelled, to_predict = [], None
     if files.test is not None:
@@ -72,21 +66,31 @@ def read_task(files: TaskFiles) -> TaskData:
             missing = f"no column {columns.label!r}, it has {', '.join(found)}"
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
-    scheme = scheme_of(labels) if metric == STRICT else "IOB2"
-    told_anew = [] if scheme == "IOB2" else [scheme]  # earlier versions scored all tags as IOB2
+    told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
     digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
+    with _at_file(files.valid):
+        remarks = list(kind.remarks(task, {name: reading.labels for name, reading in dev.items()}))
     return TaskData(
         task,
         train.examples(task),
         {name: reading.examples(task) for name, reading in dev.items()},
         digest.hexdigest(),
-        (*_facts(task, columns, train, dev, baseline), *_stray_tags(files, task, dev), *unlabelled),
+        (*_facts(task, columns, train, dev, baseline), *remarks, *unlabelled),
         columns,
         baseline,
         to_predict,
     )
+
+
+@contextmanager
+def _at_file(path: Path) -> Iterator[None]:
+    """Turn a ValueError of the block into a `UserError` that names a file."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 @dataclass
@@ -108,7 +112,7 @@ class _Reading:
         self.lengths = array("q")
         for row in self._rows():
             cell = row.cells[self.columns.label]
-            with blamed_on(row):
+            with at_row(row):
                 texts = self.kind.texts(row.cells, self.columns)
                 names = self.kind.label_names(cell)
                 self.kind.check(texts, cell)
@@ -131,33 +135,24 @@ class _Reading:
         return Examples(read, np.frombuffer(self.lengths, np.int64))
 
 
-def _likely_kind(files: TaskFiles, known: Sequence[str]) -> str:
+def _usual_labels() -> list[str]:
+    """Return the usual names of the column of labels, of all kinds."""
+    return list(
+        dict.fromkeys(name for kind in KINDS.values() for name in (kind.usual_columns.label, *kind.label_columns))
+    )
+
+
+def _likely_kind(files: TaskFiles, known: Sequence[str]) -> Kind:
     """Guess the kind from the columns and from the labels of the first rows."""
-    label = files.label_column or next((name for name in LABEL_COLUMNS if name in known), None)
-    if {"tokens", "tags"} <= set(known):
-        return "tokens"
-    if {"context", "answers"} <= set(known):
-        return "qa"
-    if label is None or label not in known:
-        return "classification"  # finding its columns then raises an error that names the flag
-    cells = [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
-    if all(isinstance(cell, list) for cell in cells):
-        return "multi-label"
-    if any(_is_fraction(cell) for cell in cells) and all(_is_number(cell) for cell in cells):
-        return "regression"
-    return "classification"
+    label = files.label_column or next((name for name in _usual_labels() if name in known), None)
 
+    @functools.cache
+    def cells() -> list[Any]:
+        if label is None or label not in known:  # finding the columns then raises an error that names the flag
+            return []
+        return [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
 
-def _is_number(cell: Any) -> bool:
-    try:
-        float(cell)
-    except (TypeError, ValueError):
-        return False
-    return not isinstance(cell, bool)
-
-
-def _is_fraction(cell: Any) -> bool:
-    return isinstance(cell, float) or (isinstance(cell, str) and "." in cell and _is_number(cell))
+    return next(kind for kind in reversed(KINDS.values()) if kind.is_likely(known, cells))
 
 
 def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
@@ -175,63 +170,21 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
             WRONG_ARGUMENTS,
         )
 
-    text = find(files.text_column, (kind.usual_columns.text, *TEXT_COLUMNS), "--text-column")
-    label = find(files.label_column, (kind.usual_columns.label, *LABEL_COLUMNS), "--label-column")
+    texts = [name for own in (kind, *KINDS.values()) for name in (own.usual_columns.text, *own.text_columns)]
+    text = find(files.text_column, texts, "--text-column")
+    label = find(files.label_column, [kind.usual_columns.label, *_usual_labels()], "--label-column")
     pair = files.text_pair_column or kind.usual_columns.pair
-    if pair is None and files.text_column is None and PAIR_COLUMNS.get(text) in known:
-        pair = PAIR_COLUMNS[text]
+    if pair is None and files.text_column is None and kind.pair_columns.get(text) in known:
+        pair = kind.pair_columns[text]
     columns = Columns(text, pair, label)
     columns.check_distinct()
     return columns
 
 
-def _ordered(counts: Counter[str]) -> tuple[str, ...]:
+def _sort_labels(counts: Counter[str]) -> tuple[str, ...]:
     """Return the labels sorted by name, or by number if all of them are whole numbers."""
     is_whole = all(re.fullmatch(r"-?\d+", name) for name in counts)
     return tuple(sorted(counts, key=int if is_whole else str))  # type: ignore[arg-type]
-
-
-def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, ...]) -> None:
-    if kind == "classification" and len(labels) < 2:
-        raise UserError(f"{files.train}: all rows have the label {labels[0]!r}, expected two labels or more")
-    if files.kind is None and kind == "classification" and all(re.fullmatch(r"-?\d+,\d+", name) for name in labels):
-        raise UserError(
-            f"{files.train}: labels look like numbers with a decimal comma, such as {labels[0]}; write "
-            f"{labels[0].replace(',', '.')}, or name the kind by --kind classification"
-        )
-    if kind == "multi-label" and not labels:
-        raise UserError(f"{files.train}: no row has a label, expected one label or more")
-    check_metric(metric, kind, len(labels))
-    if metric.startswith("seqeval"):
-        try:
-            rules(labels, metric == STRICT)
-        except ValueError as error:
-            raise UserError(f"{files.train}: {error}") from None
-
-
-def _stray_tags(files: TaskFiles, task: Task, dev: dict[str, _Reading]) -> Iterator[str]:
-    """Yield a warning for each file with tags that the strict rules count as O.
-
-    Raises `UserError` for validation tags of IOB1 or IOE1, whose prefixes are those of IOB2 or IOE2.
-    """
-    if task.metric != STRICT:
-        return
-    name = scheme_of(task.labels)
-    other, alike = SCHEMES[name].alike
-    for file, reading in dev.items():
-        groups = prefix_groups([task.labels[int(number)] for number in row] for row in reading.labels)
-        broken = [prefixes for prefixes in groups if not re.fullmatch(SCHEMES[name].entities, prefixes)]
-        if file == "valid" and groups and all(re.fullmatch(alike, prefixes) for prefixes in groups):
-            raise UserError(
-                f"{files.valid}: its tags are of {other}, for which --metric {STRICT} is not defined; use --metric "
-                f"seqeval, or write them as {name}"
-            )
-        if broken:
-            yield (
-                f"{file}: WARNING, {len(broken):,} of {len(groups):,} groups of neighbouring tags of one type break "
-                f"the rules of {name}, such as {' '.join(f'{prefix}-' for prefix in broken[0][:SHOWN_LABELS])}; their "
-                "tags outside whole entities count as O"
-            )
 
 
 def _facts(
@@ -239,8 +192,9 @@ def _facts(
 ) -> Iterator[str]:
     """Yield sentences about the data for the plan."""
     read = " + ".join(filter(None, (columns.text, columns.pair)))
-    scheme = f" ({scheme_of(task.labels)})" if task.metric == STRICT else ""
-    yield f"{task.kind}, {task.score_name}{scheme}; text from {read}, label from {columns.label}"
+    kind = KINDS[task.kind]
+    scheme = f" ({kind.scheme(task)})" if kind.scheme(task) else ""
+    yield f"{task.kind}, {kind.score_name(task)}{scheme}; text from {read}, label from {columns.label}"
     for name, reading in {"train": train, **dev}.items():
         if task.labels:
             few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
@@ -258,3 +212,34 @@ def _facts(
             yield f"{name}: WARNING, the same file as train; its score says nothing about new rows"
     if baseline is not None:
         yield f"score of always the most frequent label: {100 * baseline:.2f}"
+
+
+def text_columns(columns: Columns) -> list[str]:
+    """Return the columns that a row without a label must have."""
+    return [name for name in (columns.text, columns.pair) if name]
+
+
+def texts_to_predict(row: Row, kind: Kind, columns: Columns) -> tuple[str, ...]:
+    """Return the texts of a row.
+
+    Raises:
+        UserError: a cell holds no text, or the row has a column of predictions already.
+    """
+    with at_row(row):
+        texts = kind.texts(row.cells, columns)
+    if PREDICTION in row.cells:
+        raise UserError(f"{row.where}: there is a column {PREDICTION!r} already; rename it")
+    return texts
+
+
+def count_unlabelled(file: KnownFile, kind: Kind, columns: Columns) -> int:
+    """Read a file that is to be predicted and return its number of rows.
+
+    Raises:
+        UserError: a row cannot be predicted; the message names file and line.
+    """
+    count = 0
+    for row in file.rows(text_columns(columns)):
+        texts_to_predict(row, kind, columns)
+        count += 1
+    return count

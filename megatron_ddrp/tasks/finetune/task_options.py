@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ddrp.config.option import option, refuse
 from megatron_ddrp.config.reading import Place, load_yaml, read_section
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,12 @@ class TaskFiles:
         None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
     )
     kind: str | None = option(
-        None, "kind of prediction (default: guessed from columns and labels)", choices=tuple(METRICS)
+        None, "kind of prediction (default: guessed from columns and labels)", choices=tuple(KINDS)
     )
     metric: str | None = option(
         None,
-        "; ".join(f"{kind}: {', '.join(names)}" for kind, names in METRICS.items()) + " (default: the kind's first)",
+        "; ".join(f"{name}: {', '.join(kind.metrics)}" for name, kind in KINDS.items())
+        + " (default: the kind's first)",
         metavar="M",
     )
     text_column: str | None = option(None, "column of the text (default: text, sentence, sentence1, …)", metavar="C")

@@ -1,10 +1,85 @@
-"""Windows over the pieces of a context, and the pieces of an answer."""
+"""Pieces of words and of answers, and windows over sentences and contexts that are too long for a row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from megatron_ddrp.data.tokenizers.tokenizer import Span
+from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer
+
+
+class Window(NamedTuple):
+    """Words of a sentence that share a row. Every word of the sentence is labelled in exactly one window."""
+
+    begin: int
+    """First word of the row."""
+    end: int
+    """End of the row's words, exclusive."""
+    own_begin: int
+    """First word that is labelled in this window; words before it are context."""
+    own_end: int
+    """End of the words that are labelled in this window, exclusive."""
+
+
+def pieces_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Join the words by blanks, tokenize the text, and return the pieces of each word.
+
+    A piece for the blank before a word belongs to the word. A word without a piece, such as one of control characters,
+    becomes [UNK].
+    """
+    lengths = np.array([len(word) + 1 for word in words])
+    begins = np.cumsum(lengths) - lengths - 1  # character of the blank before each word, -1 for the first word
+    ids, spans = tokenizer.encode_with_spans(" ".join(words))
+    owners = np.searchsorted(begins, [begin for begin, _ in spans], side="right") - 1  # [pieces]
+    pieces: list[list[int]] = [[] for _ in words]
+    for piece, word in zip(ids, owners.tolist(), strict=True):
+        pieces[word].append(piece)
+    return [own or [tokenizer.unk_id] for own in pieces]
+
+
+def windows_of(lengths: Sequence[int], room: int, overlap: int) -> list[Window]:
+    """Cover the words by windows of at most `room` pieces; neighbours share words of at most `overlap` pieces.
+
+    `lengths` has the number of pieces per word; a word of more than `room` pieces counts as `room`. The first half of
+    the shared words is labelled in the earlier window, the second half in the later one, so that words have context on
+    both sides. Without words there is no window.
+    """
+    sizes = [min(length, room) for length in lengths]
+    windows: list[Window] = []
+    begin = own_begin = 0
+    while own_begin < len(sizes):
+        end = _last_that_fits(sizes, begin, room)
+        if end == len(sizes):
+            windows.append(Window(begin, end, own_begin, end))
+            break
+        shared = _first_shared(sizes, begin, end, min(overlap, room - sizes[end]))
+        own_end = (shared + end + 1) // 2
+        windows.append(Window(begin, end, own_begin, own_end))
+        begin, own_begin = shared, own_end
+    return windows
+
+
+def _last_that_fits(sizes: Sequence[int], begin: int, room: int) -> int:
+    """Return the end, exclusive, of the words from `begin` that fit into a window."""
+    end, used = begin, 0
+    while end < len(sizes) and used + sizes[end] <= room:
+        used += sizes[end]
+        end += 1
+    return end
+
+
+def _first_shared(sizes: Sequence[int], begin: int, end: int, budget: int) -> int:
+    """Return the first word of the next window. It shares the last words before `end`, of at most `budget` pieces.
+
+    It begins after `begin`, so that windows advance.
+    """
+    first = end
+    while first - 1 > begin and budget >= sizes[first - 1]:
+        first -= 1
+        budget -= sizes[first]
+    return first
 
 
 def context_windows(pieces: int, room: int, overlap: int) -> list[Span]:

@@ -15,7 +15,7 @@ from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.plan import ResultLines, encoder_lines, plan_text
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
-from megatron_ddrp.tasks.finetune.sweep import Sweep
+from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
 from megatron_ddrp.tasks.finetune.task import TaskData
 from megatron_ddrp.tasks.jobs.queue import drain
 from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
@@ -27,20 +27,20 @@ def open_store(options: SweepOptions) -> RunStore:
     return RunStore(options.output_dir / RUNS, tasks=options.suite.known)
 
 
-def run_here(options: SweepOptions) -> None:
+def run_here(options: SweepOptions, after: AfterSweep) -> None:
     """Do the sweep and its next stages, in this process or in worker processes, and write the report."""
     lines: list[str] = []
     stage: SweepOptions | None = options
     while stage is not None:
         sweep, store = Sweep(stage, stage.suite.read(), device_of(0)), open_store(stage)
         _do_here(sweep, store)
-        following = stage.suite.next_stage(sweep)
+        following = after.next_stage(sweep)
         if not stage.machine.dry_run:
             if left := len(store.missing(sweep.runs)):
                 print(left_to_others(left, options.output_dir))
                 break
             report(sweep, store, shown=following is None)
-            lines += stage.suite.finish(sweep, store)
+            lines += after.finish(sweep, store)
         stage = following
     print("\n".join(lines), end="\n" * bool(lines))
 
@@ -60,7 +60,7 @@ def _do_here(sweep: Sweep, store: RunStore) -> None:
         drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
 
 
-def run_on_ranks(options: SweepOptions) -> None:
+def run_on_ranks(options: SweepOptions, after: AfterSweep) -> None:
     """Do every run data-parallel over the ranks of a launcher."""
     # 24 hours, because rank 0 may wait for runs of another sweep.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
@@ -74,11 +74,11 @@ def run_on_ranks(options: SweepOptions) -> None:
                 if ranks.rank == 0:
                     print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
                 break
-            following = stage.suite.next_stage(sweep)  # after the runs, which choose the folders of kept models
+            following = after.next_stage(sweep)  # after the runs, which choose the folders of kept models
             if not stage.machine.dry_run:
                 if ranks.rank == 0:
                     report(sweep, store, shown=following is None)
-                lines += stage.suite.finish(sweep, store)
+                lines += after.finish(sweep, store)
             stage = following
         if ranks.rank == 0:
             print("\n".join(lines), end="\n" * bool(lines))

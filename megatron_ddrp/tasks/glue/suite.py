@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
@@ -15,11 +15,6 @@ from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.glue.data import read_task, read_test
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, paper_rows
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.options import SweepOptions
-    from megatron_ddrp.tasks.finetune.runs import RunStore
-    from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 MISMATCHED = "dev_mismatched"
 STARTED = ("RTE", "MRPC", "STS-B")
@@ -76,34 +71,9 @@ class Glue(Suite):
         """Return the task of a line of runs.jsonl."""
         return TASKS[row["task"]]
 
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Write the submissions if --predict-test is set; return lines that name them."""
-        if not self.predict_test:
-            return []
-        from megatron_ddrp.tasks.glue.submission import write_submissions
-
-        return write_submissions(sweep, store, self.made_from)
-
     def keeps_model(self, task: str) -> bool:
         """Return whether other tasks start from this task's best model."""
         return task == self.start_from_task
-
-    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
-        """Return the options of the sweep over tasks that start from another task's best model; None without one."""
-        if self.start_from_task is None:
-            return None
-        from megatron_ddrp.tasks.finetune.saving import model_folder
-
-        before, data = sweep.options, sweep.data[self.start_from_task]
-        task, output = data.task, before.output_dir
-        made = {
-            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
-            for encoder in sweep.encoders.values()
-        }
-        names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
-        made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
-        suite = replace(self, tasks=self.started, start_from_task=None, made_from=made_from)
-        return replace(before, suite=suite, load=tuple(names), names=names, random_init=False)
 
     def means(self, cells: Cells) -> dict[str, float | None]:
         """Return the two averages over the paper's tasks, each None if one of its scores is missing."""

@@ -15,11 +15,13 @@ from megatron_ddrp.tasks.finetune.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class GlueTask(Task):
-    """Row of the table `TASKS`."""
+    """Row of the table `TASKS`, which states what differs from most tasks."""
 
-    text_columns: tuple[str, ...]
+    metric: str = "accuracy"
+    labels: tuple[str, ...] = ("0", "1")
+    text_columns: tuple[str, ...] = ("sentence1", "sentence2")
     """Columns of one sentence or of a pair, in the order in which they are encoded."""
-    label_column: str
+    label_column: str = "label"
     """Column of the label."""
     dev_examples: int
     """Number of rows of the official (first) development file."""
@@ -42,34 +44,27 @@ class GlueTask(Task):
         return self.several_tests or {"test.tsv": f"{self.name}.tsv"}
 
 
-_BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
-_SENTENCES = ("sentence1", "sentence2")
 
 TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
         GlueTask(
             name="RTE",
-            metric="accuracy",
             labels=_ENTAILMENT,
-            text_columns=_SENTENCES,
-            label_column="label",
             dev_examples=277,
         ),
         GlueTask(
             name="STS-B",
             metric="pearson",
             kind="regression",
-            text_columns=_SENTENCES,
+            labels=(),
             label_column="score",
             label_range=(0.0, 5.0),
             dev_examples=1500,
         ),
         GlueTask(
             name="MRPC",
-            metric="accuracy",
-            labels=_BINARY,
             text_columns=("#1 String", "#2 String"),
             label_column="Quality",
             dev_examples=408,
@@ -77,32 +72,23 @@ TASKS: dict[str, GlueTask] = {
         GlueTask(
             name="CoLA",
             metric="matthews",
-            labels=_BINARY,
             text_columns=("sentence",),
-            label_column="label",
             columns=("source", "label", "star", "sentence"),
             dev_examples=1043,
         ),
         GlueTask(
             name="SST-2",
-            metric="accuracy",
-            labels=_BINARY,
             text_columns=("sentence",),
-            label_column="label",
             dev_examples=872,
         ),
         GlueTask(
             name="QNLI",
-            metric="accuracy",
             labels=_ENTAILMENT,
             text_columns=("question", "sentence"),
-            label_column="label",
             dev_examples=5463,
         ),
         GlueTask(
             name="QQP",
-            metric="accuracy",
-            labels=_BINARY,
             text_columns=("question1", "question2"),
             label_column="is_duplicate",
             dev_examples=40430,
@@ -110,9 +96,7 @@ TASKS: dict[str, GlueTask] = {
         ),
         GlueTask(
             name="MNLI",
-            metric="accuracy",
             labels=("contradiction", "entailment", "neutral"),
-            text_columns=_SENTENCES,
             label_column="gold_label",
             dev_examples=9815,
             dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
@@ -124,10 +108,6 @@ TASKS: dict[str, GlueTask] = {
         ),
         GlueTask(
             name="WNLI",
-            metric="accuracy",
-            labels=_BINARY,
-            text_columns=_SENTENCES,
-            label_column="label",
             dev_examples=71,
             in_average=False,
         ),

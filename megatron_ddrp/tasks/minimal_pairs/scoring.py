@@ -45,10 +45,10 @@ class Subject:
 def subjects_of(folder: Path, seeds: Sequence[int | None], earlier: Container[str]) -> list[Subject]:
     """Load a folder; return one subject with its weights if `seeds` is [None], else one per seed of random weights.
 
-    `earlier` has the fingerprints in the lines of a store, for `Encoder.known_as`.
+    `earlier` has the fingerprints in the lines of a store, for `Encoder.under_earlier_name`.
     Raises `UserError` as in `load_masked_lm`.
     """
-    encoder = load_masked_lm(folder, random_init=None not in seeds).known_as(earlier)
+    encoder = load_masked_lm(folder, random_init=None not in seeds).under_earlier_name(earlier)
     origin = "; ".join(filter(None, (warn_of_unmarked_words(encoder.tokenizer), encoder.origin)))
     rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, origin)
     return [Subject(encoder.name + _of_seed(seed, seeds), folder, seed, *rest) for seed in seeds]

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ddrp.conversion.families import FINE_TUNED, HEADS
+from megatron_ddrp.conversion.families import HEADS
+from megatron_ddrp.conversion.task_heads import HEAD_FORMS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
+FINE_TUNED = dict(zip(("sequence", "tokens", "qa"), (form.name for form in HEAD_FORMS), strict=True))
 NEW = {
     "sequence": {"pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias"},
     "tokens": {"classifier.weight", "classifier.bias"},

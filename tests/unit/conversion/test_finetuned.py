@@ -7,14 +7,16 @@ import torch
 from parity import CASES, write_run
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.conversion.families import FINE_TUNED
-from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
+from megatron_ddrp.conversion.finetuned import TunedHead, write_finetuned
+from megatron_ddrp.conversion.heads_ddrp import TaskHead
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.task_heads import HEAD_FORMS, Labels
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 LABELS = ("no", "maybe", "yes")
+FORMS = dict(zip(("sequence", "tokens", "qa"), HEAD_FORMS, strict=True))
 SHAPES = {
     "sequence": {"pooler.dense": (32, 32), "classifier": (3, 32)},
     "tokens": {"classifier": (3, 32)},
@@ -34,28 +36,31 @@ CLASSES = {
 """Family that a masked LM leaves as → beginning of the class that its fine-tuned model is written as."""
 
 
-def make_head(kind, **options):
+def make_head(kind, problem_type=None):
     """Return a head of random weights for a model of width 32."""
     generator = torch.Generator().manual_seed(5)
     weights = {}
     for name, shape in SHAPES[kind].items():
         weights[f"{name}.weight"] = torch.randn(shape, generator=generator) * 0.3
         weights[f"{name}.bias"] = torch.randn(shape[:1], generator=generator)
-    return TaskHead(kind, weights, () if kind == "qa" else LABELS, **options)
+    form = FORMS[kind]
+    head = TaskHead(32, len(weights[f"{form.output}.bias"]), form.is_pooled, 0.1, form.output)
+    head.load_state_dict(weights)
+    return TunedHead(head, form, Labels(() if kind == "qa" else LABELS, problem_type))
 
 
 def expected_scores(model, head, ids, segments, mask):
     """Return each row's scores, one row and one token at a time, as the heads' definitions say."""
-    weights = head.weights
+    weights = head.head.state_dict()
     rows = []
     for row, row_segments, length in zip(ids, segments, mask.sum(1).tolist(), strict=True):
         inputs = (row[None, :length], row_segments[None, :length])
         hidden = model.encode(*inputs, torch.ones(1, length).long(), torch.arange(length)[None])[0]  # [length, hidden]
-        if head.kind == "sequence":
+        if head.form.is_pooled:
             pooled = (weights["pooler.dense.weight"] @ hidden[0] + weights["pooler.dense.bias"]).tanh()
             rows.append(weights["classifier.weight"] @ pooled + weights["classifier.bias"])
         else:
-            name = "qa_outputs" if head.kind == "qa" else "classifier"
+            name = head.form.output
             rows.append(torch.stack([weights[f"{name}.weight"] @ h + weights[f"{name}.bias"] for h in hidden]))
     return rows
 
@@ -78,7 +83,7 @@ def check_folder(model, tokenizer, kind, folder):
 
     head = make_head(kind)
     line = write_finetuned(model, tokenizer, head, folder)
-    auto_class = f"AutoModelFor{FINE_TUNED[kind]}"
+    auto_class = f"AutoModelFor{FORMS[kind].name}"
     trust = ", trust_remote_code=True" if (folder / "modeling_ddrp.py").exists() else ""
     assert line == f'{auto_class}.from_pretrained("{folder}"{trust})'
     loaded, report = getattr(transformers, auto_class).from_pretrained(
@@ -124,7 +129,7 @@ def test_heads_of_tokens_and_answers(tmp_path, offline, tokenizer, name, kind):
     model, _, _ = checkpoint.read_model(checkpoint.choose_checkpoint(run))
     plain = {"absolute": "Bert", "deberta": "Deberta"}
     loaded = check_folder(model, tokenizer, kind, tmp_path / "tuned")
-    assert type(loaded).__name__ == f"{plain.get(name, 'Ddrp')}For{FINE_TUNED[kind]}"
+    assert type(loaded).__name__ == f"{plain.get(name, 'Ddrp')}For{FORMS[kind].name}"
     settings = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert ("id2label" in settings) == (kind == "tokens")
 
@@ -164,7 +169,7 @@ def test_a_folder_that_would_not_load_is_not_written(tmp_path, offline, tokenize
     run = write_checkpoint(tmp_path / "run", tokenizer)
     model, _, _ = checkpoint.read_model(checkpoint.choose_checkpoint(run))
     head = make_head("tokens")
-    monkeypatch.setattr(TaskHead, "scores", lambda self, hidden: {"logits": hidden[..., :3]})
+    monkeypatch.setattr(TunedHead, "scores", lambda self, hidden: {"logits": hidden[..., :3]})
     with pytest.raises(UserError, match="exported model's logits differ from the checkpoint's"):
         write_finetuned(model, tokenizer, head, tmp_path / "tuned")
     model.layers[0].attention.query.weight.data[0, 0] = torch.nan

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalized
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalize
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "squad_scores.json").read_text())["cases"]
 
@@ -18,9 +18,9 @@ def test_scores_are_those_of_the_released_script(case):
 
 
 def test_normalization_by_hand():
-    assert normalized(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
-    assert normalized("theory of Anna") == "theory of anna"  # articles are whole words
-    assert normalized("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
+    assert normalize(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
+    assert normalize("theory of Anna") == "theory of anna"  # articles are whole words
+    assert normalize("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
 
 
 def test_f1_by_hand():
@@ -36,7 +36,7 @@ def test_questions_without_an_answer():
 
 
 def test_means_over_questions():
-    means = METRICS["qa"]
+    means = KINDS["qa"].metrics
     gold, predicted = [["blue"], [], ["red sky"]], ["blue", "blue", "sky"]
     assert means["exact-match"].value(gold, predicted) == 1 / 3
     assert means["f1"].value(gold, predicted) == (1 + 0 + 2 / 3) / 3
@@ -46,5 +46,5 @@ def test_means_over_questions():
 def test_the_mean_of_the_golden_cases_is_that_of_the_released_script():
     gold, predicted = ([case[key] for case in CASES] for key in ("gold", "predicted"))
     exact, f1s = zip(*(case["scores"] for case in CASES), strict=True)
-    assert METRICS["qa"]["exact-match"].value(gold, predicted) == sum(exact) / len(CASES)
-    assert METRICS["qa"]["f1"].value(gold, predicted) == pytest.approx(sum(f1s) / len(CASES), abs=1e-12)
+    assert KINDS["qa"].metrics["exact-match"].value(gold, predicted) == sum(exact) / len(CASES)
+    assert KINDS["qa"].metrics["f1"].value(gold, predicted) == pytest.approx(sum(f1s) / len(CASES), abs=1e-12)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ddrp.conversion.task_heads import SEQUENCE
 from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.tasks.finetune import determinism, training
-from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 
@@ -67,7 +68,7 @@ def tune(puts, precision="fp32"):
     rows = writer.rows(np.arange(16) % 2)
     run = Run("t", 8, 1e-2, 3, 1, 8, encoder="e", data="d", micro_batch_size=4, precision=precision)
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")
-    result = training.finetune(run, task, SequenceHead(Encoder(puts), 8, 2), rows, {"dev": rows}, show_bar=False)
+    result = training.finetune(run, task, TaskModel(Encoder(puts), 8, SEQUENCE, 2), rows, {"dev": rows}, show_bar=False)
     return result.model.state_dict(), result.predictions["dev"]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, count_entities, entities_of, rules, scheme_of
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
-from megatron_ddrp.tasks.finetune.metrics import METRICS
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "seqeval.json").read_text())["cases"]
 
@@ -30,7 +30,7 @@ def scores(case, strict):
     labels = sorted({*all_tags(case.get("scheme", "IOB2")), *(tag for tags in gold + predicted for tag in tags)})
     entities, told, correct = np.sum(count_entities(gold, predicted, strict, labels), axis=0)
     sides = (tags_of(sentences, labels) for sentences in (gold, predicted))
-    f1 = METRICS["tokens"][STRICT if strict else "seqeval"].value(*sides)
+    f1 = KINDS["tokens"].metrics[STRICT if strict else "seqeval"].value(*sides)
     return [correct / told if told else 0.0, correct / entities if entities else 0.0, f1 or 0.0]
 
 
@@ -94,8 +94,12 @@ def test_scores_without_entities_are_undefined():
     labels = all_tags("IOB2")
     outside, person = tags_of([["O"]], labels), tags_of([["B-PER"]], labels)
     for name in ("seqeval", STRICT):
-        assert METRICS["tokens"][name].value(outside, outside) is None
-        assert METRICS["tokens"][name].value(person, outside) == METRICS["tokens"][name].value(outside, person) == 0
+        assert KINDS["tokens"].metrics[name].value(outside, outside) is None
+        assert (
+            KINDS["tokens"].metrics[name].value(person, outside)
+            == KINDS["tokens"].metrics[name].value(outside, person)
+            == 0
+        )
 
 
 def test_sentences_of_another_number_are_no_scores():

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
-from megatron_ddrp.tasks.finetune.recheck import _disagreement
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.predictions import _disagreement
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
@@ -60,7 +61,7 @@ def test_f1_of_two_classes_names_the_positive_one(read):
     assert data.task.metric == "f1"
     assert Cell("t", [{"metric": "f1", "facts": data.task.facts}]).score_name == "f1 of 'nein'"
     assert Cell("MRPC", [{"metric": "f1"}]).score_name == "f1"
-    assert Task("t", "f1", "multi-label", ("a", "b")).score_name == "f1"
+    assert KINDS["multi-label"].score_name(Task("t", "f1", "multi-label", ("a", "b"))) == "f1"
 
 
 @pytest.fixture

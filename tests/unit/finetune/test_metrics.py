@@ -1,16 +1,18 @@
 """Scores against hand-made numbers, scikit-learn and scipy, and the undefined ones."""
 
+import ast
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks import finetune
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.metrics import METRICS, check_metric
 
-accuracy, f1, macro_f1, matthews = (metric.value for metric in METRICS["classification"].values())
-pearson, spearman = (metric.value for metric in METRICS["regression"].values())
+accuracy, f1, macro_f1, matthews = (metric.value for metric in KINDS["classification"].metrics.values())
+pearson, spearman = (metric.value for metric in KINDS["regression"].metrics.values())
 
 
 def judged(kind, name, labels, predictions):
@@ -44,13 +46,13 @@ def drawn_data(kind, name, rng):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in METRICS if kind not in ("tokens", "qa") for name in METRICS[kind]]
+    ("kind", "name"), [(kind, name) for kind in KINDS if kind not in ("tokens", "qa") for name in KINDS[kind].metrics]
 )
 def test_scores_are_those_of_scikit_learn_and_scipy(kind, name):
     rng, known = np.random.default_rng(3), 0
     for _ in range(60):
         labels, predictions = drawn_data(kind, name, rng)
-        score = METRICS[kind][name].value(labels, predictions)
+        score = KINDS[kind].metrics[name].value(labels, predictions)
         if kind == "multi-label" and name == "macro-f1" and not (labels.any(0) | predictions.any(0)).all():
             continue  # a label that does not occur counts as 0 there and is left out here
         if score is not None:
@@ -115,17 +117,33 @@ def test_spearman_is_pearson_of_mean_ranks():
     assert spearman(labels, np.exp(labels)) == pytest.approx(1.0)
 
 
-def test_every_kind_has_its_metrics():
-    assert METRICS.keys() == KINDS.keys() and all(KINDS[kind].metrics is METRICS[kind] for kind in KINDS)
+ELSEWHERE = {
+    ("task.py", "classification"),  # the default of a task, as in GLUE
+    ("layouts.py", "tokens"),  # the column of a CoNLL file's words
+}
+"""(file, text) of names of kinds outside their files."""
+
+
+def test_no_kinds_name_outside_its_file():
+    """What differs by kind is an attribute or a method of the kind, so that a new one is one file and one line."""
+    folder = Path(finetune.__file__).parent
+    found = {
+        (file.name, node.value)
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in KINDS
+    }
+    assert found <= ELSEWHERE
+    assert list(KINDS) == [kind.name for kind in KINDS.values()]
 
 
 def test_metrics_of_other_kinds_are_refused():
-    check_metric("f1", "classification", num_labels=2)
-    check_metric("f1", "multi-label", num_labels=7)
+    KINDS["classification"].check_metric("f1", "ab")
+    KINDS["multi-label"].check_metric("f1", "abcdefg")
     with pytest.raises(UserError, match="--metric pearson: --kind tokens has seqeval, seqeval-strict, accuracy, macro"):
-        check_metric("pearson", "tokens")
+        KINDS["tokens"].check_metric("pearson")
     with pytest.raises(UserError, match="--metric f1: 3 labels, expected 2; use --metric macro-f1"):
-        check_metric("f1", "classification", num_labels=3)
+        KINDS["classification"].check_metric("f1", "abc")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
-from megatron_ddrp.tasks.finetune.metrics import METRICS, drawn_rows, resampled_scores
+from megatron_ddrp.tasks.finetune.metrics import drawn_rows
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
@@ -22,6 +22,11 @@ NUMBERS = RANDOM.integers(0, 6, size=ROWS) / 2
 GUESS_NUMBERS = (NUMBERS + RANDOM.normal(size=ROWS)).round(1)
 ONE_APART = 1000 + 1e-6 * GUESS_NUMBERS + 1000 * np.eye(ROWS)[0]
 """One number up to rounding, except in row 0, which every third sample lacks."""
+
+
+def scores_of(task, answers, predictions):
+    """Return a task's metric on every bootstrap sample."""
+    return KINDS[task.kind].resampled_scores(task, answers, predictions)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ ONE_APART = 1000 + 1e-6 * GUESS_NUMBERS + 1000 * np.eye(ROWS)[0]
     ],
 )
 def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):
-    found = resampled_scores(Task("own", metric, kind), labels, predictions)
+    found = scores_of(Task("own", metric, kind), labels, predictions)
     assert found.shape == (BOOTSTRAP_SAMPLES,)
     for sample in range(COMPARED):
         rows = np.repeat(np.arange(ROWS), drawn_rows("own", ROWS)[sample])
@@ -64,26 +69,26 @@ def tags(sentences):
     return Tags(np.concatenate(sentences), np.cumsum([len(sentence) for sentence in sentences]), TAGS)
 
 
-@pytest.mark.parametrize("metric", METRICS["tokens"])
+@pytest.mark.parametrize("metric", KINDS["tokens"].metrics)
 def test_sentences_are_drawn_whole(metric):
-    found = resampled_scores(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
+    found = scores_of(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
     for sample in range(COMPARED):
         rows = np.repeat(np.arange(ROWS), drawn_rows("own", ROWS)[sample])
         repeated = (tags([sentences[row] for row in rows]) for sentences in (GOLD, GUESS))
         assert found[sample] == pytest.approx(KINDS["tokens"].score(metric, *repeated) or 0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("metric", METRICS["qa"])
+@pytest.mark.parametrize("metric", KINDS["qa"].metrics)
 def test_questions_are_drawn_with_all_their_answers(metric):
     words = ["a red house", "the house", "green", ""]
     gold = [(words[number],) if number < 3 else () for number in FOUR]
     guess = [words[number] for number in GUESS_FOUR.astype(int)]
-    found = resampled_scores(Task("own", metric, "qa"), gold, guess)
+    found = scores_of(Task("own", metric, "qa"), gold, guess)
     for sample in range(COMPARED):
         rows = np.repeat(np.arange(ROWS), drawn_rows("own", ROWS)[sample])
         expected = KINDS["qa"].score(metric, [gold[row] for row in rows], [guess[row] for row in rows])
         assert found[sample] == pytest.approx(expected, abs=1e-12)
-    assert not resampled_scores(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
+    assert not scores_of(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
 
 
 def test_a_sample_draws_as_many_rows_as_there_are_with_replacement():
@@ -94,10 +99,10 @@ def test_a_sample_draws_as_many_rows_as_there_are_with_replacement():
 
 
 def test_the_spread_of_an_accuracy_is_the_binomial_one():
-    share, found = (TWO == GUESS_TWO).mean(), resampled_scores(Task("own", "accuracy"), TWO, GUESS_TWO)
+    share, found = (TWO == GUESS_TWO).mean(), scores_of(Task("own", "accuracy"), TWO, GUESS_TWO)
     assert found.var() == pytest.approx(share * (1 - share) / ROWS, rel=0.1)
 
 
 def test_a_run_that_diverged_scores_0_in_every_sample():
     predictions = np.where(NUMBERS > 1, np.nan, NUMBERS)
-    assert not resampled_scores(Task("own", "pearson", "regression"), NUMBERS, predictions).any()
+    assert not scores_of(Task("own", "pearson", "regression"), NUMBERS, predictions).any()

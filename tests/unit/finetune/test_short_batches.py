@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.task_heads import SEQUENCE
 from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 
@@ -23,7 +24,7 @@ def test_a_rank_without_a_micro_batch_steps_in_fp16(monkeypatch):
         writer.add([1, 2, 3, 4])
     rows = writer.rows(np.arange(8) % 2)
     config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=8, vocab_size=100)
-    model = SequenceHead(TrainedEncoder(build_model(config)), 32, 2)
+    model = TaskModel(TrainedEncoder(build_model(config)), 32, SEQUENCE, 2)
     run = Run("t", batch_size=8, lr=1e-5, epochs=1, seed=1, max_seq_length=8, encoder="e", data="d", micro_batch_size=4)
     run = replace(run, precision="fp16")
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")

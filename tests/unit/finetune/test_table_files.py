@@ -10,7 +10,7 @@ import tracemalloc
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.conll import conll_text
+from megatron_ddrp.tasks.finetune.layouts import conll_text
 from megatron_ddrp.tasks.finetune.table_files import columns_of, read_rows
 
 ROWS = [{"text": "Rain, soon.", "label": "weather"}, {"text": 'She said "no"\n\u2028twice', "label": "talk"}]

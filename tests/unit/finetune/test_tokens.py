@@ -10,9 +10,9 @@ import torch
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
-from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
+from megatron_ddrp.tasks.finetune.layouts import conll_text
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.finetune.task import Example, Task
 from tests.unit.finetune.tiny_encoder import SPECIAL, fine_tune, read_examples, write_bert
@@ -72,9 +72,9 @@ def test_words_without_labels_are_predicted_all_the_same(tokenizer):
     encoded = encode(tokenizer, [Example(("unhappy", "ada"), math.nan)])
     assert np.isnan(encoded.answers.classes).all()
     predictions = KIND.predictions(TASK, encoded, np.array([9, 4, 9, 9, 7, 9.0]))
-    assert list(KIND.told(TASK, predictions)) == [["B-MISC", "I-ORG"]]
+    assert list(KIND.as_values(TASK, predictions)) == [["B-MISC", "I-ORG"]]
     no_prediction = KIND.predictions(TASK, encoded, np.full(6, math.nan))
-    assert list(KIND.told(TASK, no_prediction)) == [[None, None]]
+    assert list(KIND.as_values(TASK, no_prediction)) == [[None, None]]
 
 
 def loss_twin(outputs, words):

@@ -9,8 +9,9 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
-from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
-from megatron_ddrp.tasks.finetune.predict import FineTuned, _JsonLines, _Table
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.output_files import JsonLinesFile, TableFile
+from megatron_ddrp.tasks.finetune.predict import AfterOwnTasks, FineTuned
 from megatron_ddrp.tasks.finetune.task import Columns
 from tests.unit.finetune.test_own_tasks import GLANCE, words
 
@@ -51,18 +52,17 @@ def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert
     assert f"was kept; {topics / 'new.jsonl'} is not predicted" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("writer", [_JsonLines, _Table])
+@pytest.mark.parametrize("writer", [JsonLinesFile, TableFile])
 def test_times_of_a_parquet_file_are_written_as_text(writer):
     stream = io.BytesIO()
-    writer(stream, ".csv", Columns("day", None, "kind"), "classification").write(
-        {"day": datetime.date(2026, 1, 2)}, "red"
-    )
+    file = writer(stream, ".csv", Columns("day", None, "kind"), KINDS["classification"].cell_text)
+    file.write({"day": datetime.date(2026, 1, 2)}, "red")
     assert "2026-01-02" in stream.getvalue().decode() and "red" in stream.getvalue().decode()
 
 
 def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
     """The second one comes to its predictions while the first is writing the same file."""
-    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", OwnTasks.finish, []
+    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", AfterOwnTasks.finish, []
 
     def finish_twice(self, sweep, store):
         predict = FineTuned.predict
@@ -86,7 +86,7 @@ def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, t
         assert ends == [lines]
         return lines
 
-    monkeypatch.setattr(OwnTasks, "finish", finish_twice)
+    monkeypatch.setattr(AfterOwnTasks, "finish", finish_twice)
     assert main(words(topics, bert_folder, out, *GLANCE, "--test", path)) == 0
     (told,) = (out / "predictions").glob("*-test.jsonl")
     assert len(told.read_text().splitlines()) == 9 and len(ends) == 1

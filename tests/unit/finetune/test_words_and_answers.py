@@ -11,7 +11,7 @@ import torch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
-from megatron_ddrp.tasks.finetune.conll import conll_text
+from megatron_ddrp.tasks.finetune.layouts import conll_text
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from tests.unit.glue.conftest import WORDS, write_checkpoint
 

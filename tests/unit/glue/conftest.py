@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run, RunStore, count_undefined
 from megatron_ddrp.tasks.glue.tasks import TASKS
@@ -38,7 +38,7 @@ def scored_folder(folder, predictions, task="CoLA", **more):
         targets, predicted = np.arange(len(predicted)) % 2.0, np.array(predicted, dtype=float)
         path = folder / "predictions" / f"{run.name}.tsv"
         checksum = write_predictions(path, TASKS[task], {"dev": (targets, predicted)})
-        score = METRICS[TASKS[task].kind][TASKS[task].metric].value(targets, predicted)
+        score = KINDS[TASKS[task].kind].metrics[TASKS[task].metric].value(targets, predicted)
         facts = {"load": run.encoder, "dev_examples": len(predicted), "predictions_crc32": checksum}
         store.append(finished(run, score, **facts))
     return folder

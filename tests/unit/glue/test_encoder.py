@@ -95,8 +95,8 @@ def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_
     named = {"_name_or_path": str(twin), "transformers_version": "4.0", "torch_dtype": "float32"}
     (twin / "config.json").write_text(json.dumps(json.loads(config.read_text()) | named))
     assert load_encoder(twin).fingerprint == first.fingerprint
-    assert first.known_as({first.fingerprint}) is first
-    assert first.known_as({first.weights}).fingerprint == first.weights
+    assert first.under_earlier_name({first.fingerprint}) is first
+    assert first.under_earlier_name({first.weights}).fingerprint == first.weights
 
 
 def test_a_run_without_a_checkpoint_is_refused(checkpoint_folder):

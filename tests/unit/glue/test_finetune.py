@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.task_heads import SEQUENCE
 from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter, pad_batch
 from megatron_ddrp.engine.build import decays
 from megatron_ddrp.model import build_model
-from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import FineTuning, finetune, layer_depths, learning_rate_factor
 from megatron_ddrp.tasks.glue.tasks import TASKS
@@ -52,7 +53,7 @@ def rows(count, seed, regression=False):
 
 def classifier(task, encoder, seed=1):
     torch.manual_seed(seed)
-    return SequenceHead(encoder, HIDDEN, max(1, len(TASKS[task].labels)))
+    return TaskModel(encoder, HIDDEN, SEQUENCE, max(1, len(TASKS[task].labels)))
 
 
 def make_run(task="CoLA", seed=1, epochs=6, lr=3e-2, batch=8, micro=8, **more):
@@ -242,7 +243,7 @@ def test_layerwise_decay_divides_the_rate_by_depth():
 def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does(name, table, expected):
     more = {"relative_table": table} if table else {}
     config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, position_encoding=name, **more)
-    model = SequenceHead(TrainedEncoder(build_model(config)), 8, 2)
+    model = TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
     one = FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
     decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
     spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]

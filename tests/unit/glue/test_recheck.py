@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.finetune.predictions import read_predictions, write_predictions
-from megatron_ddrp.tasks.finetune.recheck import trusted_runs
+from megatron_ddrp.tasks.finetune.predictions import read_predictions, trusted_runs, write_predictions
 from megatron_ddrp.tasks.glue.command import main
 from megatron_ddrp.tasks.glue.suite import Glue
 from megatron_ddrp.tasks.glue.tasks import TASKS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune import figure
+from megatron_ddrp.tasks.finetune import report as figure
 from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
 from megatron_ddrp.tasks.finetune.differences import differences, gains
 from megatron_ddrp.tasks.finetune.items import Items

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.glue.data import read_examples
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
@@ -17,7 +17,7 @@ def test_the_paper_averages_eight_tasks_without_wnli():
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 def test_rows_are_consistent(task):
-    assert task.metric in METRICS[task.kind]
+    assert task.metric in KINDS[task.kind].metrics
     assert (task.kind == "regression") == (task.label_range is not None) == (not task.labels)
     assert list(task.labels) == sorted(task.labels)
     if task.columns is not None:

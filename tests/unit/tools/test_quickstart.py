@@ -113,7 +113,7 @@ def test_a_missing_corpus_is_one_line(quickstart):
 def test_the_real_parsers_take_its_flags(quickstart):
     pytest.importorskip("torch")
     from megatron_ddrp.arguments import parse_arguments
-    from megatron_ddrp.tasks.finetune.arguments import parse_arguments as parse_finetune
+    from megatron_ddrp.tasks.finetune.command import parse_arguments as parse_finetune
 
     _, _, calls = quickstart()
     words = {stage: call.split(stage, 1)[1].split() for stage, call in zip(stages(calls), calls, strict=True)}

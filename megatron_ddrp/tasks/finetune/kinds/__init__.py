@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.kinds.multi_label import MultiLabel
 from megatron_ddrp.tasks.finetune.kinds.qa import QuestionAnswering
-from megatron_ddrp.tasks.finetune.kinds.sequences import Classification, MultiLabel, Regression
+from megatron_ddrp.tasks.finetune.kinds.regression import Regression
+from megatron_ddrp.tasks.finetune.kinds.sequences import Classification
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tokens
 
 KINDS: dict[str, Kind] = {
-    "classification": Classification(),
-    "multi-label": MultiLabel(),
-    "regression": Regression(),
-    "tokens": Tokens(),
-    "qa": QuestionAnswering(),
+    kind.name: kind
+    for kind in (
+        Classification(),
+        MultiLabel(),
+        Regression(),
+        Tokens(),
+        QuestionAnswering(),
+    )
 }
+"""Kinds by name. The last one that is likely for a file is its kind, if the command line does not name one."""

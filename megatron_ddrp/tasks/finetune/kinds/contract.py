@@ -1,22 +1,30 @@
-"""Contract of a kind of task: conversion of files to rows, loss, predictions and their files.
+"""Contract of a kind of task: its metrics and head, conversion of files to rows, loss, predictions and their files.
 
-A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, and a test with its slow twin.
+A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, and a test with its slow twin. A kind
+imports torch only in the methods that compute with it, because command lines read the facts.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from torch import Tensor
 
+from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded
-from megatron_ddrp.tasks.finetune.metrics import Metric
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune.metrics import Metric, drawn_rows
+from megatron_ddrp.tasks.finetune.output_files import RowFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Line = tuple[str, str, str]
 """(index, prediction, label) of a line in a file of predictions; the index is the row's number from 0."""
@@ -25,14 +33,64 @@ Line = tuple[str, str, str]
 class Kind(ABC):
     """Base class of a kind of task. Instances hold no state."""
 
-    head: ClassVar[str]
-    """Name in `heads.HEADS` of the layers on top of the encoder."""
+    name: ClassVar[str]
+    """Name on the command line and in files."""
     metrics: ClassVar[Mapping[str, Metric]]
     """Metrics by name; the first is the default."""
+    head: ClassVar[HeadForm]
+    """Form of the layers on top of the encoder."""
+    problem_type: ClassVar[str | None] = None
+    """Value of `problem_type` in a Hugging Face configuration."""
     usual_columns: ClassVar[Columns]
     """Default columns of the files."""
+    text_columns: ClassVar[tuple[str, ...]] = ()
+    """Further usual names of the column of texts, most usual first."""
+    label_columns: ClassVar[tuple[str, ...]] = ()
+    """Further usual names of the column of labels, most usual first."""
+    pair_columns: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Usual column of texts → column of the second text, if the file has it."""
+    output_files: ClassVar[Mapping[str, type[RowFile]]] = MappingProxyType({})
+    """Further endings of files of predictions → their writers."""
     predicts_numbers: ClassVar[bool] = False
     """True if the outputs are numbers on the labels' scale, which a run may take out (`Run.scales_labels`)."""
+
+    def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
+        """Return whether a file with these columns is of this kind.
+
+        `cells` reads the labels of the first rows; none without a column of labels.
+        """
+        return {self.usual_columns.pair or self.usual_columns.text, self.usual_columns.label} <= set(columns)
+
+    def check_metric(self, name: str, labels: Sequence[str] = ()) -> None:
+        """Raise `UserError` if the kind does not have the metric, or has it only for other labels."""
+        if name not in self.metrics:
+            raise UserError(f"--metric {name}: --kind {self.name} has {', '.join(self.metrics)}", WRONG_ARGUMENTS)
+
+    def check_labels(self, task: Task, is_guessed: bool) -> None:
+        """Raise ValueError with the reason for labels of a training file that make no task.
+
+        `is_guessed` is True if the command line does not name the kind.
+        """
+        return None
+
+    def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yield warnings about the labels of development files, by the names of the files.
+
+        Raises ValueError with the reason for labels of the validation file that the metric is not defined for.
+        """
+        return iter(())
+
+    def scheme(self, task: Task) -> str:
+        """Return the name of the rules by which the metric reads the labels; empty without such rules."""
+        return ""
+
+    def score_name(self, task: Task) -> str:
+        """Return the name of the metric as tables show it."""
+        return task.metric
+
+    def hub_labels(self, task: Task) -> Labels:
+        """Return the labels for a Hugging Face configuration; a regression has one, named after the task."""
+        return Labels(task.labels or (task.name,), self.problem_type)
 
     @abstractmethod
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
@@ -58,8 +116,15 @@ class Kind(ABC):
         return math.nan
 
     @abstractmethod
-    def told(self, task: Task, predictions: Any) -> Iterable[Any]:
+    def as_values(self, task: Task, predictions: Any) -> Iterable[Any]:
         """Yield the prediction of each example as a JSON value; null if it is undefined."""
+
+    def cell_text(self, value: Any, ending: str) -> str:
+        """Return a label or prediction, as a JSON value, in the form that a table has in a file with this ending.
+
+        Raises ValueError with the reason if the file cannot hold it.
+        """
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
         """Return the score on `labels` of always predicting the most frequent label of the training rows.
@@ -115,6 +180,10 @@ class Kind(ABC):
     def score(self, metric: str, answers: Any, predictions: Any) -> float | None:
         """Return the score of the predictions; None if it is undefined."""
         return self.metrics[metric].value(answers, predictions)
+
+    def resampled_scores(self, task: Task, answers: Any, predictions: Any) -> np.ndarray:
+        """Return the task's metric on every bootstrap sample of its rows, `[samples]`; 0 if it is undefined."""
+        return self.metrics[task.metric].samples(drawn_rows(task.name, len(answers)), answers, predictions)
 
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the names of metrics that are reported in addition to the task's own."""

@@ -14,20 +14,24 @@ import unicodedata
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
+from megatron_ddrp.conversion.task_heads import SPAN, HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
+from megatron_ddrp.tasks.finetune.answers import ANSWER_F1, EXACT_MATCH
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
-from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
-from megatron_ddrp.tasks.finetune.squad_files import flat_answers
+from megatron_ddrp.tasks.finetune.kinds.sequences import text_in
+from megatron_ddrp.tasks.finetune.layouts import flat_answers
+from megatron_ddrp.tasks.finetune.metrics import Metric
+from megatron_ddrp.tasks.finetune.output_files import SquadFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_ANSWER = "no answer"
 """Only label of a task with unanswerable questions; other tasks have no labels."""
@@ -65,15 +69,21 @@ class Windows(Encoded):
 class QuestionAnswering(Kind):
     """Kind that predicts a span of the context. An example's texts are question and context, its label `Answers`."""
 
-    head: ClassVar[str] = "qa"
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS["qa"]
+    name = "qa"
+    metrics: ClassVar[Mapping[str, Metric]] = {"f1": ANSWER_F1, "exact-match": EXACT_MATCH}
+    head: ClassVar[HeadForm] = SPAN
     usual_columns: ClassVar[Columns] = Columns("question", "context", "answers")
+    output_files = {".json": SquadFile}
+
+    def hub_labels(self, task: Task) -> Labels:
+        """Return no names: the two outputs are the first and the last piece."""
+        return Labels((), None)
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return question and context."""
         if columns.pair is None:
             raise ValueError("a question without a context; name the column of the context by --text-pair-column")
-        return text_of(cells, columns.text), text_of(cells, columns.pair)
+        return text_in(cells, columns.text), text_in(cells, columns.pair)
 
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return `NO_ANSWER` for a question without an answer, otherwise nothing."""
@@ -92,7 +102,7 @@ class QuestionAnswering(Kind):
                     "and the number of characters before them"
                 )
 
-    def told(self, task: Task, predictions: list[str | None]) -> Iterable[Any]:
+    def as_values(self, task: Task, predictions: list[str | None]) -> Iterable[Any]:
         """Yield the answers."""
         return predictions
 
@@ -109,7 +119,7 @@ class QuestionAnswering(Kind):
         spans: list[np.ndarray] = []
         gold: list[tuple[str, ...]] = []
         contexts: list[str] = []
-        locate = functools.lru_cache(maxsize=1)(functools.partial(_located, tokenizer))  # questions share contexts
+        locate = functools.lru_cache(maxsize=1)(functools.partial(_locate, tokenizer))  # questions share contexts
         lost = 0
         for number, example in enumerate(examples):
             question, context = example.texts
@@ -140,10 +150,12 @@ class QuestionAnswering(Kind):
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean of the cross entropies of first and last piece, summed over rows."""
+        import torch
+
         positions = torch.arange(outputs.shape[1], device=outputs.device)
         is_padding = positions >= targets[:, 2:]  # [batch, seq]
         logits = outputs.masked_fill(is_padding[..., None], -math.inf)  # [batch, seq, 2]
-        return nn.functional.cross_entropy(logits, targets[:, :2], reduction="sum") / 2
+        return torch.nn.functional.cross_entropy(logits, targets[:, :2], reduction="sum") / 2
 
     def blank(self, encoded: Encoded) -> np.ndarray:
         """Return zeros, `[rows, 4]`."""
@@ -154,6 +166,8 @@ class QuestionAnswering(Kind):
 
         All four are nan if an output of the row is not finite. The score is −inf for a row without context.
         """
+        import torch
+
         assert isinstance(encoded, Windows)
         lengths = encoded.lengths[rows]
         valid = np.arange(outputs.shape[1]) < lengths[:, None]  # [batch, seq]
@@ -219,6 +233,8 @@ def best_spans(first: Tensor, last: Tensor, longest: int) -> Tensor:
     `first` and `last` are logits `[batch, seq]`, −inf at pieces where no answer may begin or end. The search covers all
     spans of at most `longest` pieces.
     """
+    import torch
+
     seq = first.shape[1]
     best = first.new_zeros(len(first), 3)
     best[:, 0] = -math.inf
@@ -238,7 +254,7 @@ def _warning(lost: int, max_length: int) -> str:
     )
 
 
-def _located(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
+def _locate(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
     """Return the pieces of a context and their characters, int32 `[pieces, 2]`."""
     pieces, spans = tokenizer.encode_with_spans(context)
     return pieces, np.array(spans, dtype=np.int32).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Kinds that predict a class, several classes or a number for a text or a pair of texts.
+"""Kind that predicts a class for a text or a pair of texts, and the base class of the kinds that read such rows.
 
 Pairs are `[CLS] a [SEP] b [SEP]` with segments 0 and 1. A row that is too long loses pieces from the end of its longer
 text.
@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
+from megatron_ddrp.conversion.task_heads import SEQUENCE, HeadForm
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
+from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, cut_warning, text_row, whole_length
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
+from megatron_ddrp.tasks.finetune.metrics import ACCURACY, F1, MACRO_F1, MATTHEWS, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TOGETHER = 1000
 """Number of rows per call of the tokenizer."""
@@ -30,13 +34,16 @@ _TOGETHER = 1000
 class SequenceKind(Kind):
     """Base class of the three kinds. A subclass interprets the outputs of a row."""
 
-    head: ClassVar[str] = "sequence"
+    head: ClassVar[HeadForm] = SEQUENCE
     usual_columns: ClassVar[Columns] = Columns("text", None, "label")
+    text_columns = ("sentence", "sentence1", "premise", "question")
+    label_columns = ("labels", "score", "target")
+    pair_columns = {"sentence1": "sentence2", "premise": "hypothesis", "text": "text_pair", "question": "context"}
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return one text or a pair."""
         names = (columns.text, columns.pair) if columns.pair else (columns.text,)
-        return tuple(text_of(cells, name) for name in names)
+        return tuple(text_in(cells, name) for name in names)
 
     def num_outputs(self, task: Task) -> int:
         """Return the number of labels; 1 for a regression."""
@@ -56,7 +63,7 @@ class SequenceKind(Kind):
                 cut += whole_length(row, pair_separators) > max_length
             labels += [example.label for example in some]
         rows = writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
-        return replace(rows, warning=told_cut(cut, len(rows), max_length), cut=cut)
+        return replace(rows, warning=cut_warning(cut, len(rows), max_length), cut=cut)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
@@ -70,7 +77,7 @@ class SequenceKind(Kind):
         """Return the predictions of the rows; nan if an output of the row is not finite."""
         predicted = self.predict(outputs)
         is_finite = outputs.isfinite().all(dim=-1).view(-1, *[1] * (predicted.ndim - 1))
-        return rows, torch.where(is_finite, predicted, math.nan)
+        return rows, predicted.masked_fill(~is_finite, math.nan)
 
     @abstractmethod
     def predict(self, outputs: Tensor) -> Tensor:
@@ -83,7 +90,7 @@ class SequenceKind(Kind):
     def lines(self, task: Task, answers: np.ndarray, predictions: np.ndarray) -> Iterable[Line]:
         """Yield one line per row."""
         for index, (prediction, answer) in enumerate(zip(predictions, answers, strict=True)):
-            yield str(index), self.spelled(task, prediction), self.spelled(task, answer)
+            yield str(index), self.text_of(task, prediction), self.text_of(task, answer)
 
     def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
         """Return (labels, predictions), each `[rows, …]`."""
@@ -95,36 +102,68 @@ class SequenceKind(Kind):
         answers, predictions = zip(*found, strict=True)
         return np.array(answers, dtype=np.float64), np.array(predictions, dtype=np.float64)
 
-    def told(self, task: Task, predictions: np.ndarray) -> Iterable[Any]:
+    def as_values(self, task: Task, predictions: np.ndarray) -> Iterable[Any]:
         """Yield the prediction of each row."""
         for value in predictions:
             yield self.as_json(task, value) if np.isfinite(value).all() else None
 
     def as_json(self, task: Task, value: Any) -> Any:
         """Return a finite prediction as a JSON value."""
-        return self.spelled(task, value)
+        return self.text_of(task, value)
 
     @abstractmethod
-    def spelled(self, task: Task, value: Any) -> str:
+    def text_of(self, task: Task, value: Any) -> str:
         """Return one label or prediction as text."""
 
     @abstractmethod
     def value(self, task: Task, text: str) -> Any:
-        """Return the label or prediction that `spelled` wrote as `text`. Raises ValueError for any other text."""
+        """Return the label or prediction that `text_of` wrote as `text`. Raises ValueError for any other text."""
 
 
 class Classification(SequenceKind):
     """Kind that predicts one of several labels."""
 
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS["classification"]
+    name = "classification"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "accuracy": ACCURACY,
+        "f1": F1,
+        "macro-f1": MACRO_F1,
+        "matthews": MATTHEWS,
+    }
+    problem_type = "single_label_classification"
+
+    def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
+        """Return True: any other file is a classification."""
+        return True
+
+    def check_metric(self, name: str, labels: Sequence[str] = ()) -> None:
+        """Raise `UserError` for an unknown metric, and for F1 of another number of labels than two."""
+        super().check_metric(name, labels)
+        if name == "f1" and len(labels) not in (0, 2):
+            raise UserError(f"--metric f1: {len(labels)} labels, expected 2; use --metric macro-f1", WRONG_ARGUMENTS)
+
+    def check_labels(self, task: Task, is_guessed: bool) -> None:
+        """Raise ValueError for a single label, and for labels that may be numbers of a regression."""
+        first = task.labels[0]
+        if len(task.labels) < 2:
+            raise ValueError(f"all rows have the label {first!r}, expected two labels or more")
+        if is_guessed and all(re.fullmatch(r"-?\d+,\d+", name) for name in task.labels):
+            raise ValueError(
+                f"labels look like numbers with a decimal comma, such as {first}; write {first.replace(',', '.')}, or "
+                "name the kind by --kind classification"
+            )
+
+    def score_name(self, task: Task) -> str:
+        """Return the metric with its positive label if it is F1 of two classes: "f1 of 'yes'"."""
+        return f"f1 of {task.labels[1]!r}" if task.metric == "f1" and len(task.labels) == 2 else task.metric
 
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return the label."""
-        return (written(cell),)
+        return (label_name(cell),)
 
     def label(self, cell: Any, task: Task) -> float:
         """Return the class number."""
-        return float(number_of(written(cell), task))
+        return float(class_number(label_name(cell), task))
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
         """Return the score of predicting the most frequent class for every row."""
@@ -142,13 +181,15 @@ class Classification(SequenceKind):
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy, summed over rows."""
-        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs, targets, reduction="sum")
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the number of the most probable class, `[batch]`."""
         return outputs.argmax(dim=-1).float()
 
-    def spelled(self, task: Task, value: float) -> str:
+    def text_of(self, task: Task, value: float) -> str:
         """Return the label."""
         return task.labels[int(value)] if math.isfinite(value) else "nan"
 
@@ -157,113 +198,7 @@ class Classification(SequenceKind):
         return float(task.labels.index(text)) if text in task.labels else _nan(text)
 
 
-class MultiLabel(SequenceKind):
-    """Kind that predicts any number of labels, or none. A cell holds a list, or text with `|` between the labels."""
-
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS["multi-label"]
-    usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
-
-    def label_names(self, cell: Any) -> Sequence[str]:
-        """Return the labels, each once."""
-        if isinstance(cell, str):
-            if cell.startswith("["):
-                raise ValueError(f"label is {cell[:80]!r}, expected labels with | between them, such as A|B")
-            return tuple(dict.fromkeys(name.strip() for name in cell.split("|") if name.strip()))
-        if not isinstance(cell, list):
-            raise ValueError(f"label is {cell!r}, expected a list of labels")
-        return tuple(dict.fromkeys(written(name) for name in cell))
-
-    def label(self, cell: Any, task: Task) -> list[float]:
-        """Return 1 for each label of the row and 0 for the others."""
-        numbers = {number_of(name, task) for name in self.label_names(cell)}
-        return [float(number in numbers) for number in range(len(task.labels))]
-
-    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
-        """Return the score of predicting only the most frequent label for every row."""
-        answers = np.array(labels)
-        predictions = np.zeros_like(answers)
-        predictions[:, task.most_frequent(counts)] = 1
-        return self.score(task.metric, answers, predictions) or 0.0
-
-    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> list[float]:
-        """Return nan for each label."""
-        return [math.nan] * len(task.labels)
-
-    def as_json(self, task: Task, value: np.ndarray) -> list[str]:
-        """Return the labels."""
-        return [label for label, chosen in zip(task.labels, value, strict=True) if chosen]
-
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean binary cross entropy over labels, summed over rows."""
-        losses = nn.functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
-        return losses.mean(dim=-1).sum()
-
-    def predict(self, outputs: Tensor) -> Tensor:
-        """Return 1 for each label with a probability above 0.5, otherwise 0, `[batch, labels]`."""
-        return (outputs > 0).float()
-
-    def spelled(self, task: Task, value: np.ndarray) -> str:
-        """Return the labels as a JSON list."""
-        if not np.isfinite(value).all():
-            return "nan"
-        return json.dumps(self.as_json(task, value), ensure_ascii=False)
-
-    def value(self, task: Task, text: str) -> list[float]:
-        """Return 1 or 0 for each label."""
-        if text == "nan":
-            return [math.nan] * len(task.labels)
-        chosen = json.loads(text)
-        if not isinstance(chosen, list) or not set(chosen) <= set(task.labels):
-            raise ValueError(f"{text!r} is no list of labels")
-        return [float(label in chosen) for label in task.labels]
-
-
-class Regression(SequenceKind):
-    """Kind that predicts a number."""
-
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS["regression"]
-    predicts_numbers: ClassVar[bool] = True
-
-    def label_names(self, cell: Any) -> Sequence[str]:
-        """Return nothing, because numbers have no names. Raises ValueError for a cell without a number."""
-        self._number(cell)
-        return ()
-
-    def label(self, cell: Any, task: Task) -> float:
-        """Return the number."""
-        return self._number(cell)
-
-    def _number(self, cell: Any) -> float:
-        try:
-            number = math.nan if isinstance(cell, bool) else float(cell)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"label is {cell!r}, expected a number such as 1.5, with a decimal point")
-        return number
-
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared error, summed over rows."""
-        return nn.functional.mse_loss(outputs[:, 0], targets.float(), reduction="sum")
-
-    def as_json(self, task: Task, value: float) -> float:
-        """Return the number."""
-        return float(value)
-
-    def predict(self, outputs: Tensor) -> Tensor:
-        """Return the predicted numbers, `[batch]`."""
-        return outputs[:, 0]
-
-    def spelled(self, task: Task, value: float) -> str:
-        """Return the number with all its digits."""
-        return repr(float(value))
-
-    def value(self, task: Task, text: str) -> float:
-        """Return the number."""
-        return float(text)
-
-
-def text_of(cells: Mapping[str, Any], column: str) -> str:
+def text_in(cells: Mapping[str, Any], column: str) -> str:
     """Return the text in a column. Raises ValueError for another type and for blank text."""
     text = cells[column]
     if not isinstance(text, str):
@@ -273,7 +208,7 @@ def text_of(cells: Mapping[str, Any], column: str) -> str:
     return text
 
 
-def written(cell: Any) -> str:
+def label_name(cell: Any) -> str:
     """Return the name of a label: text unchanged, a whole number or a truth value as in JSON.
 
     Raises ValueError for anything else.
@@ -285,7 +220,7 @@ def written(cell: Any) -> str:
     raise ValueError(f"label is {cell!r}, expected a name without tabs and line breaks, or a whole number")
 
 
-def number_of(name: str, task: Task) -> int:
+def class_number(name: str, task: Task) -> int:
     """Return the class number of a label. Raises ValueError if the task does not have the label."""
     if name not in task.labels:
         known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")

@@ -1,33 +1,49 @@
 """Token classification: one label per word of a sentence, as in named-entity recognition.
 
 A word's first piece has its label, its other pieces have none (Devlin et al., arXiv:1810.04805, section 5.3). A
-sentence that is too long for a row becomes several overlapping rows (`words.windows_of`): no word is dropped.
+sentence that is too long for a row becomes several overlapping rows (`windows.windows_of`): no word is dropped.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
+from megatron_ddrp.conversion.task_heads import PIECES, HeadForm
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
+from megatron_ddrp.tasks.finetune.entities import (
+    SCHEMES,
+    SEQEVAL,
+    SEQEVAL_STRICT,
+    STRICT,
+    prefix_groups,
+    rules,
+    scheme_of,
+)
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
-from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
+from megatron_ddrp.tasks.finetune.kinds.sequences import class_number, label_name
+from megatron_ddrp.tasks.finetune.metrics import Metric, Terms, by_number, macro_f1, right, share
+from megatron_ddrp.tasks.finetune.output_files import ConllFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
-from megatron_ddrp.tasks.finetune.words import pieces_of_words, windows_of
+from megatron_ddrp.tasks.finetune.windows import pieces_of_words, windows_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OVERLAP = 4
 """Divisor of a row's pieces that gives the overlap of neighbouring rows of one sentence."""
+SHOWN_TAGS = 10
+"""Largest number of tags in a warning."""
 UNKNOWN = "nan"
 """Tag of a word without a prediction, or without a label."""
 
@@ -55,15 +71,66 @@ class Tags:
             begin = end
 
 
+def _of_words(gold: Tags, predicted: Tags, terms: Callable[[np.ndarray, np.ndarray], Terms]) -> Terms:
+    """Return the terms of the words, summed per sentence."""
+
+    def of_sentences(values: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+        return np.diff(sums[[0, *gold.ends]], axis=0)
+
+    first, second = terms(gold.classes, predicted.classes)
+    return of_sentences(first), of_sentences(second)
+
+
 class Tokens(Kind):
     """Kind that predicts one of several labels for each word.
 
     An example's texts are the words; its label is their class numbers.
     """
 
-    head: ClassVar[str] = "tokens"
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS["tokens"]
+    name = "tokens"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "seqeval": SEQEVAL,
+        STRICT: SEQEVAL_STRICT,
+        "accuracy": Metric(partial(_of_words, terms=right), share),
+        "macro-f1": Metric(partial(_of_words, terms=by_number), macro_f1),
+    }
+    head: ClassVar[HeadForm] = PIECES
     usual_columns: ClassVar[Columns] = Columns("tokens", None, "tags")
+    label_columns = ("ner_tags",)
+    output_files = {".conll": ConllFile}
+
+    def check_labels(self, task: Task, is_guessed: bool) -> None:
+        """Raise ValueError for tags without the rules that the metric needs."""
+        if task.metric.startswith("seqeval"):
+            rules(task.labels, task.metric == STRICT)
+
+    def scheme(self, task: Task) -> str:
+        """Return the scheme of the tags under the strict metric."""
+        return scheme_of(task.labels) if task.metric == STRICT else ""
+
+    def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yield a warning for each file with tags that the strict rules count as O.
+
+        Raises ValueError for validation tags of IOB1 or IOE1, whose prefixes are those of IOB2 or IOE2.
+        """
+        if not (name := self.scheme(task)):
+            return
+        other, alike = SCHEMES[name].alike
+        for file, rows in labels.items():
+            groups = prefix_groups([task.labels[int(number)] for number in row] for row in rows)
+            broken = [prefixes for prefixes in groups if not re.fullmatch(SCHEMES[name].entities, prefixes)]
+            if file == "valid" and groups and all(re.fullmatch(alike, prefixes) for prefixes in groups):
+                raise ValueError(
+                    f"its tags are of {other}, for which --metric {STRICT} is not defined; use --metric seqeval, or "
+                    f"write them as {name}"
+                )
+            if broken:
+                shown = " ".join(f"{prefix}-" for prefix in broken[0][:SHOWN_TAGS])
+                yield (
+                    f"{file}: WARNING, {len(broken):,} of {len(groups):,} groups of neighbouring tags of one type "
+                    f"break the rules of {name}, such as {shown}; their tags outside whole entities count as O"
+                )
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return the words."""
@@ -78,18 +145,18 @@ class Tokens(Kind):
         """Return the tags of the words."""
         if not isinstance(cell, list):
             raise ValueError(f"label is {repr(cell)[:80]}, expected a list with the tag of each word")
-        return tuple(written(name) for name in cell)
+        return tuple(label_name(name) for name in cell)
 
     def label(self, cell: Any, task: Task) -> list[float]:
         """Return the class number of each word."""
-        return [float(number_of(name, task)) for name in self.label_names(cell)]
+        return [float(class_number(name, task)) for name in self.label_names(cell)]
 
     def check(self, texts: Sequence[str], cell: Any) -> None:
         """Raise ValueError for a row with different numbers of tags and words."""
         if len(texts) != len(cell):
             raise ValueError(f"{len(cell)} tags for {len(texts)} words, expected one for each")
 
-    def told(self, task: Task, predictions: Tags) -> Iterable[Any]:
+    def as_values(self, task: Task, predictions: Tags) -> Iterable[Any]:
         """Yield the tags of each sentence; None for a word without a prediction."""
         for names in predictions.by_sentence():
             yield [None if name == UNKNOWN else name for name in names]
@@ -143,9 +210,9 @@ class Tokens(Kind):
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy, summed over the labelled words."""
-        return nn.functional.cross_entropy(
-            outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
     def blank(self, encoded: Encoded) -> np.ndarray:
         """Return one zero per piece."""
@@ -153,10 +220,12 @@ class Tokens(Kind):
 
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """Return the most probable class of every piece of the rows; nan if an output of the piece is not finite."""
+        import torch
+
         valid = torch.from_numpy(_is_piece(encoded.lengths[rows])).to(outputs.device)
         of_pieces = outputs[valid]  # [pieces of the rows, labels]
         is_finite = of_pieces.isfinite().all(dim=-1)
-        return encoded.places(rows), torch.where(is_finite, of_pieces.argmax(dim=-1).float(), math.nan)
+        return encoded.places(rows), of_pieces.argmax(dim=-1).float().masked_fill(~is_finite, math.nan)
 
     def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> Tags:
         """Return the outcomes of each word's first piece."""

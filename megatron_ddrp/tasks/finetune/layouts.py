@@ -1,8 +1,12 @@
-"""Reader and writer of CoNLL files: one token with its tag per line, a blank line after each sentence.
+"""Readers of CoNLL's and SQuAD's layouts as rows of cells, and the writer of CoNLL's.
+
+A CoNLL file has one token with its tag per line, and a blank line after each sentence.
 
 The first column is the token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, arXiv:cs/0306050);
 columns between them are ignored. A file with one column has tokens without tags. In CoNLL-U files of Universal
 Dependencies the token is the word form (column 2) and the tag is the universal part of speech (column 4).
+
+SQuAD's JSON is nested (Rajpurkar et al., arXiv:1606.05250; version 2 arXiv:1806.03822).
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ DOCUMENT_START = "-DOCSTART-"
 CONLLU_COLUMNS = 10
 _BLANKS = re.compile("[ \t]+")
 _BREAKS = re.compile("[\t\r\n]")
+_SQUAD = (
+    'expected SQuAD\'s {"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
+)
 
 
 def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -31,7 +38,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     for number, line in enumerate(lines, 1):
         cells = _cells(line)
         if not cells or cells[0] == DOCUMENT_START:
-            yield from _finished(begin, sentence)
+            yield from _sentence_row(begin, sentence)
             sentence = []
             continue
         width = width or len(cells)
@@ -42,7 +49,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
             )
         begin = begin if sentence else number
         sentence.append([cells[0], cells[-1]] if width > 1 else cells)
-    yield from _finished(begin, sentence)
+    yield from _sentence_row(begin, sentence)
 
 
 def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -52,7 +59,7 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
     for number, line in enumerate(lines, 1):
         line = line.rstrip("\r")
         if not line.strip():
-            yield from _finished(begin, sentence)
+            yield from _sentence_row(begin, sentence)
             sentence = []
             continue
         if line.startswith("#"):
@@ -66,7 +73,7 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
         if cells[0].isdecimal():
             begin = begin if sentence else number
             sentence.append([cells[1], cells[3]])
-    yield from _finished(begin, sentence)
+    yield from _sentence_row(begin, sentence)
 
 
 def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
@@ -83,9 +90,49 @@ def _cells(line: str) -> list[str]:
     return (line.split("\t") if "\t" in line else _BLANKS.split(line)) if line else []
 
 
-def _finished(begin: int, sentence: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sentence_row(begin: int, sentence: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
     if sentence:
         cells = {"tokens": [columns[0] for columns in sentence]}
         if len(sentence[0]) > 1:
             cells["tags"] = [columns[1] for columns in sentence]
         yield f"line {begin}", cells
+
+
+def is_squad(value: Any) -> bool:
+    """Return whether a JSON value has SQuAD's outer layout: articles with paragraphs under `data`."""
+    articles = value.get("data") if isinstance(value, dict) else None
+    return isinstance(articles, list) and any(isinstance(a, dict) and "paragraphs" in a for a in articles)
+
+
+def read_squad(path: str, value: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield `question ID` and the cells id, question, context and answers of each question.
+
+    `answers` is {"text": [str, …], "answer_start": [int, …]}, with empty lists for an unanswerable question; questions
+    of a test set have no answers. Raises `UserError` for another layout.
+    """
+    place = "its first question"
+    try:
+        for article in value["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    place = f"question {asked['id']}"
+                    cells = {key: asked[key] for key in ("id", "question")} | {"context": paragraph["context"]}
+                    if "answers" in asked:
+                        cells["answers"] = flat_answers(asked["answers"])
+                    yield place, cells
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}, at or after {place}: {_reason(error)}; {_SQUAD}") from None
+
+
+def flat_answers(answers: Any) -> dict[str, list[Any]]:
+    """Return answers as {"text": […], "answer_start": […]}; `answers` may also be a list of {"text", "answer_start"}.
+
+    Raises `KeyError` or `TypeError` for anything else.
+    """
+    if isinstance(answers, dict):
+        return {"text": list(answers["text"]), "answer_start": list(answers["answer_start"])}
+    return {key: [answer[key] for answer in answers] for key in ("text", "answer_start")}
+
+
+def _reason(error: KeyError | TypeError) -> str:
+    return f"no key {error}" if isinstance(error, KeyError) else "another layout"

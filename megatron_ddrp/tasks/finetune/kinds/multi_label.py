@@ -1,0 +1,100 @@
+"""Kind that predicts any number of labels for a text or a pair of texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from megatron_ddrp.tasks.finetune.kinds.sequences import SequenceKind, class_number, label_name
+from megatron_ddrp.tasks.finetune.metrics import ACCURACY, F1, MACRO_F1, Metric
+from megatron_ddrp.tasks.finetune.task import Columns, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MultiLabel(SequenceKind):
+    """Kind that predicts any number of labels, or none. A cell holds a list, or text with `|` between the labels."""
+
+    name = "multi-label"
+    metrics: ClassVar[Mapping[str, Metric]] = {"f1": F1, "macro-f1": MACRO_F1, "accuracy": ACCURACY}
+    problem_type = "multi_label_classification"
+    usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
+
+    def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
+        """Return whether every label is a list."""
+        return bool(cells()) and all(isinstance(cell, list) for cell in cells())
+
+    def check_labels(self, task: Task, is_guessed: bool) -> None:
+        """Raise ValueError without any label."""
+        if not task.labels:
+            raise ValueError("no row has a label, expected one label or more")
+
+    def cell_text(self, value: Any, ending: str) -> str:
+        """Return several labels with `|` between them, the form that training reads."""
+        if not isinstance(value, list):
+            return super().cell_text(value, ending)
+        names = [super(MultiLabel, self).cell_text(label, ending) for label in value]
+        if parted := [name for name in names if "|" in name]:
+            raise ValueError(f"label {parted[0]!r} has a |, which separates labels in {ending}; write .jsonl")
+        return "|".join(names)
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the labels, each once."""
+        if isinstance(cell, str):
+            if cell.startswith("["):
+                raise ValueError(f"label is {cell[:80]!r}, expected labels with | between them, such as A|B")
+            return tuple(dict.fromkeys(name.strip() for name in cell.split("|") if name.strip()))
+        if not isinstance(cell, list):
+            raise ValueError(f"label is {cell!r}, expected a list of labels")
+        return tuple(dict.fromkeys(label_name(name) for name in cell))
+
+    def label(self, cell: Any, task: Task) -> list[float]:
+        """Return 1 for each label of the row and 0 for the others."""
+        numbers = {class_number(name, task) for name in self.label_names(cell)}
+        return [float(number in numbers) for number in range(len(task.labels))]
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
+        """Return the score of predicting only the most frequent label for every row."""
+        answers = np.array(labels)
+        predictions = np.zeros_like(answers)
+        predictions[:, task.most_frequent(counts)] = 1
+        return self.score(task.metric, answers, predictions) or 0.0
+
+    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> list[float]:
+        """Return nan for each label."""
+        return [math.nan] * len(task.labels)
+
+    def as_json(self, task: Task, value: np.ndarray) -> list[str]:
+        """Return the labels."""
+        return [label for label, chosen in zip(task.labels, value, strict=True) if chosen]
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean binary cross entropy over labels, summed over rows."""
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        losses = binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+        return losses.mean(dim=-1).sum()
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return 1 for each label with a probability above 0.5, otherwise 0, `[batch, labels]`."""
+        return (outputs > 0).float()
+
+    def text_of(self, task: Task, value: np.ndarray) -> str:
+        """Return the labels as a JSON list."""
+        if not np.isfinite(value).all():
+            return "nan"
+        return json.dumps(self.as_json(task, value), ensure_ascii=False)
+
+    def value(self, task: Task, text: str) -> list[float]:
+        """Return 1 or 0 for each label."""
+        if text == "nan":
+            return [math.nan] * len(task.labels)
+        chosen = json.loads(text)
+        if not isinstance(chosen, list) or not set(chosen) <= set(task.labels):
+            raise ValueError(f"{text!r} is no list of labels")
+        return [float(label in chosen) for label in task.labels]

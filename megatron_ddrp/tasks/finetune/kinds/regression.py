@@ -1,0 +1,72 @@
+"""Kind that predicts a number for a text or a pair of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_ddrp.tasks.finetune.kinds.sequences import SequenceKind
+from megatron_ddrp.tasks.finetune.metrics import PEARSON, SPEARMAN, Metric
+from megatron_ddrp.tasks.finetune.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Regression(SequenceKind):
+    """Kind that predicts a number."""
+
+    name = "regression"
+    metrics: ClassVar[Mapping[str, Metric]] = {"pearson": PEARSON, "spearman": SPEARMAN}
+    problem_type = "regression"
+    predicts_numbers = True
+
+    def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
+        """Return whether all labels are numbers and some have a decimal point."""
+        found = [self._as_number(cell) for cell in cells()]
+        points = (isinstance(cell, float) or (isinstance(cell, str) and "." in cell) for cell in cells())
+        return None not in found and any(points)
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return nothing, because numbers have no names. Raises ValueError for a cell without a number."""
+        self._number(cell)
+        return ()
+
+    def label(self, cell: Any, task: Task) -> float:
+        """Return the number."""
+        return self._number(cell)
+
+    def _as_number(self, cell: Any) -> float | None:
+        try:
+            return None if isinstance(cell, bool) else float(cell)
+        except (TypeError, ValueError):
+            return None
+
+    def _number(self, cell: Any) -> float:
+        number = self._as_number(cell)
+        if number is None or not math.isfinite(number):
+            raise ValueError(f"label is {cell!r}, expected a number such as 1.5, with a decimal point")
+        return number
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the squared error, summed over rows."""
+        from torch.nn.functional import mse_loss
+
+        return mse_loss(outputs[:, 0], targets.float(), reduction="sum")
+
+    def as_json(self, task: Task, value: float) -> float:
+        """Return the number."""
+        return float(value)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the predicted numbers, `[batch]`."""
+        return outputs[:, 0]
+
+    def text_of(self, task: Task, value: float) -> str:
+        """Return the number with all its digits."""
+        return repr(float(value))
+
+    def value(self, task: Task, text: str) -> float:
+        """Return the number."""
+        return float(text)
