@@ -31,14 +31,14 @@ def at_step(step: int, rank: int, action: Callable[[], None]) -> None:
     """Do something on a rank once a step's row was written."""
     from megatron_ddrp import train
 
-    log_step = train.Run.log_step
+    log_step = train.TrainingRun.log_step
 
     def log_and_act(run, result, progress, clock):  # type: ignore[no-untyped-def]
         log_step(run, result, progress, clock)
         if progress.iteration == step and os.environ["RANK"] == str(rank):
             action()
 
-    train.Run.log_step = log_and_act
+    train.TrainingRun.log_step = log_and_act
 
 
 def send(number: signal.Signals) -> None:

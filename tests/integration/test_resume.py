@@ -121,14 +121,14 @@ def killed_at_step_five() -> None:
     """As by the system: no clean-up, right after the step's row was written."""
     from megatron_ddrp import train
 
-    log_step = train.Run.log_step
+    log_step = train.TrainingRun.log_step
 
     def log_and_die(run, result, progress, clock):  # type: ignore[no-untyped-def]
         log_step(run, result, progress, clock)
         if progress.iteration == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train.Run.log_step = log_and_die
+    train.TrainingRun.log_step = log_and_die
 
 
 def killed_while_saving_step_four() -> None:
