@@ -63,7 +63,13 @@ def as_csv(table: Table) -> str:
 
 
 def write_tables(folder: Path, tables: Mapping[str, Table | None]) -> None:
-    """Write each table with rows as NAME.csv and NAME.tex into a folder; remove the files of one without rows."""
+    """Write each table with rows as NAME.csv and NAME.tex into a folder; remove the files of one without rows.
+
+    Files NAME-1, NAME-2, … of these names that are no table any more are removed too.
+    """
+    for path in folder.glob("*-*"):
+        if path.stem not in tables and path.suffix in (".csv", ".tex") and re.sub(r"-\d+$", "", path.stem) in tables:
+            path.unlink()
     for name, table in tables.items():
         for ending, text in ((".csv", as_csv), (".tex", as_latex)):
             path = folder / f"{name}{ending}"

@@ -221,8 +221,9 @@ def claims_of(results: Results, file: ClaimFile) -> tuple[list[Claim], list[str]
                 others.append(f"{text}: no run of {' or of '.join(absent)}; there is {', '.join(arms)}")
                 continue
             first, second = (arms[key] for key in keys)
-            says = paper.get("", paper.get(encoding, ""))
-            claims += [Claim(text, name, first, second, says) for name in entry.measures or file.measures]
+            if first != second:  # with {encoding}, an arm may meet itself
+                names = entry.measures or [name for name in file.measures if name in results.measures] or file.measures
+                claims += [Claim(text, name, first, second, paper.get("", paper.get(encoding, ""))) for name in names]
     others += [f"{c.text}: no value of {c.measure}" for c in claims if c.measure not in results.measures]
     return [claim for measure in results.measures for claim in claims if claim.measure == measure], others
 

@@ -105,6 +105,10 @@ def test_claims_of_a_file(page_of, tmp_path):
     page = page_of(gain_rows({"rope": (0.05,), "t5": (0.01,)}), tmp_path / "mine.yaml")
     assert words_of(page, "RoPE beats T5") == {"4,194,304 tokens": "better"}
     assert "- MTH helps: no run of rope mth; there is absolute mlm, rope mlm, t5 mlm" in text_of(page)
+    assert words_of(page, "t5 beats T5") == {}  # {encoding} is T5 itself there, which is no claim
+    claim = "claims: [{text: RoPE helps, first: rope mlm, second: t5 mlm}]"
+    (tmp_path / "mine.yaml").write_text(claim)
+    assert page_of(gain_rows({"rope": (0.05,), "t5": (0.01,)}), tmp_path / "mine.yaml").unused == []
     page = page_of(gain_rows({"rope": (0.05,)}))
     assert page.unused == []  # the paper's claims about other models are no news
 

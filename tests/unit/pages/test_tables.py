@@ -59,3 +59,11 @@ def test_a_table_without_rows_has_no_files_and_loses_its_old_ones(tmp_path: Path
     write_tables(tmp_path / "tables", {"scores": TABLE, "gains": Table(["a"], []), "paper": None})
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["scores.csv", "scores.tex"]
     assert (tmp_path / "tables" / "scores.tex").read_text(encoding="utf-8") == as_latex(TABLE)
+
+
+def test_the_numbered_files_of_an_earlier_page_go(tmp_path: Path) -> None:
+    write_tables(tmp_path / "tables", {"scores-1": TABLE, "scores-2": TABLE, "mine": TABLE})
+    (tmp_path / "tables" / "other-1.csv").write_text("of somebody else")
+    write_tables(tmp_path / "tables", {"scores": None, "scores-1": TABLE})
+    names = {path.name for path in (tmp_path / "tables").iterdir()}
+    assert names == {"scores-1.csv", "scores-1.tex", "mine.csv", "mine.tex", "other-1.csv"}
