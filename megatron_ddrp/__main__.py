@@ -9,43 +9,16 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from megatron_ddrp import __version__
 from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.commands import COMMANDS, PROGRAM, Command
 from megatron_ddrp.errors import run_command
 from megatron_ddrp.run.launch import first_rank_speaks, run_rank
 
-PROGRAM = "megatron-ddrp"
 LOCAL_RANK = ("--local_rank=", "--local-rank=")
 """Words that the launchers of DeepSpeed and of older torch put in front of all others."""
-
-
-class Command(NamedTuple):
-    """A command, its module, whose `main` runs it, and a line for the list of commands."""
-
-    module: str
-    summary: str
-    on_ranks: bool = False
-    """A launcher may start several ranks of this command."""
-
-
-COMMANDS = {
-    "pretrain": Command("megatron_ddrp.commands.pretrain", "pre-train an encoder, on one process or many ranks", True),
-    "preprocess": Command("megatron_ddrp.commands.preprocess", "turn text into an indexed dataset"),
-    "train-tokenizer": Command("megatron_ddrp.commands.train_tokenizer", "learn a vocabulary from text"),
-    "dataset": Command("megatron_ddrp.commands.dataset", "inspect, verify, merge or shuffle indexed datasets"),
-    "convert": Command("megatron_ddrp.commands.convert", "convert a checkpoint to a Hugging Face folder, or back"),
-    "analyze": Command("megatron_ddrp.commands.analyze", "look inside encoders: attention, hidden states, speed"),
-    "report": Command("megatron_ddrp.commands.report", "write a short report of a run, with its curves"),
-    "glue": Command("megatron_ddrp.tasks.glue.command", "fine-tune encoders on GLUE over a grid and seeds", True),
-    "finetune": Command("megatron_ddrp.tasks.finetune.command", "fine-tune encoders on your own tasks", True),
-    "minimal-pairs": Command(
-        "megatron_ddrp.tasks.minimal_pairs.command", "score masked language models without fine-tuning"
-    ),
-    "compare": Command("megatron_ddrp.tasks.compare.command", "train and score a plan's models, write one page"),
-    "ladder": Command("megatron_ddrp.tasks.compare.ladder", "earlier name of compare ROWS.jsonl"),
-}
 
 
 def run(name: str, program: str | None = None) -> NoReturn:

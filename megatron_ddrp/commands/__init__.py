@@ -1,1 +1,34 @@
-"""The commands of `megatron-ddrp`, one module each; `megatron_ddrp/__main__.py` lists them."""
+"""The commands of `megatron-ddrp`, one module each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PROGRAM = "megatron-ddrp"
+
+
+class Command(NamedTuple):
+    """A command, its module, whose `main` runs it, and a line for the list of commands."""
+
+    module: str
+    summary: str
+    on_ranks: bool = False
+    """A launcher may start several ranks of this command."""
+
+
+COMMANDS = {
+    "pretrain": Command("megatron_ddrp.commands.pretrain", "pre-train an encoder, on one process or many ranks", True),
+    "preprocess": Command("megatron_ddrp.commands.preprocess", "turn text into an indexed dataset"),
+    "train-tokenizer": Command("megatron_ddrp.commands.train_tokenizer", "learn a vocabulary from text"),
+    "dataset": Command("megatron_ddrp.commands.dataset", "inspect, verify, merge or shuffle indexed datasets"),
+    "convert": Command("megatron_ddrp.commands.convert", "convert a checkpoint to a Hugging Face folder, or back"),
+    "analyze": Command("megatron_ddrp.commands.analyze", "look inside encoders: attention, hidden states, speed"),
+    "report": Command("megatron_ddrp.commands.report", "write a short report of a run, with its curves"),
+    "glue": Command("megatron_ddrp.tasks.glue.command", "fine-tune encoders on GLUE over a grid and seeds", True),
+    "finetune": Command("megatron_ddrp.tasks.finetune.command", "fine-tune encoders on your own tasks", True),
+    "minimal-pairs": Command(
+        "megatron_ddrp.tasks.minimal_pairs.command", "score masked language models without fine-tuning"
+    ),
+    "compare": Command("megatron_ddrp.tasks.compare.command", "train and score a plan's models, write one page"),
+    "ladder": Command("megatron_ddrp.tasks.compare.ladder", "earlier name of compare ROWS.jsonl"),
+}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.__main__ import COMMANDS, PROGRAM
+from megatron_ddrp.commands import COMMANDS, PROGRAM
 from megatron_ddrp.commands.keywords import takes_flags_of
 from megatron_ddrp.config.option import flag_words
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import MISSING
 from typing import Any, TypeVar
 
-from megatron_ddrp.__main__ import COMMANDS
+from megatron_ddrp.commands import COMMANDS
 from megatron_ddrp.config.reading import options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])

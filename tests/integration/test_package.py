@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_ddrp import __version__
-from megatron_ddrp.__main__ import COMMANDS
+from megatron_ddrp.commands import COMMANDS
 from tests.conftest import TinyCorpus
 from tests.integration.launch import ROOT, free_port
 

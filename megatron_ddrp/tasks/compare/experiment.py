@@ -10,48 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ddrp.data.progress import tracked
-from megatron_ddrp.tasks.compare.measures import Measure, all_measures
-from megatron_ddrp.tasks.compare.plan import NUM_SEEDS, Plan
+from megatron_ddrp.tasks.compare.measures import Work
+from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.rows import Run, as_run, open_rows, samples_file, write_samples
-from megatron_ddrp.tasks.compare.runs import TrainingRun, all_runs, count_steps, open_corpus, probe_jobs, probed_seconds
+from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.jobs.processes import Job, last_line, log_file
 from megatron_ddrp.tasks.jobs.store import Row, Store
 
 ROWS = "rows.jsonl"
-
-
-class Work:
-    """Jobs of a plan in an output folder. `update` repeats the planning after the probes have finished."""
-
-    steps: dict[str, int]
-    """Model's name → steps of the full budget; only models whose steps are known."""
-    runs: list[TrainingRun]
-    measures: list[Measure]
-
-    def __init__(self, plan: Plan, folder: Path, store: Store):
-        """Plan all jobs. Raises `UserError` for missing inputs and for flags that pre-training would refuse."""
-        self.plan, self.folder, self.store = plan, folder, store
-        self.corpus = open_corpus(plan, folder)
-        self.probes = probe_jobs(plan, self.corpus, folder)
-        self.update()
-
-    def update(self) -> None:
-        """Plan the runs whose steps are known, and their measures."""
-        finished = {name: job for name, job in self.probes.items() if job.name in self.store}
-        self.steps = count_steps(self.plan, {name: probed_seconds(job) for name, job in finished.items()})
-        self.runs = all_runs(self.plan, self.corpus, self.folder, self.steps)
-        self.measures = all_measures(self.plan, self.runs, self.corpus, self.folder)
-
-    def jobs_of(self, run: TrainingRun) -> list[Job]:
-        """Return a run's job and those that measure its checkpoints, the last one first."""
-        return [run.job, *(measure.job for measure in self.measures if measure.run == run)]
-
-    def summary(self) -> str:
-        """Return the numbers of models and seeds, and the budget, in words."""
-        models, seeds = len(self.plan.models), self.plan.seeds
-        few = f" (fewer than {NUM_SEEDS}: too few for a reliable spread)" if len(seeds) < NUM_SEEDS else ""
-        counts = f"{models} model{'s' * (models > 1)} x {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-        return f"{counts} ({', '.join(map(str, seeds))}){few}, {self.plan.budget} each"
 
 
 class Experiment:

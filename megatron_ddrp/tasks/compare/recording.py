@@ -13,8 +13,7 @@ import numpy as np
 from megatron_ddrp.config import load_config
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.experiment import Work
-from megatron_ddrp.tasks.compare.measures import Measure
+from megatron_ddrp.tasks.compare.measures import Measure, Work
 from megatron_ddrp.tasks.compare.rows import Samples
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.finetune.cells import Cell, best_cells

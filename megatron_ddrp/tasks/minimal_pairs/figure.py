@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from megatron_ddrp.pages.plotting import pyplot, save_figure, short_names
-from megatron_ddrp.tasks.minimal_pairs.report import Report
 
 MOST_WITH_NUMBERS = 24
 """Largest number of columns at which the cells show their numbers."""
@@ -15,12 +15,16 @@ ROW, COLUMN = 0.19, 0.42
 """Height of a row and width of a column in inches."""
 
 
-def draw(report: Report, path: Path) -> None:
-    """Draw the accuracies, paradigms sorted by field and term: blue is 100 %, white 50 % (chance), red 0 %."""
+def draw_heat_map(
+    levels: Mapping[str, Mapping[str, float]], num_own: int, fields: Mapping[str, str], path: Path
+) -> None:
+    """Draw accuracies: blue is 100 %, white 50 % (chance), red 0 %.
+
+    `levels` has a column each: name → paradigm → accuracy; the first `num_own` are encoders, and a line follows them.
+    `fields` has the paradigms' fields, in the order of the rows.
+    """
     plt = pyplot()
-    own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
-    levels = {**own, **report.piece_counts(), **report.published}
-    uids = report.in_order()
+    uids = list(fields)
     accuracies = np.array([[100 * level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
     names = short_names(list(levels))
     labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
@@ -35,14 +39,14 @@ def draw(report: Report, path: Path) -> None:
     axes.set_yticks(range(len(uids)), uids, fontsize=7)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    fields = [report.paradigms[uid].field for uid in uids]
-    groups = [[row for row, name in enumerate(fields) if name == field] for field in dict.fromkeys(fields)]
+    names_of_fields = list(dict.fromkeys(fields.values()))
+    groups = [[row for row, uid in enumerate(uids) if fields[uid] == name] for name in names_of_fields]
     right = axes.secondary_yaxis("right")
-    right.set_yticks([sum(rows) / len(rows) for rows in groups], dict.fromkeys(fields), rotation=90, va="center")
+    right.set_yticks([sum(rows) / len(rows) for rows in groups], names_of_fields, rotation=90, va="center")
     right.tick_params(length=0, labelsize=8)
     for rows in groups[1:]:
         axes.axhline(rows[0] - 0.5, color="black", linewidth=1.2)
-    axes.axvline(len(own) - 0.5, color="black", linewidth=1.2)
+    axes.axvline(num_own - 0.5, color="black", linewidth=1.2)
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
     bar.set_label("accuracy [%] (white: chance)", fontsize=8)
     bar.ax.tick_params(labelsize=8)

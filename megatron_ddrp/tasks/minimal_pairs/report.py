@@ -16,6 +16,7 @@ from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
+from megatron_ddrp.tasks.minimal_pairs.figure import draw_heat_map
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
 from megatron_ddrp.tasks.minimal_pairs.results import Cell, Difference, Interval, Result, cell, difference
@@ -91,9 +92,9 @@ def write_report(report: Report, folder: Path) -> str:
     shown = text.split("\n## By paradigm")[0].strip()
     if find_spec("matplotlib") is None:
         return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/ and results.json; the heat map needs matplotlib"
-    from megatron_ddrp.tasks.minimal_pairs.figure import draw  # it shows a Report
-
-    draw(report, folder / "heatmap.png")
+    own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
+    fields = {uid: report.paradigms[uid].field for uid in report.in_order()}
+    draw_heat_map({**own, **report.piece_counts(), **report.published}, len(own), fields, folder / "heatmap.png")
     curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
     figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
     return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/, results.json{figures}"
