@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.config import load_config
+from megatron_ddrp.foreign import read_json
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.items import pair_samples, task_samples
@@ -137,7 +137,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _json(job: Job) -> Any:
-    return json.loads(job.output.read_text(encoding="utf-8"))
+    return read_json(job.output)
 
 
 def _planned(found: Recording, job: Job) -> list[dict[str, Any]]:

@@ -6,11 +6,11 @@ by name, numbers with all digits, and a prediction that is not finite as `nan`.
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.sealed import content_sum
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Line
 from megatron_ddrp.tasks.finetune.task import Task
@@ -29,7 +29,7 @@ def write_predictions(path: Path, task: Task, scored: Scored) -> str:
     content = ("\n".join(lines) + "\n").encode()
     with AtomicFile(path) as output:
         output.write(content)
-    return f"{zlib.crc32(content):08x}"
+    return content_sum(content)
 
 
 def read_predictions(content: bytes, task: Task) -> Scored:

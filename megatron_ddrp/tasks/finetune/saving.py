@@ -23,7 +23,7 @@ from megatron_ddrp.conversion.output_folder import whole_folder
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object
 from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.model_card import finetuned_card

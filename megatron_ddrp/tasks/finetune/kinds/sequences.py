@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, text_row, told_cut, whole_length
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
@@ -212,7 +213,7 @@ class MultiLabel(SequenceKind):
         """Return 1 or 0 for each label."""
         if text == "nan":
             return [math.nan] * len(task.labels)
-        chosen = json.loads(text)
+        chosen = parse_json(text)
         if not isinstance(chosen, list) or not set(chosen) <= set(task.labels):
             raise ValueError(f"{text!r} is no list of labels")
         return [float(label in chosen) for label in task.labels]

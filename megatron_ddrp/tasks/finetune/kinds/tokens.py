@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
 from megatron_ddrp.tasks.finetune.metrics import METRICS, Metric
@@ -190,7 +191,7 @@ class Tokens(Kind):
 
 
 def _classes(text: str, numbers: dict[str, float]) -> list[float]:
-    names = json.loads(text)
+    names = parse_json(text)
     if not isinstance(names, list) or not all(isinstance(name, str) and name in numbers for name in names):
         raise ValueError(f"{text[:80]!r} is no list of labels")
     return [numbers[name] for name in names]
