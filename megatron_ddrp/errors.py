@@ -36,6 +36,11 @@ _REFUSALS = {
     errno.ENAMETOOLONG,
     errno.EIO,
     errno.ESTALE,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EBADF,
 }
 
 
@@ -142,6 +147,11 @@ def _code_of(main: Callable[[], object], program: str | None) -> int | str:
         if error.errno not in _REFUSALS:
             raise
         print_error(_refusal(error), program)
+        return FAILURE
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop"):  # of pathlib, up to Python 3.12
+            raise
+        print_error(f"{error}; remove the link, or give another path", program)
         return FAILURE
     return result if isinstance(result, int) else 0
 

@@ -27,7 +27,7 @@ from megatron_ddrp.encoders import names
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import longest_sequence
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder, build_model
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_ddrp.checkpoint.folder import WEIGHTS, candidates, is_checkpoint
 from megatron_ddrp.checkpoint.state import read_state
-from megatron_ddrp.checkpoint.tensor_files import damage
 from megatron_ddrp.config.registry import NotRegistered
+from megatron_ddrp.data.sealed import file_fault
 from megatron_ddrp.errors import UserError
 
 MODEL, OPTIMIZER, BESIDE = "weights", "optimizer", "beside"
@@ -89,7 +89,7 @@ def fault(path: Path, kinds: Collection[str] = (), part: int = 0, parts: int = 1
             return None if (path / WEIGHTS).is_file() else f"{WEIGHTS} is missing"
         to_read = [name for name in sorted(written) if kind_of(name) in kinds][part::parts]
         checks = [(name, False) for name in sorted(written)] + [(name, True) for name in to_read]
-        return next(filter(None, (damage(path / name, written[name], read) for name, read in checks)), None)
+        return next(filter(None, (file_fault(path / name, written[name], read) for name, read in checks)), None)
     except NotRegistered:  # the checkpoint is not at fault
         raise
     except UserError as error:

@@ -16,12 +16,11 @@ from typing import Any
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import NotRegistered
 from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.data.sealed import SUM, check_object, seal_object
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import object_sum
+from megatron_ddrp.foreign import parse_json
 
 STATE = "state.json"
-SUM = "crc32"
-"""Key of the state's own sum."""
 WEIGHTS_ONLY = "weights_only"
 """Key of an imported checkpoint: it has no optimizer state, and training starts at iteration 0."""
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -53,28 +52,25 @@ def read_state(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{STATE} is missing")
     try:
-        return _checked(json.loads(file.read_bytes()), path.name)
+        return _checked(parse_json(file.read_bytes(), lenient=True), path.name)
     except OSError as error:
         raise UserError(f"{STATE} cannot be read: {error.strerror}") from None
     except NotRegistered as error:
         raise NotRegistered(f"{path}: {error}", error.exit_code) from None
-    except (ValueError, RecursionError, UserError) as error:
+    except (ValueError, UserError) as error:
         raise UserError(f"{STATE} is damaged ({error})") from None
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write state.json of one checkpoint with its own sum."""
-    write_text(path / STATE, json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n")
+    write_text(path / STATE, json.dumps(seal_object(state), indent=2) + "\n")
 
 
 def _checked(state: Any, folder: str) -> dict[str, Any]:
     """Return the state without its sum. Raise `ValueError` or `UserError` with the fault."""
     if not isinstance(state, dict):
         raise ValueError("expected an object")
-    if SUM in state:
-        written, found = state.pop(SUM), object_sum(state)
-        if written != found:
-            raise ValueError(f"CRC-32 {found} instead of {written!s:.20}")
+    state = check_object(state)
     needed: tuple[str, ...] = _OF_OLDER_VERSIONS
     if "files" in state:
         needed = _OF_IMPORTS if state.get(WEIGHTS_ONLY) is True else _OF_TRAINING

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CHUNK = 1 << 24
-"""Bytes read at a time to compute a sum."""
+from megatron_ddrp.data.sealed import SUM
 
 _TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
@@ -65,7 +64,7 @@ def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple
         for _ in remaining:
             pass
     num_bytes = len(header) + sum(form.num_bytes for form in forms.values())
-    return {"bytes": num_bytes, "crc32": f"{checksum:08x}"}
+    return {"bytes": num_bytes, SUM: f"{checksum:08x}"}
 
 
 def _header(forms: Mapping[str, Form]) -> bytes:
@@ -84,28 +83,3 @@ def _bytes(tensor: Any) -> Any:
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def facts(path: Path) -> dict[str, Any]:
-    """Return a file's size and CRC-32, in the form that `write_tensors` returns."""
-    checksum = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return {"bytes": path.stat().st_size, "crc32": f"{checksum:08x}"}
-
-
-def damage(path: Path, written: Mapping[str, Any], read: bool = True) -> str | None:
-    """Return the fault of a file that `write_tensors` reported as `written`, or None.
-
-    Without `read` only the size is compared; otherwise the whole file is read for its sum.
-    """
-    if not path.is_file():
-        return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != written["bytes"]:
-        return f"{path.name} has {size:,} bytes instead of {written['bytes']:,}"
-    if not read:
-        return None
-    found = facts(path)["crc32"]
-    return None if found == written["crc32"] else f"{path.name} has the CRC-32 {found} instead of {written['crc32']}"

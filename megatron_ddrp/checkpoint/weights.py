@@ -14,24 +14,23 @@ from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 
 class StoredTensors:
     """Tensors of a checkpoint by name, read one at a time. Raises `UserError` if a file is damaged."""
 
     def __init__(self, path: Path, kind: str = MODEL) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         self.path = path
         self._files: dict[str, Any] = {}
         for file in read_state(path).get("files", [WEIGHTS]):
             if kind_of(file) != kind:
                 continue
-            try:
+            with reading(path / file):
                 stored = safe_open(str(path / file), framework="pt")
                 self._files |= dict.fromkeys(stored.keys(), stored)
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{path / file} cannot be read: {error}") from None
 
     @property
     def names(self) -> set[str]:
@@ -42,7 +41,8 @@ class StoredTensors:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Any:
-        return self._files[name].get_tensor(name)
+        with reading(self.path):
+            return self._files[name].get_tensor(name)
 
     def check(self, names: Iterable[str], shapes: Mapping[str, Iterable[int]]) -> None:
         """Raise `UserError` unless the tensors have exactly these names, and these shapes where `shapes` has them."""

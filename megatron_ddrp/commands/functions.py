@@ -12,7 +12,6 @@ and `plugin="f.py"` are those of the command line. A mistake raises `UserError`.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from megatron_ddrp.commands.keywords import takes_flags_of
 from megatron_ddrp.config.option import flag_words
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
+from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.launch import is_launched
 
@@ -171,8 +171,8 @@ def results_of(
     return Results(
         folder,
         text.read_text(encoding="utf-8") if text.exists() else "",
-        [json.loads(line) for line in lines.read_bytes().splitlines() if line] if lines.exists() else [],
-        json.loads(numbers.read_bytes()) if numbers.exists() else {},
+        [parse_json(line) for line in lines.read_bytes().splitlines() if line] if lines.exists() else [],
+        read_json(numbers) if numbers.exists() else {},
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, options
 from megatron_ddrp.config.run import OLDER, Config, concerns
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import parse_json
 
 PLUGINS = "plugin"
 """Key with the files of `--plugin`."""
@@ -71,10 +71,10 @@ def _load(path: Path, place: Place) -> Any:
     if path.suffix != ".json":
         return load_yaml(path, place) or {}
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError as error:
         raise place.error(f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise place.error(f"cannot be read: {error}") from None
 
 

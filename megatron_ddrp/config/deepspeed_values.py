@@ -5,7 +5,6 @@ A key decides a setting where neither a flag nor `--config` does. Checks that ne
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.reading import Option, Place, read_value
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
+from megatron_ddrp.foreign import parse_json
 
 SETTINGS = {
     "train_batch_size": "global_batch_size",
@@ -95,8 +95,8 @@ class Decision(NamedTuple):
 def load_file(path: str) -> dict[str, Any]:
     """Return the JSON object of a file. Raises `UserError` without one, and for a key that no run can use."""
     try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        loaded = parse_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
         refuse_file(path, f"cannot be read: {error.strerror if isinstance(error, OSError) else error}")
     if not isinstance(loaded, dict):
         refuse_file(path, "expected a JSON object")

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
-
 from megatron_ddrp.config.option import refused_range
 from megatron_ddrp.config.registry import PLUGINS, load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
+from megatron_ddrp.foreign import LARGEST_YAML, GivenTwice, parse_yaml, read_bytes
 
 Section = TypeVar("Section")
 
@@ -40,28 +39,6 @@ class Place(NamedTuple):
     def error(self, message: str) -> UserError:
         """Return an error that names this place."""
         return UserError(": ".join(filter(None, (*self, message))), WRONG_ARGUMENTS)
-
-
-class _GivenTwice(Exception):
-    """A setting that a mapping of a YAML file has twice."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Loader that refuses a setting given twice in one mapping, also if the second one has dashes for underscores."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping before `<<` adds the settings of another one, which its own settings replace."""
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                name, line = (key.tag, key.value.replace("-", "_")), key.start_mark.line + 1
-                if name in lines:
-                    raise _GivenTwice(
-                        f"line {line}: {key.value} is given already in line {lines[name]}; keep one of them"
-                    )
-                lines[name] = line
-        return node
 
 
 class Option(NamedTuple):
@@ -108,15 +85,11 @@ def load_plugins(files: Any, place: Place, source: Path, is_of_a_run: bool = Fal
 def load_yaml(path: Path, place: Place) -> Any:
     """Return the content of a YAML file. Raises `UserError` if it cannot be read or has a setting twice."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except _GivenTwice as error:
+        return parse_yaml(read_bytes(path, LARGEST_YAML))
+    except GivenTwice as error:
         raise place.error(str(error)) from None
-    except OSError as error:
-        raise place.error(f"cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise place.error(f"cannot be read: not YAML: {error}") from None
-    except RecursionError:
-        raise place.error("cannot be read: nested too deeply") from None
+    except (ValueError, UserError) as error:
+        raise place.error(f"cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 def read_settings(

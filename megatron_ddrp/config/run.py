@@ -23,6 +23,7 @@ from megatron_ddrp.config.schedules import LengthPhase, idle_phases, parse_phase
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import parse_json
 
 
 def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
@@ -280,6 +281,6 @@ def load_config(folder: Path) -> Config:
     if not path.is_file():
         raise UserError(f"{path} not found: expected a folder that megatron-ddrp pretrain --save wrote")
     try:
-        return Config.from_dict(json.loads(path.read_bytes()))
-    except (ValueError, RecursionError, UserError) as error:
+        return Config.from_dict(parse_json(path.read_bytes()))
+    except (ValueError, UserError) as error:
         raise UserError(f"{path}: {error}") from None

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_ddrp.checkpoint.tensor_files import damage, facts
+from megatron_ddrp.data.sealed import file_facts, file_fault
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object
 
 SUMS = "export_sums.json"
 CARD = "README.md"
@@ -20,7 +20,7 @@ CARD = "README.md"
 def write_sums(folder: Path) -> None:
     """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card."""
     read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
-    files = {path.name: facts(path) for path in read}
+    files = {path.name: file_facts(path) for path in read}
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -32,7 +32,7 @@ def check_sums(folder: Path) -> None:
     if not isinstance(files, dict) or not files or not all(map(_are_facts, files.values())):
         raise UserError(f"{folder / SUMS}: it holds no sums; export the checkpoint again")
     for name, written in files.items():
-        if reason := damage(folder / name, written):
+        if reason := file_fault(folder / name, written):
             raise UserError(
                 f"{folder}: {reason}: damaged or changed since its export; export the checkpoint again, or delete "
                 f"{SUMS} if you changed the folder yourself"

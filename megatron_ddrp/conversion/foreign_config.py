@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.export_sums import check_sums
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object
 
 OWN_MODEL_TYPE = "megatron_ddrp"
 """`model_type` of folders for our own classes. The model code in them is for users of transformers."""

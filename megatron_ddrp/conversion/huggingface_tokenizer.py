@@ -12,7 +12,7 @@ from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object, reading
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
@@ -93,22 +93,19 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
                 f"{folder / name}: begins with a byte order mark, which transformers reads as text; save the file as "
                 "UTF-8 without one"
             )
-    try:
-        from transformers import AutoTokenizer, logging
+    refused = (
+        f"has {vocabulary} and no tokenizer.json, and it could not be converted ({{error}}): run, with transformers "
+        'and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
+        f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
+    with tempfile.TemporaryDirectory() as written:
+        with reading(folder, refused):
+            from transformers import AutoTokenizer, logging
 
-        logging.set_verbosity_error()
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
-        with tempfile.TemporaryDirectory() as written:
+            logging.set_verbosity_error()
+            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
             loaded.save_pretrained(written)
-            try:
-                return build_tokenizer("HuggingFace", tokenizer_model=written)
-            except UserError as error:
-                fault = UserError(str(error).replace(written, str(folder)), error.exit_code)
-    except Exception as error:  # with a damaged file the library may raise any error
-        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise UserError(
-            f"{folder} has {vocabulary} and no tokenizer.json, and it could not be converted ({reason}): run, "
-            f'with transformers and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
-            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
-        ) from None
-    raise fault
+        try:
+            return build_tokenizer("HuggingFace", tokenizer_model=written)
+        except UserError as error:
+            raise UserError(str(error).replace(written, str(folder)), error.exit_code) from None

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import ast
 import re
-import zlib
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
+from megatron_ddrp.data.sealed import content_sum, object_sum
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import object_sum
 
 OURS = "megatron_ddrp."
 REGISTRY, CONFIGURATION = OURS + "config.registry", OURS + "conversion.configuration_ddrp"
@@ -65,7 +64,7 @@ def write_model_code(folder: Path, encoding: str) -> None:
     module, _, class_name = ENCODINGS[encoding].partition(":")
     slug, imported, value = re.sub(r"\W", "_", encoding), class_name, class_name
     if ENCODINGS[encoding] in PLUGINS:
-        slug = f"{slug}_{zlib.crc32(PLUGINS[ENCODINGS[encoding]].read_bytes()):08x}"
+        slug = f"{slug}_{content_sum(PLUGINS[ENCODINGS[encoding]].read_bytes())}"
         imported, value = "ENCODINGS", "ENCODINGS[name]"
     codes = {REGISTRY: REGISTRY_CODE.format(file=_file(module, slug), imported=imported, value=value)}
     waiting = {MODELING, OURS + "model.positions", module}

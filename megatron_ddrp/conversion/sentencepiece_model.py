@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sentencepiece import SentencePieceProcessor
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import Metaspace
 
+from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer, read_model
 from megatron_ddrp.data.tokenizers.tokenizer import WORD_START
 
 _UNIGRAM = 1
@@ -31,7 +31,7 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     trainer, normalizer = (dict(_fields(messages.get(number, b""))) for number in (2, 3))
     if trainer.get(3, _UNIGRAM) != _UNIGRAM:
         return None
-    processor = SentencePieceProcessor(model_proto=content)
+    processor = read_model(content, SentencePieceTokenizer.file_name)
     own = range(processor.get_piece_size())
     scores = [processor.get_score(i) for i in own] + [0.0] * (len(pieces) - len(own))
     vocabulary = list(zip(pieces, scores, strict=True))

@@ -27,7 +27,7 @@ from megatron_ddrp.conversion.model_card import Described, Publishing, write_car
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.bert import decodes_masks
 

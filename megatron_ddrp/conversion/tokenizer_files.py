@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
-from megatron_ddrp.data.tokenizers.huggingface import make_exact
+from megatron_ddrp.data.tokenizers.huggingface import make_exact, read_backend
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, WORD_START, Tokenizer
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -62,7 +62,7 @@ def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
     """Return the same vocabulary and rules in the `tokenizers` library, or None if it cannot express them."""
     content = (folder / tokenizer.file_name).read_bytes()
     if tokenizer.tokenizer_type == "HuggingFace":
-        copied = RustTokenizer.from_buffer(content)
+        copied = read_backend(content, folder / tokenizer.file_name)
         make_exact(copied)
         return copied
     if tokenizer.tokenizer_type == "SentencePiece":
@@ -88,7 +88,8 @@ def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
 
 def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
     """Return whether the copied tokenizer.json already meets all requirements of an export."""
-    copied = RustTokenizer.from_file(str(folder / tokenizer.file_name))
+    file = folder / tokenizer.file_name
+    copied = read_backend(file.read_bytes(), file)
     known = {i for i, token in copied.get_added_tokens_decoder().items() if token.special}
     outer = copied.encode("").ids
     varies = copied.truncation is not None or copied.padding is not None or getattr(copied.model, "dropout", None)

@@ -9,12 +9,12 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object, reading
 
 SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
@@ -85,11 +85,11 @@ def _shards(index: Path) -> dict[Path, set[str]]:
 def _read_file(path: Path) -> dict[str, Tensor]:
     loaded: Any
     is_safe = path.suffix == ".safetensors"
-    try:
-        loaded = load_file(str(path)) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may raise any error
-        reason = str(error).split("\n")[0] if is_safe else NOT_TENSORS
-        raise UserError(f"{path} cannot be read: {reason}") from None
+    with reading(path, "cannot be read: {error}" if is_safe else f"cannot be read: {NOT_TENSORS}"):
+        if is_safe:
+            loaded = safetensors.torch.load_file(str(path))
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds a {type(loaded).__name__}; expected named tensors")
     return {name: value for name, value in loaded.items() if isinstance(name, str) and isinstance(value, Tensor)}

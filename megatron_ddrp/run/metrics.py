@@ -14,10 +14,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import refusals_as_user_errors
+from megatron_ddrp.foreign import parse_json
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 MetricsRow = dict[str, Any]
@@ -64,16 +65,12 @@ def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, MetricsRow]], list[
 def _parse(line: bytes) -> MetricsRow | None:
     """Return the row in a line, or None."""
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(row, dict) or type(row.get("iteration")) is not int:
         return None
     return row if all(value is None or _is_number(value) for value in row.values()) else None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _is_number(value: Any) -> bool:

@@ -28,6 +28,17 @@ def test_mistakes_are_one_line(capsys):
     assert outcome(lambda: fail(full), capsys) == (1, "tool: error: out.bin: No space left on device\n")
 
 
+@pytest.mark.parametrize("name", ["EEXIST", "ELOOP", "EMFILE", "ENFILE", "EBADF"])
+def test_refusals_of_the_system_are_one_line(name, capsys):
+    refusal = OSError(getattr(errno, name), "the reason", "f")
+    assert outcome(lambda: fail(refusal), capsys) == (1, "tool: error: f: the reason\n")
+
+
+def test_a_circle_of_links_is_one_line(capsys):
+    line = "tool: error: Symlink loop from 'a'; remove the link, or give another path\n"
+    assert outcome(lambda: fail(RuntimeError("Symlink loop from 'a'")), capsys) == (1, line)
+
+
 def test_every_refusal_of_a_file_operation_is_a_line():
     """Also one that nobody foresaw: a rank that ended with a traceback would leave the others waiting."""
     for number, words in ((errno.EEXIST, "File exists"), (errno.EREMOTEIO, "Remote I/O error")):
@@ -40,7 +51,9 @@ def test_success_and_result_become_the_exit_code(capsys):
     assert outcome(lambda: 3, capsys) == (3, "")
 
 
-@pytest.mark.parametrize("bug", [ZeroDivisionError(), OSError(errno.EBADF, "Bad file descriptor")])
+@pytest.mark.parametrize(
+    "bug", [ZeroDivisionError(), OSError(errno.EINVAL, "Invalid argument"), RuntimeError("Symlinks")]
+)
 def test_bugs_keep_their_traceback(bug):
     with pytest.raises(type(bug)):
         run_command(lambda: fail(bug), "tool")

@@ -1,25 +1,84 @@
-"""The totals of the sample index, kept on disk, so that a node does not read every document's length at every start.
+"""Cache files beside the data: the totals of the sample index here, the rare words in word_counts.py.
 
-The file's name has a fingerprint of the dataset's index and of the sequence length. These files may be deleted at any
-time.
+With the totals a node need not read every document's length at every start. A file ends with a sum (sealed.py), so a
+damaged one is made again instead of being used; all of them may be deleted at any time. A file's content follows from
+its name, so processes need not wait for each other: each one that finds no file computes the same bytes. While one of
+them writes the file, the others leave it to that one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.batches.cache_file import BrokenSealError, CacheFile
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile, BeingWritten
 from megatron_ddrp.data.batches.samples import BLOCK, MIN_DOCUMENT_TOKENS, num_blocks, sample_totals
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
+from megatron_ddrp.data.sealed import BrokenSeal, check_cache, seal_cache
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 _VERSION = 1
 _PROBES, _PROBE_BYTES = 64, 4096
+
+
+class CacheFile:
+    """`FOLDER/NAME.FINGERPRINT.ENDING`, in `folder` (`--index-cache-dir`) or beside the dataset.
+
+    Attributes:
+        path: the file.
+        damaged: True if `load` found a file that is damaged or from an earlier version.
+    """
+
+    def __init__(self, dataset: IndexedDataset, fingerprint: str, ending: str, folder: AnyPath | None = None):
+        self._index = dataset_path(dataset.prefix, ".idx")
+        self._folder = folder
+        self.path = Path(folder or self._index.parent) / f"{self._index.stem}.{fingerprint}.{ending}"
+        self.damaged = False
+
+    def load(self) -> Any:
+        """Return what `write` was given, an array as a memory map; None if there is no intact file."""
+        try:
+            check_cache(self.path)
+            with reading(self.path):
+                content = np.load(self.path, mmap_mode="r", allow_pickle=False)
+                return np.asarray(content) if isinstance(content, np.ndarray) else dict(content)
+        except OSError:  # no file yet, or a folder that cannot be made; writing will report that
+            return None
+        except (BrokenSeal, UserError):
+            self.damaged = True
+            return None
+
+    def write(self, content: NDArray[Any] | Mapping[str, NDArray[Any]]) -> str | None:
+        """Write the file, whole or not at all. Return None, or the reason why the data's folder cannot be written to.
+
+        Raises `UserError` if the user named a folder that cannot be written to.
+        """
+        stream = io.BytesIO()
+        if isinstance(content, np.ndarray):
+            np.save(stream, content, allow_pickle=False)
+        else:
+            np.savez(stream, **content)  # type: ignore[arg-type]
+        try:
+            with AtomicFile(self.path, mode=self._index.stat().st_mode & 0o666) as file:  # the data's rights
+                file.write(seal_cache(self.path.name, stream.getvalue()))
+        except BeingWritten:
+            return None
+        except (OSError, UserError) as error:
+            cause = error.__cause__ or error
+            reason = cause.strerror if isinstance(cause, OSError) else str(cause)
+            if self._folder is None:
+                return f"{self.path.parent} cannot be written ({reason})"
+            raise UserError(
+                f"--index-cache-dir {self._folder}: cannot be written: {reason}; give a folder that can be"
+            ) from None
+        return None
 
 
 def cached_totals(
@@ -32,23 +91,16 @@ def cached_totals(
     Raises `UserError` for a named `folder` that cannot be written to.
     """
     cache = totals_cache(dataset, seq_length, folder)
-
-    def read(path: Path) -> NDArray[np.int64]:
-        totals = np.load(path, mmap_mode="r", allow_pickle=False)
-        if totals.dtype != np.int64 or totals.shape != (num_blocks(dataset.num_documents) + 1, 3):
-            raise BrokenSealError(path)
-        return np.asarray(totals)
-
-    if (totals := cache.load(read)) is not None:
+    totals = cache.load()
+    if totals is not None and (totals.dtype, totals.shape) == (np.int64, (num_blocks(dataset.num_documents) + 1, 3)):
         return totals, None
+    is_damaged = cache.damaged or totals is not None
     totals = sample_totals(dataset, seq_length)
-    content = io.BytesIO()
-    np.save(content, totals, allow_pickle=False)
-    if refused := cache.write(content.getvalue()):
+    if refused := cache.write(totals):
         kept = f"the sample index of {dataset.prefix} stays in memory; --index-cache-dir DIR keeps it elsewhere"
         return totals, f"{refused}: {kept}"
     remark = f"{cache.path}: damaged, or from an earlier version; the sample index is made again"
-    return totals, remark if cache.damaged else None
+    return totals, remark if is_damaged else None
 
 
 def totals_cache(dataset: IndexedDataset, seq_length: int, folder: AnyPath | None = None) -> CacheFile:

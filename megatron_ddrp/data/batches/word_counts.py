@@ -1,7 +1,7 @@
 """The counting pass of Taking Notes on the Fly: the number of occurrences of each word in the training text.
 
 The pass reads the token ids in memory-mapped chunks and takes about 40 bytes per different word, for any length of
-text. The result is cached beside the data (cache_file.py), under a fingerprint of the data, the tokenizer and the
+text. The result is cached beside the data (index_cache.py), under a fingerprint of the data, the tokenizer and the
 bounds. The first process that needs it counts, under a lock; the others wait for its file.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_ddrp.data.atomic import AnyPath, take_lock
-from megatron_ddrp.data.batches.cache_file import CacheFile
+from megatron_ddrp.data.batches.index_cache import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.progress import Advance, silent
@@ -130,13 +129,15 @@ def open_rare_words(
     """
     cache = _cache(parts, tokenizer, bounds, folder)
     with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
-        words, kept = cache.load(_read), f"as counted in {cache.path}"
+        arrays, kept = cache.load(), f"as counted in {cache.path}"
         if cache.damaged:
             print(f"{cache.path}: damaged, or from an earlier version; the words are counted again", file=sys.stderr)
-        if words is None:
+        if arrays is not None:
+            words = RareWords(**arrays)
+        else:
             words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {cache.path}"
             if keep:
-                refused = cache.write(_packed(words))
+                refused = cache.write(vars(words))
                 kept = f"counted into {cache.path}"
                 if refused:
                     kept = f"counted at every start, as {refused}; --index-cache-dir DIR keeps them"
@@ -175,17 +176,6 @@ def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[i
     )
     with tqdm(total=total, desc="counting words", unit="token", unit_scale=True, file=sys.stderr) as bar:
         return count_rare_words(parts, finder, bounds, bar.update)
-
-
-def _packed(words: RareWords) -> bytes:
-    content = io.BytesIO()
-    np.savez(content, hashes=words.hashes, counts=words.counts, pieces=words.pieces, ends=words.ends)
-    return content.getvalue()
-
-
-def _read(path: Path) -> RareWords:
-    with np.load(path) as arrays:
-        return RareWords(arrays["hashes"], arrays["counts"], arrays["pieces"], arrays["ends"])
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -11,13 +10,10 @@ from typing import Any
 
 from megatron_ddrp.data.atomic import AnyPath, write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
-from megatron_ddrp.data.progress import Advance, silent
+from megatron_ddrp.data.sealed import SUM, BrokenSeal, check_object, file_sha256, seal_object
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import object_sum
-
-MANIFEST_SUM = "crc32"
-"""Key of the manifest's own checksum."""
+from megatron_ddrp.foreign import parse_json
 
 
 def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
@@ -28,16 +24,17 @@ def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
     """
     path = dataset_path(prefix, ".json")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_bytes(), lenient=True)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
         raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
-    if MANIFEST_SUM in manifest and manifest.pop(MANIFEST_SUM) != object_sum(manifest):
-        raise UserError(f"{path}: damaged or edited (its {MANIFEST_SUM} does not match); copy it again, or remove it")
-    return manifest
+    try:
+        return check_object(manifest)
+    except BrokenSeal:
+        raise UserError(f"{path}: damaged or edited (its {SUM} does not match); copy it again, or remove it") from None
 
 
 def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path) -> None:
@@ -45,9 +42,8 @@ def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path)
     files = {
         name: {"bytes": file_size(file), "sha256": file_sha256(file)} for name, file in (("bin", ids), ("idx", index))
     }
-    content = json.loads(json.dumps({**manifest, "files": files}))  # with the types that a reader gets
-    content[MANIFEST_SUM] = object_sum(content)
-    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+    sealed = seal_object({**manifest, "files": files})
+    write_text(path, json.dumps(sealed, indent=2, sort_keys=True) + "\n")
 
 
 def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
@@ -75,13 +71,3 @@ def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
             if os.path.lexists(path):
                 hint = "give --overwrite to replace it, or another --output-prefix"
                 raise UserError(f"{path}: exists already; {hint}")
-
-
-def file_sha256(path: Path, advance: Advance = silent) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while data := stream.read(1 << 20):
-            digest.update(data)
-            advance(len(data))
-    return digest.hexdigest()

@@ -12,12 +12,13 @@ import megatron_ddrp
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import file_sha256, refuse_existing
+from megatron_ddrp.data.dataset.manifest import refuse_existing
 from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.randomness import permute
+from megatron_ddrp.data.sealed import file_sha256
 
 BLOCK = 1 << 16
 """Number of documents whose order is in memory at once."""

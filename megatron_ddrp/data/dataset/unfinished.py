@@ -24,17 +24,15 @@ import numpy as np
 from megatron_ddrp.data.atomic import AtomicFile, lock, sync, sync_folder, write_text
 from megatron_ddrp.data.dataset.dataset_index import SIZE, dataset_path, write_index
 from megatron_ddrp.data.dataset.manifest import write_manifest
+from megatron_ddrp.data.sealed import check_object, crc_of, seal_object
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import object_sum
+from megatron_ddrp.foreign import parse_json
 
 PARTS = ("ids", "sizes", "documents")
 """Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
 
 _OWN = re.compile(rf"lock|job\.json|\d+\.({'|'.join((*PARTS, 'idx', 'json'))})|\..*\.tmp")
 """Names of the files that this module writes."""
-
-SUM = "crc32"
-"""Key of job.json's own checksum."""
 
 NOTHING = np.empty(0, SIZE)
 
@@ -170,11 +168,12 @@ class UnfinishedDatasets:
         """Return job.json of a run of the same command if its files are intact; remove any other leftovers."""
         found = [path for path in self.folder.iterdir() if path.name != "lock"]
         try:
-            saved = json.loads((self.folder / "job.json").read_bytes())
-            usable = saved.pop(SUM) == object_sum(saved) and saved["job"] == json.loads(json.dumps(self._job))
+            sealed = parse_json((self.folder / "job.json").read_bytes(), lenient=True)
+            saved = check_object(sealed, needs_sum=True)
+            usable = saved["job"] == parse_json(json.dumps(self._job), lenient=True)
             for number, files in enumerate(saved["written"]):
                 for part, (length, crc) in zip(PARTS, files, strict=True):
-                    usable = usable and _crc_of(self._path(number, part), length) == crc
+                    usable = usable and crc_of(self._path(number, part), length) == crc
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             usable = False
         if usable:
@@ -193,21 +192,8 @@ class UnfinishedDatasets:
 
     def _write_job(self, written: list[list[list[int]]], published: bool) -> None:
         content = {"job": self._job, "state": self.state, "written": written, "published": published}
-        content = json.loads(json.dumps(content))  # as it will be read
-        write_text(self.folder / "job.json", json.dumps({**content, SUM: object_sum(content)}))
+        write_text(self.folder / "job.json", json.dumps(seal_object(content)))
 
 
 def _as_sizes(numbers: np.ndarray) -> bytes:
     return numbers.astype(SIZE).tobytes()
-
-
-def _crc_of(path: Path, length: int) -> int | None:
-    """Return the CRC-32 of the first `length` bytes of a file; None if it is shorter."""
-    crc = 0
-    with open(path, "rb") as stream:
-        while length > 0:
-            data = stream.read(min(length, 1 << 20))
-            if not data:
-                return None
-            crc, length = zlib.crc32(data, crc), length - len(data)
-    return crc

@@ -22,8 +22,9 @@ from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
 from megatron_ddrp.data.dataset.index_faults import first_faults, index_faults
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, token_chunks
-from megatron_ddrp.data.dataset.manifest import entry, file_sha256, read_manifest, tokenizer_entry, tokenizer_name
+from megatron_ddrp.data.dataset.manifest import entry, read_manifest, tokenizer_entry, tokenizer_name
 from megatron_ddrp.data.progress import Advance, silent
+from megatron_ddrp.data.sealed import file_sha256
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 

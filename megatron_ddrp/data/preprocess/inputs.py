@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.preprocess.packed import DAMAGED, FIRST_BYTES, PACKINGS, PackedStream, packing_of
+from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
@@ -119,12 +120,11 @@ class OpenInput:
 
     def read(self, count: int) -> bytes:
         """Return the next `count` uncompressed bytes, fewer only at the end. Raises `UserError` for a damaged file."""
-        try:
+        with reading(self.file.path, self._damage):
             return self._stream.read(count)
-        except DAMAGED as error:
-            raise UserError(
-                f"{self.file.path}: damaged or cut off after {self.bytes_read} bytes ({error}); copy it again"
-            ) from None
+
+    def _damage(self) -> str:
+        return f"damaged or cut off after {self.bytes_read} bytes ({{error}}); copy it again"
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk.

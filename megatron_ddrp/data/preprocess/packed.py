@@ -12,9 +12,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""Errors of `PackedStream` for a damaged or truncated file."""
-
 LARGEST_WINDOW = 1 << 31
 """Largest window of Zstandard's format, in bytes: `zstd --long=31` writes it; the library's own limit is 128 MiB."""
 
@@ -41,7 +38,7 @@ class PackedStream:
         self._rest = memoryview(b"")
 
     def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, fewer only at the end. Raises one of `DAMAGED` for a damaged file."""
+        """Return the next `count` bytes, fewer only at the end. The libraries raise their own errors."""
         data = bytearray(self._rest[:count])
         self._rest = self._rest[count:]
         while len(data) < count and (block := next(self._blocks, None)) is not None:
@@ -118,14 +115,10 @@ class _ZstdFrame:
     def __init__(self) -> None:
         import zstandard
 
-        self._error = zstandard.ZstdError
         self._frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
 
     def decompress(self, packed: bytes, most: int) -> bytes:
-        try:
-            return self._frame.decompress(packed)
-        except self._error as error:
-            raise OSError(str(error)) from None
+        return self._frame.decompress(packed)
 
     @property
     def eof(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 ROWS = 512  # decoded at once; pages, not rows, are what pyarrow keeps in memory
 
@@ -50,18 +51,16 @@ def open_parquet(path: str) -> Iterator[Any]:
     Raises `UserError` without pyarrow, and for a damaged file, also if the damage shows inside the block.
     """
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UserError(
             f"{path}: needs pyarrow, which is not installed; pip install 'megatron-ddrp[parquet]'"
         ) from None
-    try:
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            yield file
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: damaged, or not a Parquet file ({reason}); copy it again") from None
+    with (
+        reading(path, "damaged, or not a Parquet file ({error}); copy it again"),
+        pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file,
+    ):
+        yield file
 
 
 def _column_fault(schema: Any, column: str) -> str:

@@ -11,10 +11,11 @@ CSS Text (section 4.1.3). Other formats keep their line breaks: there they separ
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from megatron_ddrp.foreign import parse_json
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
@@ -107,8 +108,8 @@ def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
     """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason if one is missing."""
     (line,) = lines
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line, lenient=True)
+    except ValueError as error:
         raise ValueError(f"not JSON ({error}); expected one object per line") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, expected one object per line")

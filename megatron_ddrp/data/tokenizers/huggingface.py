@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     Span,
     Tokenizer,
     find_specials,
-    read_bytes,
     require_specials,
 )
 from megatron_ddrp.data.tokenizers.word_marks import (
@@ -33,7 +32,7 @@ from megatron_ddrp.data.tokenizers.word_marks import (
     side_of,
 )
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import parse_json, read_bytes, read_object, reading
 
 SPARE_IDS = 2**16
 """Largest number of ids without a piece in a vocabulary."""
@@ -54,11 +53,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if not file.exists() and file.with_name("vocab.txt").exists():
             raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")
         content = read_bytes(file).removeprefix(codecs.BOM_UTF8)  # which the library does not read
-        try:
-            self._backend = RustTokenizer.from_buffer(content)
-            layout = json.loads(self._backend.to_str())  # with the keys that the file leaves out
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({str(error)[:200]})") from None
+        self._backend = read_backend(content, file)
+        with reading(file):
+            layout = parse_json(self._backend.to_str(), lenient=True)  # with the keys that the file leaves out
         make_exact(self._backend)
         self._read_specials_as_text()
         unknown = unknown_piece(layout, file)
@@ -127,6 +124,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._read_specials_as_text()  # the library loses this setting when pickled
         if self._drop_probe:
             self._drop_probe.encode_special_tokens = True
+
+
+def read_backend(content: bytes, file: AnyPath) -> RustTokenizer:
+    """Return the library's tokenizer of a tokenizer.json. Raises `UserError` about `file` for any other content."""
+    with reading(os.fspath(file), "not a tokenizer.json of the tokenizers library ({error})"):
+        return RustTokenizer.from_buffer(content)
 
 
 def make_exact(backend: RustTokenizer) -> None:

@@ -20,10 +20,9 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     Span,
     Tokenizer,
     find_specials,
-    read_bytes,
 )
 from megatron_ddrp.data.tokenizers.word_marks import END, UNMARKED, WordMarks, begins_with, ends_with
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import read_bytes, reading
 
 # Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix). Appended to a model, it overrides its own.
 _DUMMY_PREFIX = {True: b"\x1a\x02\x18\x01", False: b"\x1a\x02\x18\x00"}
@@ -37,11 +36,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, model_file: AnyPath):
         content = read_bytes(model_file)
-        self._processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(content)
-        except (RuntimeError, OSError):
-            raise UserError(f"{os.fspath(model_file)}: not a SentencePiece model; expected a .model file") from None
+        self._processor = read_model(content, model_file)
         own = range(self._processor.GetPieceSize())
         pieces = [self._processor.IdToPiece(i) for i in own]
         specials = find_specials({piece: i for i, piece in enumerate(pieces)}) | {"unk": self._processor.unk_id()}
@@ -87,12 +82,16 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.DecodePieces([self.pieces[i] for i in ids])
 
 
+def read_model(content: bytes, file: AnyPath) -> sentencepiece.SentencePieceProcessor:
+    """Return the library's model of a .model file. Raises `UserError` about `file` for any other content."""
+    with reading(os.fspath(file), "not a SentencePiece model; expected a .model file"):
+        return sentencepiece.SentencePieceProcessor(model_proto=content)
+
+
 @lru_cache(maxsize=2)
 def _with_dummy_prefix(content: bytes, wanted: bool) -> sentencepiece.SentencePieceProcessor:
     """Return a model that puts "▁" before every text, or before none."""
-    processor = sentencepiece.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(content + _DUMMY_PREFIX[wanted])
-    return processor
+    return read_model(content + _DUMMY_PREFIX[wanted], SentencePieceTokenizer.file_name)
 
 
 def _word_marks(content: bytes, pieces: Sequence[str]) -> WordMarks:

@@ -20,6 +20,7 @@ from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.data.tokenizers.word_marks import WordMarks
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.foreign import parse_json, read_bytes
 
 TOKENIZERS = {
     "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer",
@@ -250,7 +251,7 @@ def load_tokenizer(folder: AnyPath) -> Tokenizer:
     """Load the tokenizer that `Tokenizer.save` wrote into a folder. Raises `UserError` if it is missing or changed."""
     path = Path(folder) / DESCRIPTION_FILE
     try:
-        description = json.loads(read_bytes(path))
+        description = parse_json(read_bytes(path))
         kind, file = description["tokenizer_type"], Path(folder) / description["file"]
         names, fingerprint = description["special_tokens"], description["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
@@ -259,14 +260,6 @@ def load_tokenizer(folder: AnyPath) -> Tokenizer:
     if tokenizer.fingerprint != fingerprint:
         raise UserError(f"{file}: not the vocabulary that was saved here (fingerprint differs); copy the folder again")
     return tokenizer
-
-
-def read_bytes(path: AnyPath) -> bytes:
-    """Return a file's content. Raises `UserError` with its name if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{os.fspath(path)}: {error.strerror}; give a readable local file") from None
 
 
 def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None) -> dict[str, int]:

@@ -99,6 +99,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     """
     import sentencepiece
 
+    from megatron_ddrp.data.tokenizers.sentencepiece import read_model
+
     reserved: Counter[str] = Counter()
     lines = _lines(texts, reserved)
     first = next(lines, None)
@@ -142,7 +144,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
             raise UserError(NO_TEXT) from None
         reason = str(error).rpartition("] ")[2].partition(" Increase ")[0] or str(error)
         raise UserError(f"--vocab-size {vocab_size}: {reason} Give another --vocab-size.", WRONG_ARGUMENTS) from None
-    size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
+    size = read_model(model.getvalue(), "the new model").GetPieceSize()
     held = f"{reserved.total():,} characters {RESERVED} (U+2585) left out"
     return model.getvalue(), size, f"{held}: SentencePiece reserves them, they become [UNK]" if reserved else ""
 

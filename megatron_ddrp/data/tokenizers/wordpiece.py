@@ -18,9 +18,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer, find_specials, read_bytes, require_specials
+from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer, find_specials, require_specials
 from megatron_ddrp.data.tokenizers.word_marks import WordMarks
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import read_bytes
 
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 _IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002f800-\U0002fa1f"

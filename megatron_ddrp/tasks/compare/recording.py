@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.config import load_config
+from megatron_ddrp.foreign import read_json
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.measures import Measure, Work
@@ -168,7 +168,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _json(measure: Measure) -> Any:
-    return json.loads(measure.job.output.read_text(encoding="utf-8"))
+    return read_json(measure.job.output)
 
 
 def _planned(found: Recording, measure: Measure) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
 from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
@@ -236,9 +237,10 @@ def samples_file(folder: Path, row: Mapping[str, Any]) -> Path:
 def read_samples(folder: Path, row: Mapping[str, Any]) -> Samples:
     """Return the samples of a row; none if their file is missing or damaged."""
     try:
-        with np.load(samples_file(folder, row), allow_pickle=False) as stored:
+        file = samples_file(folder, row)
+        with reading(file), np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, KeyError, EOFError):
+    except UserError:
         return {}
 
 

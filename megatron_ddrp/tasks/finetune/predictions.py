@@ -7,11 +7,11 @@ by name, numbers with all digits, and a prediction that is not finite as `nan`.
 from __future__ import annotations
 
 import math
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.sealed import content_sum
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Line
@@ -33,7 +33,7 @@ def write_predictions(path: Path, task: Task, scored: Scored) -> str:
     content = ("\n".join(lines) + "\n").encode()
     with AtomicFile(path) as output:
         output.write(content)
-    return f"{zlib.crc32(content):08x}"
+    return content_sum(content)
 
 
 def read_predictions(content: bytes, task: Task) -> Scored:
@@ -98,7 +98,7 @@ def _reason(row: dict[str, Any], content: bytes, suite: Suite) -> str | None:
 def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str) -> str | None:
     """Return a sentence about the difference between a run's predictions and its row; None if they agree."""
     expected = row.get("predictions_crc32")
-    if expected is not None and f"{zlib.crc32(content):08x}" != expected:
+    if expected is not None and content_sum(content) != expected:
         return "changed since the run wrote it (its sum does not match)"
     try:
         found = read_predictions(content, task)

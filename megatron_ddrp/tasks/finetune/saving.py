@@ -26,7 +26,7 @@ from megatron_ddrp.conversion.training_record import facts_table
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder
-from megatron_ddrp.json_files import read_object
+from megatron_ddrp.foreign import read_object
 from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run

@@ -24,7 +24,7 @@ from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInp
 from megatron_ddrp.data.preprocess.packed import PACKINGS
 from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
 from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors
-from megatron_ddrp.json_files import RepeatedKey, distinct_keys
+from megatron_ddrp.foreign import RepeatedKey, parse_json
 from megatron_ddrp.tasks.finetune.layouts import is_squad, read_conll, read_conllu, read_squad
 
 MAX_CELL = 1 << 24
@@ -172,9 +172,7 @@ def _read_json(file: InputFile) -> Iterator[Placed]:
 
 def _parse(path: str, number: int, text: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=distinct_keys)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         raise UserError(
@@ -183,10 +181,8 @@ def _parse(path: str, number: int, text: str) -> Any:
     except RepeatedKey as error:
         where = path if "\n" in text else f"{path}, line {number}"
         raise UserError(f"{where}: {error}; remove one") from None
-    except UnicodeEncodeError:
-        raise UserError(f"{path}, line {number}: holds half a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise UserError(f"{path}, line {number}: nested too deeply; expected one object per line") from None
+    except ValueError as error:
+        raise UserError(f"{path}, line {number}: {error}; expected one object per line") from None
     return value
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile, write_text
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.parallel.process_group import gather_objects
 from megatron_ddrp.tasks.finetune.cells import best_cells
@@ -170,8 +171,8 @@ def _digest(tests: Mapping[str, Examples]) -> str:
 def _says(path: Path, key: str, value: str) -> bool:
     """Return whether a file is a JSON object with this value; False for a missing or damaged file."""
     try:
-        return bool(json.loads(path.read_text(encoding="utf-8"))[key] == value)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return bool(parse_json(path.read_bytes())[key] == value)
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

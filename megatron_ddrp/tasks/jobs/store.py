@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from megatron_ddrp.data.atomic import take_lock
+from megatron_ddrp.data.sealed import BrokenSeal, check_object, seal_object
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import object_sum
+from megatron_ddrp.foreign import parse_json
 
 
 class Job(Protocol):
@@ -32,8 +33,6 @@ class Job(Protocol):
 
 AnyJob = TypeVar("AnyJob", bound=Job)
 Row = dict[str, Any]
-
-SUM = "crc32"
 
 
 class Store:
@@ -109,7 +108,7 @@ class Store:
                 return
             stream.truncate(self._offset)  # drop the partial line of a killed writer
             stream.seek(self._offset)
-            stream.write(json.dumps(row | {SUM: object_sum(row)}).encode() + b"\n")
+            stream.write(json.dumps(seal_object(row)).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
             self._read(stream)
@@ -132,13 +131,13 @@ class Store:
         self.ends_in_half_a_line = len(raw) > len(whole)
 
     def _parse(self, line: bytes) -> Row:
-        row = json.loads(line)
+        row = parse_json(line, lenient=True)
         if not isinstance(row, dict):
             raise TypeError("expected a JSON object")
-        expected = row.pop(SUM, None)
-        if expected is not None and expected != object_sum(row):
-            raise Damaged("changed since it was written (its sum does not match)")
-        return self._as_written_now(row)
+        try:
+            return self._as_written_now(check_object(row))
+        except BrokenSeal:
+            raise Damaged("changed since it was written (its sum does not match)") from None
 
     def _damaged(self, sentence: str) -> None:
         if self._on_damage is None:

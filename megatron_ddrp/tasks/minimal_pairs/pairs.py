@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import RepeatedKey, distinct_keys
+from megatron_ddrp.foreign import RepeatedKey, parse_json
 
 SENTENCES = ("sentence_good", "sentence_bad")
 LARGEST_DIGEST = 16
@@ -118,10 +118,10 @@ def _objects(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
                     continue
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    row = json.loads(text, object_pairs_hook=distinct_keys)
+                    row = parse_json(text)
                 except RepeatedKey as error:
                     raise UserError(f"{file}, line {number}: {error}; remove one") from None
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
                     raise UserError(f"{file}, line {number}: {reason}; expected one JSON object per line") from None
                 if not isinstance(row, dict):

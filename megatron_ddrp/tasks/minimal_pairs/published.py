@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import parse_json
 
 FOLDER = Path("raw_results", "summary")
 MODELS, HUMANS = "models_summary.jsonl", "human_validation_summary.csv"
@@ -56,7 +56,7 @@ def published_levels(folder: Path, uids: Iterable[str]) -> dict[str, dict[str, f
 
 def _models(file: Path) -> dict[str, dict[str, float]]:
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [parse_json(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         return {name: {row["UID"]: float(row[key]) for row in rows} for key, name in NAMES.items()}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not BLiMP's summary of models; copy it again, or delete it") from None

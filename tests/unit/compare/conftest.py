@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_ddrp.config import save_config
-from megatron_ddrp.json_files import object_sum
+from megatron_ddrp.data.sealed import object_sum
 from megatron_ddrp.tasks.compare.experiment import Experiment, Work
 from megatron_ddrp.tasks.compare.jobs import open_store
 from megatron_ddrp.tasks.compare.measures import Measure

@@ -16,8 +16,7 @@ from megatron_ddrp.conversion import to_huggingface
 from megatron_ddrp.conversion.export_sums import CARD
 from megatron_ddrp.conversion.model_card import Publishing
 from megatron_ddrp.conversion.training_record import progress
-from megatron_ddrp.data.dataset.manifest import MANIFEST_SUM
-from megatron_ddrp.json_files import object_sum
+from megatron_ddrp.data.sealed import SUM, object_sum
 from tests.unit.conversion.conftest import write_checkpoint
 
 METRICS = [
@@ -37,7 +36,7 @@ def run(tmp_path, tokenizer):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
     inputs = [{"name": f"{home}/part-{number}.jsonl", "bytes": 1} for number in range(7)]
     manifest = {"documents": 1234, "tokens": 56789, "inputs": inputs, "tokenizer": {}}
-    manifest[MANIFEST_SUM] = object_sum(manifest)
+    manifest[SUM] = object_sum(manifest)
     (home / "wiki_text_document.json").write_text(json.dumps(manifest))
     words = ("3", str(home / "wiki_text_document"), "1", str(home / "gone_text_document"))
     state_file = folder / checkpoint.tag(3) / checkpoint.STATE

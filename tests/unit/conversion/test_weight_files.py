@@ -226,7 +226,7 @@ def put(name, like):
 
 BROKEN = {
     "shard missing": (lose_a_shard, "names 'model-00002-of-00003.safetensors', which is missing"),
-    "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors cannot be read"),
+    "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors: cannot be read"),
     "weight not in its shard": (
         point("model-00003-of-00003.safetensors"),
         "it lacks bert.*, which model.*index.json names there",

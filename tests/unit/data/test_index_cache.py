@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.batches.cache_file import seal
 from megatron_ddrp.data.batches.index_cache import cached_totals, totals_cache
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.sealed import seal_cache as seal
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 from tests.unit.data.damage import damaged

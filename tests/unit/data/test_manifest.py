@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megatron_ddrp.data.dataset.manifest import MANIFEST_SUM, read_manifest
+from megatron_ddrp.data.dataset.manifest import read_manifest
+from megatron_ddrp.data.sealed import SUM
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 
@@ -19,16 +20,16 @@ def prefix(tmp_path):
 def test_what_was_written_is_read(prefix):
     manifest = read_manifest(prefix)
     assert {name: manifest[name] for name in ("tokens", "inputs")} == {"tokens": 2, "inputs": [["a.txt", 7]]}
-    assert MANIFEST_SUM not in manifest
+    assert SUM not in manifest
 
 
-@pytest.mark.parametrize("change", [{"tokens": 3}, {"inputs": []}, {"tokenizer": {}}, {"more": 1}, {MANIFEST_SUM: 5}])
+@pytest.mark.parametrize("change", [{"tokens": 3}, {"inputs": []}, {"tokenizer": {}}, {"more": 1}, {SUM: 5}])
 def test_an_edited_manifest_is_refused(prefix, change):
     path = prefix.with_suffix(".json")
     written = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(written | change), encoding="utf-8")
     with pytest.raises(UserError, match="damaged or edited"):
         read_manifest(prefix)
-    del written[MANIFEST_SUM]
+    del written[SUM]
     path.write_text(json.dumps(written | {"tokens": 3}), encoding="utf-8")
     assert read_manifest(prefix)["tokens"] == 3

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.kinds.sequences import SequenceKind, class_number, label_name
 from megatron_ddrp.tasks.finetune.metrics import ACCURACY, F1, MACRO_F1, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Task
@@ -94,7 +95,7 @@ class MultiLabel(SequenceKind):
         """Return 1 or 0 for each label."""
         if text == "nan":
             return [math.nan] * len(task.labels)
-        chosen = json.loads(text)
+        chosen = parse_json(text)
         if not isinstance(chosen, list) or not set(chosen) <= set(task.labels):
             raise ValueError(f"{text!r} is no list of labels")
         return [float(label in chosen) for label in task.labels]

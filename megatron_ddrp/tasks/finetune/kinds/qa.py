@@ -21,6 +21,7 @@ import numpy as np
 from megatron_ddrp.conversion.task_heads import SPAN, HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.answers import ANSWER_F1, EXACT_MATCH
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_in
@@ -219,7 +220,7 @@ class QuestionAnswering(Kind):
         for number, (index, prediction, gold) in enumerate(lines):
             if index != str(number):
                 raise ValueError(f"question {index} is at the place of question {number}")
-            predicted, texts = json.loads(prediction), json.loads(gold)
+            predicted, texts = parse_json(prediction), parse_json(gold)
             if not (predicted is None or isinstance(predicted, str)) or not _are_texts(texts):
                 raise ValueError(f"{prediction[:80]!r} or {gold[:80]!r} is no answer")
             predictions.append(predicted)

@@ -21,6 +21,7 @@ from megatron_ddrp.conversion.task_heads import PIECES, HeadForm
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.entities import (
     SCHEMES,
     SEQEVAL,
@@ -259,7 +260,7 @@ class Tokens(Kind):
 
 
 def _classes(text: str, numbers: dict[str, float]) -> list[float]:
-    names = json.loads(text)
+    names = parse_json(text)
     if not isinstance(names, list) or not all(isinstance(name, str) and name in numbers for name in names):
         raise ValueError(f"{text[:80]!r} is no list of labels")
     return [numbers[name] for name in names]

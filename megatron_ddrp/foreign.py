@@ -1,0 +1,191 @@
+"""The door for foreign files: JSON, YAML, and every file that a library reads and somebody else may have written.
+
+Libraries raise errors of all kinds for damaged or hostile files, up to panics of Rust code. Inside `reading(...)` each
+of them becomes one line that names the file. tests/unit/test_foreign.py finds code that reads such a file elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from megatron_ddrp.errors import UserError, lacks_memory
+
+LARGEST = 1 << 28
+"""Largest file in bytes that is read as a whole."""
+LARGEST_YAML = 1 << 22
+"""Largest YAML file in bytes: its reader needs a second for a few hundred kilobytes."""
+MOST_DIGITS = 308
+"""Largest number of digits of a whole number: a longer one is no floating-point number either."""
+MOST_LENIENT_DIGITS = 4300
+"""Largest number of digits in lenient JSON: Python itself reads no longer numbers."""
+
+
+@contextlib.contextmanager
+def reading(path: object, line: str | Callable[[], str] = "cannot be read: {error}") -> Iterator[None]:
+    """Raise whatever a library raises in the block as a `UserError` about `path`; `line` may contain `{error}`.
+
+    Refusals of the operating system keep their own words. A lack of memory passes, and so does a `UserError`.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust code is no `Exception`
+        if lacks_memory(error):
+            raise
+        words = line if isinstance(line, str) else line()
+        if isinstance(error, OSError) and error.strerror:
+            words = f"{error.strerror}; give a readable file"
+        reason = next(iter(str(error).strip().splitlines()), "")[:200] or type(error).__name__
+        raise UserError(f"{path}: {words.replace('{error}', reason)}") from None
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
+    """Return a file's content. Raises `UserError` if it cannot be read or has more than `most` bytes."""
+    with reading(path), open(path, "rb") as stream:
+        content = stream.read(most + 1)  # a device may have no end
+    if len(content) > most:
+        raise UserError(f"{path}: more than {most >> 20} MiB, expected a smaller file; give another one")
+    return content
+
+
+class RepeatedKey(ValueError):
+    """Error for a JSON object with the same key twice."""
+
+
+def parse_json(text: str | bytes, lenient: bool = False) -> Any:
+    """Return the value of a JSON text; bytes are UTF-8 and may begin with a byte order mark.
+
+    Raises `ValueError` with the reason: also for NaN and infinities, a key that an object has twice and half a
+    surrogate pair, unless `lenient`; always for too long a number and for deep nesting.
+    """
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = (_LENIENT if lenient else _STRICT).decode(text)
+        if not lenient and ("\\ud" in text or "\\uD" in text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise ValueError("holds half a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the JSON value in a file. Raises `UserError` if it cannot be read or `parse_json` refuses it."""
+    content = read_bytes(path)
+    with reading(path, "not JSON ({error}); copy the file again"):
+        return parse_json(content)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `UserError` as `read_json` does, and for any other value."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; copy the file again")
+    return value
+
+
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise RepeatedKey(f"key {next(key for key in keys if keys.count(key) > 1)!r} is twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _whole_number(digits: str, most: int = MOST_DIGITS) -> int:
+    if len(digits) > most:
+        raise ValueError(f"a number of {len(digits):,} digits, expected at most {most:,}")
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_LENIENT = json.JSONDecoder(parse_int=functools.partial(_whole_number, most=MOST_LENIENT_DIGITS))
+_STRICT = json.JSONDecoder(
+    parse_int=_whole_number, parse_float=_finite, parse_constant=_refuse_constant, object_pairs_hook=_distinct_keys
+)
+
+
+def parse_yaml(content: bytes) -> Any:
+    """Return the value of a YAML text: mappings, lists, texts, numbers, true, false and null; a date is a text.
+
+    Raises `ValueError` with the reason for anything else, also for a key that a mapping has twice.
+    """
+    try:
+        return yaml.load(content.decode("utf-8-sig"), _Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not YAML: not UTF-8 at byte {error.start}") from None
+    except (yaml.YAMLError, OverflowError) as error:
+        raise ValueError(f"not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+class GivenTwice(ValueError):
+    """Error for a setting that a mapping has twice, also with dashes in place of underscores."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader of plain values."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith(":timestamp")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping before `<<` adds the settings of another one, which its own settings replace."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name, line = (key.tag, key.value.replace("-", "_")), key.start_mark.line + 1
+                if name in lines:
+                    given = f"{key.value} is given already in line {lines[name]}"
+                    raise GivenTwice(f"line {line}: {given}; keep one of them")
+                lines[name] = line
+        return node
+
+
+def _yaml_text(loader: Any, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    if not text.isascii() and _HALF_PAIR.search(text):
+        raise ValueError(f"line {node.start_mark.line + 1}: half a surrogate pair, which is no character")
+    return text
+
+
+def _yaml_whole_number(loader: Any, node: yaml.ScalarNode) -> int:
+    value = loader.construct_yaml_int(node) if len(node.value) <= MOST_DIGITS else _whole_number(node.value)
+    return value if abs(value) < 10**MOST_DIGITS else _whole_number(str(value))
+
+
+_PLAIN = ("bool", "float", "map", "null", "seq")
+_Loader.yaml_constructors = {
+    tag: make for tag, make in _Loader.yaml_constructors.items() if tag is None or tag.rpartition(":")[2] in _PLAIN
+}
+_Loader.add_constructor("tag:yaml.org,2002:str", _yaml_text)
+_Loader.add_constructor("tag:yaml.org,2002:int", _yaml_whole_number)

@@ -1,0 +1,17 @@
+"""Output folder of a conversion: what it may not replace."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.conversion.output_folder import refuse_output
+from megatron_ddrp.errors import UserError
+
+
+@pytest.mark.parametrize("name", [".", "../here"])
+def test_the_current_folder_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is the current folder") as refused:
+        refuse_output(Path(name), overwrite=True, replaceable=lambda _: True, kind="an export")
+    assert refused.value.exit_code == 2

@@ -1,0 +1,147 @@
+"""The door for foreign files: what it refuses, and that no code reads such a file beside it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import LARGEST_YAML, parse_json, parse_yaml, read_bytes, read_object, reading
+
+PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
+TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
+
+READERS = {
+    *("json.load", "json.loads", "yaml.load", "yaml.safe_load", "torch.load", "np.load", "numpy.load", "pickle.load"),
+    *("torch.load_file", "safe_open", "RustTokenizer.from_file", "RustTokenizer.from_buffer", "ParquetFile"),
+    *("SentencePieceProcessor", "AutoTokenizer.from_pretrained"),
+}
+"""Calls of libraries that read a foreign file, by the ends of their names."""
+UNPACKERS = {"bz2", "gzip", "lzma", "zlib.decompressobj", "zstandard"}
+"""Modules, and one function, that unpack files."""
+
+
+def calls_beside_the_door(tree: ast.AST, in_door: bool = False) -> Iterator[str]:
+    """Yield the calls of `READERS` that no `with reading(...)` block encloses."""
+    if isinstance(tree, ast.With) and any("reading(" in ast.unparse(item.context_expr) for item in tree.items):
+        in_door = True
+    if isinstance(tree, ast.Call) and not in_door:
+        name = ast.unparse(tree.func)
+        if any(name == reader or name.endswith(f".{reader}") for reader in READERS):
+            yield name
+    for child in ast.iter_child_nodes(tree):
+        yield from calls_beside_the_door(child, in_door)
+
+
+def imports(tree: ast.AST) -> set[str]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.name for node in nodes for alias in node.names} | {str(getattr(n, "module", "")) for n in nodes}
+
+
+def test_no_code_reads_a_foreign_file_beside_the_door() -> None:
+    found = {file: list(calls_beside_the_door(tree)) for file, tree in TREES.items() if file != "foreign.py"}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_only_one_file_unpacks() -> None:
+    assert {file for file, tree in TREES.items() if imports(tree) & UNPACKERS} == {"data/preprocess/packed.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("json.loads(x)", ["json.loads"]),
+        ("def f():\n    with reading(p), open(p) as s:\n        return torch.load(s)", []),
+        ("with reading(p):\n    pass\ntorch.load(p)", ["torch.load"]),
+        ("pyarrow.parquet.ParquetFile(p)", ["pyarrow.parquet.ParquetFile"]),
+    ],
+)
+def test_the_finder_sees_what_it_should(source: str, expected: list[str]) -> None:
+    assert list(calls_beside_the_door(ast.parse(source))) == expected
+
+
+class Panic(BaseException):
+    """Like the panic of a library in Rust."""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (Panic("at the disco\nbacktrace"), "f: not a model (at the disco)"),
+        (KeyError(), "f: not a model (KeyError)"),
+        (OSError("Couldn't deserialize"), "f: not a model (Couldn't deserialize)"),
+        (PermissionError(13, "Permission denied"), "f: Permission denied; give a readable file"),
+        (UserError("own words"), "own words"),
+    ],
+)
+def test_every_error_of_a_library_becomes_one_line(error: BaseException, line: str) -> None:
+    with pytest.raises(UserError) as refused, reading("f", "not a model ({error})"):
+        raise error
+    assert str(refused.value) == line
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), SystemExit(1), RuntimeError("out of memory")])
+def test_interrupts_and_lack_of_memory_pass(error: BaseException) -> None:
+    with pytest.raises(type(error)), reading("f"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b'{"a": 1, "a": 2}', "key 'a' is twice in one object"),
+        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b'{"a": -Infinity}', "-Infinity is no number of JSON"),
+        (b'{"a": 1e999}', "1e999 is too large a number"),
+        (b'{"a": ' + b"7" * 5000 + b"}", "a number of 5,000 digits, expected at most 308"),
+        (b'["\\ud83d"]', "holds half a surrogate pair, which is no character"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
+        (b"[1", "Expecting ',' delimiter: line 1 column 3 (char 2)"),
+    ],
+)
+def test_json_that_is_refused(tmp_path: Path, text: bytes, reason: str) -> None:
+    file = tmp_path / "f.json"
+    file.write_bytes(text)
+    with pytest.raises(UserError) as refused:
+        read_object(file)
+    assert str(refused.value) == f"{file}: not JSON ({reason}); copy the file again"
+
+
+def test_lenient_json_is_that_of_the_library() -> None:
+    text = b'\xef\xbb\xbf{"a": 1, "a": [Infinity, "\\ud83d"]}'
+    assert parse_json(text, lenient=True) == {"a": [float("inf"), "\ud83d"]}
+    with pytest.raises(ValueError, match="5,000 digits"):
+        parse_json("7" * 5000, lenient=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"a: !!set {b}", "not YAML: could not determine a constructor for the tag"),
+        (b"a: !!timestamp 2020-01-01", "not YAML: could not determine a constructor"),
+        (b"a: " + b"7" * 5000, "a number of 5,000 digits, expected at most 308"),
+        (b"a: 0x" + b"f" * 300, "a number of 362 digits, expected at most 308"),
+        (b'a: "\\ud83d"', "line 1: half a surrogate pair"),
+        (b"[" * 3000, "nested too deeply"),
+        (b"? [1]\n: 2", "not YAML: while constructing a mapping"),
+        (b"a: \xff", "not YAML: not UTF-8 at byte 3"),
+    ],
+)
+def test_yaml_that_is_refused(text: bytes, reason: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse_yaml(text)
+    assert str(refused.value).startswith(reason)
+
+
+def test_yaml_holds_plain_values_only() -> None:
+    text = b"day: 2020-01-01\nhex: 0x10\nreal: 1.5\nyes: [on, ~]\n"
+    assert parse_yaml(text) == {"day": "2020-01-01", "hex": 16, "real": 1.5, True: [True, None]}
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    with pytest.raises(UserError, match="/dev/zero: more than 4 MiB, expected a smaller file"):
+        read_bytes("/dev/zero", LARGEST_YAML)
