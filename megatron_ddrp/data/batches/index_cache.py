@@ -51,8 +51,8 @@ class CacheFile:
                 return np.asarray(content) if isinstance(content, np.ndarray) else dict(content)
         except OSError:  # no file yet, or a folder that cannot be made; writing will report that
             return None
-        except (BrokenSeal, UserError):
-            self.damaged = True
+        except (BrokenSeal, UserError) as error:
+            self.damaged = not isinstance(error.__context__, FileNotFoundError)  # another process removed it meanwhile
             return None
 
     def write(self, content: NDArray[Any] | Mapping[str, NDArray[Any]]) -> str | None:
