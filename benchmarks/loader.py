@@ -24,8 +24,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.data.batches.masking import MASKINGS
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
-from megatron_ddrp.data.dataset.dataset_index import DatasetIndex
-from megatron_ddrp.data.dataset.index_faults import index_faults
+from megatron_ddrp.data.dataset.dataset_index import DatasetIndex, index_faults
 
 BOUND = 1e6
 SEQ_LENGTH = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_ddrp.tasks.blocks import read_block, replace_blocks
+from megatron_ddrp.pages.markdown import read_block, replace_blocks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

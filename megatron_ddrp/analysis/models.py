@@ -23,8 +23,7 @@ from megatron_ddrp.checkpoint import (
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face, read_model_config
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.encoders import names
-from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.encoders.encoder import load_encoder, with_random_weights
 from megatron_ddrp.encoders.huggingface import longest_sequence
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
@@ -122,14 +121,14 @@ def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
     ]
 
 
-def with_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapshot]:
+def beside_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapshot]:
     """Return the models and, after the last one of each run, that model with random weights."""
     last = {snapshot.run: snapshot for snapshot in snapshots}
     return [
         added
         for snapshot in snapshots
         for added in (
-            (snapshot, Snapshot(names.with_random_weights(snapshot.run), snapshot.path, random_seed=seed))
+            (snapshot, Snapshot(with_random_weights(snapshot.run), snapshot.path, random_seed=seed))
             if snapshot is last[snapshot.run]
             else (snapshot,)
         )

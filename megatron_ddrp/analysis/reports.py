@@ -13,17 +13,15 @@ from typing import Any
 import torch
 
 from megatron_ddrp.analysis import figures
-from megatron_ddrp.analysis.attention_maps import measure_maps
-from megatron_ddrp.analysis.cosines import near_and_far, table_cosines
+from megatron_ddrp.analysis.attention_maps import measure_maps, measure_triangles
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
 from megatron_ddrp.analysis.probe import Probe, measure_probe, shuffle_text
 from megatron_ddrp.analysis.session import Output, Session, View, find_device
-from megatron_ddrp.analysis.similarity import measure_similarity
+from megatron_ddrp.analysis.similarity import measure_similarity, near_and_far, table_cosines
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
-from megatron_ddrp.analysis.triangle import measure_triangles
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress

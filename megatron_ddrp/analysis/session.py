@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.analysis import figures
-from megatron_ddrp.analysis.models import Loaded, Snapshot, find_snapshots, with_random_weights
+from megatron_ddrp.analysis.models import Loaded, Snapshot, beside_random_weights, find_snapshots
 from megatron_ddrp.analysis.sentences import SentenceBatches, Sentences, TextSentences, draw_texts
 from megatron_ddrp.checkpoint import STATE, read_config
 from megatron_ddrp.config import Config
@@ -76,7 +76,7 @@ class Session:
         self.device = find_device(arguments.device)
         self.snapshots = find_snapshots(arguments.load, every_checkpoint)
         if getattr(arguments, "random_init", False):
-            self.snapshots = with_random_weights(self.snapshots, arguments.seed)
+            self.snapshots = beside_random_weights(self.snapshots, arguments.seed)
         paths = [snapshot.path for snapshot in self.snapshots]
         configs = [read_config(path) for path in paths if (path / STATE).is_file()]
         first = configs[0] if configs else Config()

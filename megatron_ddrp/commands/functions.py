@@ -7,30 +7,62 @@
 
 A function reads its keywords through the command's own parser, so names, types, ranges, defaults, `config="f.yaml"`
 and `plugin="f.py"` are those of the command line. A mistake raises `UserError`. The process is left as it was found.
+
+Keywords of Python functions from the options of commands, so that `help()` and editors list them.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_ddrp.commands import COMMANDS, PROGRAM
-from megatron_ddrp.commands.keywords import takes_flags_of
 from megatron_ddrp.config.option import flag_words
+from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
 from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.launch import is_launched
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = list[dict[str, Any]]
+
+
+def takes_flags_of(name: str) -> Callable[[Function], Function]:
+    """Return a decorator that gives a function the signature of a command's flags, and its docstring their help.
+
+    The command's module lists its dataclasses of options as `SECTIONS`.
+    """
+    options = options_of(*importlib.import_module(COMMANDS[name].module).SECTIONS)
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        flags = [
+            inspect.Parameter(
+                keyword,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if option.default is MISSING else option.default,
+                annotation=option.hint,
+            )
+            for keyword, option in options.items()
+            if keyword not in signature.parameters
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+        words = "\n".join(f"    {flag.name}: {options[flag.name].rules['help']}" for flag in flags)
+        function.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords, the flags of `megatron-ddrp {name}`:\n{words}\n"
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True)

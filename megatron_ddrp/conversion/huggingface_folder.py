@@ -2,12 +2,15 @@
 
 Hidden states and logits equal those of transformers. Poolers and classifiers are left out; if the folder lacks the head
 that its objective trains, the model gets a new one.
+
+Import of an ELECTRA generator from its own folder, joined to its discriminator.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +20,22 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families import Family, family_of
 from megatron_ddrp.conversion.foreign_config import read_config_file
-from megatron_ddrp.conversion.generator import generator_objective, join_generator
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
-from megatron_ddrp.conversion.huggingface_weights import (
+from megatron_ddrp.conversion.vocabulary_transfer import Transfer, plan_transfer
+from megatron_ddrp.conversion.weight_files import (
+    EMBEDDING_DIFFERENCE,
     SEGMENT_EMBEDDING,
     TOKEN_EMBEDDING,
     Weights,
     change_rows,
     fill,
+    read_weights,
     refuse_homeless,
     refuse_sizes,
     rename,
 )
-from megatron_ddrp.conversion.vocabulary_transfer import Transfer, plan_transfer
-from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder, build_model, on_meta_device
 
 SEED = 1234
@@ -164,3 +167,49 @@ def _refuse_other_tables(config: ModelConfig, weights: Weights, source: Path) ->
             f"{source}: config.json says type_vocab_size {config.num_segments}, and the weights embed {len(segments)} "
             "segments: they do not match; copy the folder again"
         )
+
+
+ADVICE = "leave --generator out to draw a new one"
+COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "seq_length", "layernorm_epsilon")
+PROJECTION = "generator.embeddings.projection."
+
+
+def generator_objective(objective: ObjectiveConfig, config: ModelConfig, generator: ModelConfig) -> ObjectiveConfig:
+    """Return the discriminator's objective with a generator of the folder's sizes; `config` is the discriminator's.
+
+    Raise `UserError` if the objective trains no generator, or none of these sizes beside this discriminator.
+    """
+    share = round(min(1.0, generator.num_attention_heads / config.num_attention_heads), 4)
+    for candidate in (objective, replace(objective, generator_size=share)):
+        expected = candidate.generator_config(config)
+        if expected is None:
+            raise UserError(
+                "--generator needs a discriminator's folder as --from-hf, but that folder holds a masked LM: give the "
+                "discriminator's folder, or leave --generator out",
+                WRONG_ARGUMENTS,
+            )
+        wrong = [name for name in COMPARED if getattr(generator, name) != getattr(expected, name)]
+        if not wrong:
+            return candidate
+    there, here = getattr(generator, wrong[0]), getattr(expected, wrong[0])
+    raise UserError(f"--generator: its {wrong[0]} is {there}, but this discriminator needs {here}; {ADVICE}")
+
+
+def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) -> None:
+    """Add a generator's weights to its discriminator's; `wanted` are the names of both together.
+
+    Shared weights must be equal, except token embeddings if their difference is a weight. Raise `UserError` otherwise.
+    """
+    for name, tensor in other.ours.items():
+        if f"generator.{name}" in wanted:
+            weights.ours[f"generator.{name}"] = tensor
+        elif name == TOKEN_EMBEDDING and EMBEDDING_DIFFERENCE in wanted and tensor.shape == weights.ours[name].shape:
+            weights.ours.update({EMBEDDING_DIFFERENCE: weights.ours[name] - tensor, name: tensor})
+        elif not torch.equal(tensor, weights.ours[name]):
+            raise UserError(
+                f"--generator: {name} differs from the discriminator's, but both must share embeddings; {ADVICE}"
+            )
+    if PROJECTION + "weight" in wanted and PROJECTION + "weight" not in weights.ours:  # both widths are equal
+        width = len(weights.ours["generator.layers.0.attention.query.weight"])
+        weights.ours[PROJECTION + "weight"] = torch.eye(width)
+        weights.ours[PROJECTION + "bias"] = torch.zeros(width)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, objective_class
-from megatron_ddrp.conversion.export_check import Scores, check_export
-from megatron_ddrp.conversion.export_sums import CARD, write_sums
+from megatron_ddrp.conversion.export_check import CARD, Scores, check_export, write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
 from megatron_ddrp.conversion.model_card import Described, Publishing, write_card
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder

@@ -6,13 +6,22 @@ import itertools
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron_ddrp.conversion.run_flags import changed_flags, model_flags, objective_flags
+from megatron_ddrp.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    flag,
+    flag_words,
+)
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.dataset.manifest import read_manifest
 from megatron_ddrp.errors import UserError
@@ -159,3 +168,22 @@ def facts_table(facts: Mapping[str, Any], header: Sequence[str] = ("setting", "v
 def _last(path: str) -> str:
     """Return the last part of a path, other words unchanged."""
     return os.path.basename(path.rstrip("/")) if "/" in path else path
+
+
+def model_flags(config: ModelConfig) -> list[str]:
+    """Return the flags that make pre-training build this model: those that differ from their defaults."""
+    default = ModelConfig(position_encoding=config.position_encoding)
+    usual = ModelConfig().position_encoding == config.position_encoding
+    named = [] if usual else [flag("position_encoding"), config.position_encoding]
+    return [*named, *changed_flags(config, default)]
+
+
+def objective_flags(config: ObjectiveConfig) -> list[str]:
+    """Return `--objective`, always, and the objective's flags that differ from its defaults."""
+    return [flag("objective"), config.objective, *changed_flags(config, ObjectiveConfig(config.objective))]
+
+
+def changed_flags(section: Any, default: Any) -> list[str]:
+    """Return the flags of a section's settings that differ from those of `default`."""
+    named = ((field.name, getattr(section, field.name)) for field in fields(section) if "help" in field.metadata)
+    return flag_words((name, value) for name, value in named if value not in (None, getattr(default, name)))

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.conversion.tokenizer_files import BYTE_PIECE
+from megatron_ddrp.data.tokenizers.spelling import NONE, WORD_END
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
-from megatron_ddrp.data.tokenizers.word_marks import NONE, WORD_END
 
 CONTINUES = "##"
 """WordPiece's mark of a piece inside a word."""

@@ -26,7 +26,6 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, load_folder, load_tokenizer
-from megatron_ddrp.encoders.names import with_random_weights
 from megatron_ddrp.errors import UserError
 
 _NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "finetuned")
@@ -253,3 +252,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Change the precision of a model's parameters, not of its buffers: bf16 would shift rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def with_random_weights(name: str) -> str:
+    """Return the name in tables of the encoder `name` with random weights."""
+    return f"{name}, random weights"

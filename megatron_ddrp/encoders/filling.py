@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
-from megatron_ddrp.conversion.huggingface_weights import refuse_homeless
-from megatron_ddrp.conversion.weight_files import read_weights
+from megatron_ddrp.conversion.weight_files import read_weights, refuse_homeless
 from megatron_ddrp.errors import UserError
 
 

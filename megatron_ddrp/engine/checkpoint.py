@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ddrp import checkpoint as files
-from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
+from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import CheckpointConfig, Config, changed_settings
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout

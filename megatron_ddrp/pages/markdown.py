@@ -1,10 +1,17 @@
-"""Markdown for our pages. Names (folders, models, log lines) are escaped, so that they appear unchanged."""
+"""Markdown for our pages. Names (folders, models, log lines) are escaped, so that they appear unchanged.
+
+Generated blocks of Markdown files. Each stands between lines `<!-- NAME -->` and `<!-- end of NAME -->`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.errors import UserError
 
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
@@ -64,3 +71,59 @@ class Table:
 def percent(share: float | None) -> str:
     """Return a share times 100 with two decimals; empty for None."""
     return "" if share is None else f"{100 * share:.2f}"
+
+
+def block_names(text: str, prefix: str) -> list[str]:
+    """Return the names of the blocks that begin with `prefix`, in the order of the text, each once."""
+    found = re.findall(rf"^<!-- ({re.escape(prefix)}.+?) -->$", text, re.MULTILINE)
+    return list(dict.fromkeys(found))
+
+
+def read_block(text: str, name: str) -> str:
+    """Return the content of the first block of a name. Raises `UserError` for a block without an end, or for none."""
+    lines = text.split("\n")
+    first, last = _places(lines, name)[0]
+    return "\n".join(lines[first + 1 : last])
+
+
+def replace_blocks(text: str, name: str, content: str) -> str:
+    """Return a text with a new content of every block of a name. Raises `UserError` as `read_block` does."""
+    lines = text.split("\n")
+    for first, last in reversed(_places(lines, name)):
+        lines[first + 1 : last] = content.split("\n")
+    return "\n".join(lines)
+
+
+def write_blocks(path: Path, prefix: str, contents: Mapping[str, str]) -> list[str]:
+    """Replace the blocks `prefix NAME` of a Markdown file by the contents of these names; return those that it has.
+
+    Raises:
+        UserError: the file is missing or not UTF-8, has no block, an unknown one, or one without an end.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"{path}: {reason}; give a Markdown file") from None
+    names = [name.removeprefix(prefix) for name in block_names(text, prefix)]
+    unknown = [name for name in names if name not in contents]
+    if unknown or not names:
+        got = f"unknown table {unknown[0]!r}" if unknown else f"no line <!-- {prefix}NAME -->"
+        raise UserError(f"{path}: {got}; expected one of {', '.join(contents)}")
+    for name in names:
+        try:
+            text = replace_blocks(text, prefix + name, contents[name])
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    write_text(path, text)
+    return names
+
+
+def _places(lines: list[str], name: str) -> list[tuple[int, int]]:
+    """Return the numbers of the first and last line of every block of a name, markers included."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    markers = [(number, line) for number, line in enumerate(lines) if line in (begin, end)]
+    if not markers or [line for _, line in markers] != [begin, end] * (len(markers) // 2):
+        raise UserError(f"expected a line {begin} before every line {end}, and one {end} after every {begin}")
+    numbers = [number for number, _ in markers]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.pages import written_table
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.blocks import block_names, read_block, replace_blocks
+from megatron_ddrp.pages.markdown import block_names, read_block, replace_blocks
 
 TEXT = (
     "a\n<!-- x one -->\n1\n\n2\n<!-- end of x one -->\n<!-- two -->\n<!-- end of two -->\n"

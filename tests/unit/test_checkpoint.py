@@ -11,7 +11,7 @@ import torch
 from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_state, write_state
-from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
+from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer

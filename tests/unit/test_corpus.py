@@ -10,7 +10,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import MANY_EPOCHS, Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
-from megatron_ddrp.data.dataset.shuffling import shuffle
+from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
 from tests.conftest import TinyCorpus, write_vocabulary

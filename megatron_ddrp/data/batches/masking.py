@@ -35,8 +35,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
+from megatron_ddrp.data.tokenizers.spelling import word_begins
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.word_marks import word_begins
 
 MASKINGS = ("whole-word", "token", "ngram")
 MAX_WORD_PIECES = 4

@@ -1,25 +1,29 @@
 """The index of a token dataset in Megatron's format, version 1: read through a memory map, written as a stream.
 
-    PREFIX.idx   b"MMIDIDX\\0\\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
+    PREFIX.idx   b"MMIDIDX\0\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
                  | int32 size of each sequence, in tokens | int64 byte offset of each sequence in PREFIX.bin
                  | int64 document indices: document d is the sequences [indices[d], indices[d + 1])
 
 Opening takes constant time, writing constant memory. Opening checks the header against the file's size, and both ends
 of every list. The other numbers are checked on use (`IndexedDataset`), and all at once by `verification.verify`.
+
+Faults inside an index, in words: negative sizes, sequences with gaps or overlaps, documents out of order.
+
+Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath, AtomicFile
-from megatron_ddrp.data.dataset.suggestions import suggest
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -178,3 +182,81 @@ def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:
     stream.seek(0)
     while data := stream.read(CHUNK * SIZE.itemsize):
         yield np.frombuffer(data, SIZE)
+
+
+SHOWN = 5
+"""Names in a message."""
+
+
+def suggest(index: Path) -> str:
+    """Return a hint about a missing `PREFIX.idx`: similar names in its folder, else all names there."""
+    folder, name = index.parent, index.name.removesuffix(".idx")
+    if not folder.is_dir():
+        return f"there is no folder {folder}; check --data-path"
+    unfinished = [path for path in sorted(folder.glob("*.unfinished")) if f"{name}_".startswith(f"{path.stem}_")]
+    if unfinished:
+        return f"its preprocessing has not ended ({unfinished[0]}): run the same command again, which resumes"
+    there = sorted(path.stem for path in folder.glob("*.idx"))
+    longer = [other for other in there if other.startswith(f"{name}_")]
+    similar = longer or difflib.get_close_matches(name, there, n=1, cutoff=0.85)
+    if similar:
+        return f"did you mean {' or '.join(_prefixes(folder, similar))}?"
+    if there:
+        return f"the folder has {', '.join(_prefixes(folder, there))}"
+    return "expected PREFIX.bin and PREFIX.idx as megatron-ddrp preprocess writes them; check --data-path"
+
+
+def _prefixes(folder: Path, names: list[str]) -> list[str]:
+    shown = [os.fspath(folder / name) for name in names[:SHOWN]]
+    return shown if len(names) <= SHOWN else [*shown, f"{len(names) - SHOWN} more"]
+
+
+MOST_LISTED = 10
+"""Number of faults of a kind that are listed; the others are counted."""
+
+
+def index_faults(index: DatasetIndex) -> Iterator[str]:
+    """Read a whole index and yield one line per fault; its header must fit the file."""
+    sizes, pointers, indices, width = index.sizes, index.pointers, index.document_indices, index.dtype.itemsize
+
+    def gap(i: int) -> str:
+        end = int(pointers[i - 1]) + int(sizes[i - 1]) * width
+        return f"sequence {i} begins at byte {pointers[i]}, but sequence {i - 1} ends at byte {end}"
+
+    def crossing(d: int) -> str:
+        return f"document {d} begins with sequence {indices[d]}, but ends before sequence {indices[d + 1]}"
+
+    yield from first_faults("negative sizes", _negative(sizes), lambda i: f"sequence {i} has {sizes[i]} tokens")
+    if len(index) and pointers[0] != 0:
+        yield f"sequence 0 begins at byte {pointers[0]}, expected 0"
+    yield from first_faults("sequences that do not begin at the end of the previous one", _gaps(index), gap)
+    yield from index.faults_of_ends()
+    yield from first_faults("documents that end before they begin", _crossings(indices), crossing)
+
+
+def first_faults(kind: str, found: Iterable[np.ndarray], words: Callable[[Any], str]) -> Iterator[str]:
+    """Yield lines about the first `MOST_LISTED` rows of all the arrays, and one with the count of the others."""
+    total = 0
+    for places in found:
+        yield from map(words, places[: max(0, MOST_LISTED - total)])
+        total += len(places)
+    if total > MOST_LISTED:
+        yield f"{total - MOST_LISTED:,} more {kind}, {total:,} in all"
+
+
+def _negative(sizes: np.ndarray) -> Iterator[np.ndarray]:
+    for begin in range(0, len(sizes), CHUNK):
+        yield begin + np.flatnonzero(sizes[begin : begin + CHUNK] < 0)
+
+
+def _gaps(index: DatasetIndex) -> Iterator[np.ndarray]:
+    for begin in range(0, len(index) - 1, CHUNK):
+        pointers = index.pointers[begin : begin + CHUNK + 1]
+        lengths = index.sizes[begin : begin + len(pointers) - 1].astype(np.int64) * index.dtype.itemsize  # bytes
+        yield begin + 1 + np.flatnonzero(pointers[:-1] + lengths != pointers[1:])
+
+
+def _crossings(indices: np.ndarray) -> Iterator[np.ndarray]:
+    for begin in range(0, len(indices) - 1, CHUNK):
+        part = indices[begin : begin + CHUNK + 1]
+        yield begin + np.flatnonzero(part[:-1] > part[1:])

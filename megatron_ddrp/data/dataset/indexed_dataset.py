@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size
-from megatron_ddrp.data.dataset.index_faults import index_faults
+from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, index_faults
 from megatron_ddrp.data.dataset.manifest import read_manifest
 from megatron_ddrp.errors import UserError
 

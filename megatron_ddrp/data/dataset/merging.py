@@ -1,11 +1,20 @@
-"""Merging of indexed datasets into one, as a stream: documents in the order of the inputs, the widest id type."""
+"""Merging of indexed datasets into one, as a stream: documents in the order of the inputs, the widest id type.
+
+Shuffling of an indexed dataset: documents in a random order, so that `--split` divides each kind of text alike.
+
+Parts of one partitioned run (`preprocess --partition I/N`): known by their manifests, complete, and in order.
+
+A merge of all parts gives the bytes of one run over the whole input. So a missing, repeated or foreign part is an
+error, and so are parts between which an input file changed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +24,12 @@ from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
-from megatron_ddrp.data.dataset.parts import joined_inputs, order_of_parts
 from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
+from megatron_ddrp.data.randomness import permute
+from megatron_ddrp.data.sealed import file_sha256
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens", "dropped_characters")
@@ -116,3 +126,132 @@ def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequ
                 f"{tokenizer_name(by)}: the same id means different pieces; preprocess one of them again with the "
                 "other's vocabulary"
             )
+
+
+BLOCK = 1 << 16
+"""Number of documents whose order is in memory at once."""
+
+
+def shuffle(
+    output_prefix: AnyPath, prefix: str, seed: int, overwrite: bool = False, advance: Advance = silent
+) -> IndexedDataset:
+    """Write the documents of a dataset in an order that `seed` decides, as a dataset that gets its name when complete.
+
+    The sequences of a document stay together and in order. Calls `advance` with the bytes of .bin read since the last
+    call; where there is a manifest they are read twice, first for their SHA-256. Raises `UserError` for a damaged
+    dataset and for an output that exists.
+    """
+    output_prefix = os.fspath(dataset_path(output_prefix, ""))
+    if not overwrite:
+        refuse_existing([output_prefix])
+    dataset = IndexedDataset(prefix)
+    dataset.check()
+    manifest = dataset.manifest
+    if manifest is not None:
+        sha256 = file_sha256(dataset_path(dataset.prefix, ".bin"), advance)
+        refuse_wrong_sums(dataset.prefix, manifest, sha256)
+    job = {"shuffle": prefix, "process": [os.getpid(), time.time()]}  # unique, so that a new shuffle starts over
+    with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dataset.dtype, job) as output:
+        for begin in range(0, dataset.num_documents, BLOCK):
+            places = np.arange(begin, min(begin + BLOCK, dataset.num_documents))
+            documents = permute(places, dataset.num_documents, seed, "shuffle of a dataset", 0)  # [at most BLOCK]
+            firsts, lasts = dataset.document_indices[documents], dataset.document_indices[documents + 1]
+            output.append(0, documents=lasts - firsts)
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                ids = b"".join(dataset[sequence].tobytes() for sequence in range(first, last))
+                output.append(0, ids, dataset.sizes[first:last])
+                advance(len(ids))
+        output.publish([None if manifest is None else _shuffled(manifest, dataset.prefix, output_prefix, seed)])
+    return IndexedDataset(output_prefix)
+
+
+def _shuffled(manifest: dict[str, Any], prefix: str, output_prefix: str, seed: int) -> dict[str, Any]:
+    """Return the manifest of a dataset with the seed as `shuffled`."""
+    kept = {key: value for key, value in manifest.items() if key not in ("files", "partition", PATH)}
+    return kept | {"shuffled": seed, "version": megatron_ddrp.__version__} | path_entry([prefix], output_prefix)
+
+
+SAME = ("json_key", "append_eod", "sentence_splitter")
+"""Manifest entries on which all parts must agree, beside the tokenizer."""
+
+Manifest = Mapping[str, Any]
+
+
+def order_of_parts(prefixes: Sequence[str], manifests: Sequence[Manifest | None]) -> list[int] | None:
+    """Return the numbers of the datasets in the order of their parts; None where none is a part.
+
+    Raises `UserError` for datasets of which only some are parts, for parts of different runs, and for a part that is
+    missing or there twice.
+    """
+    parts = [entry(manifest, "partition") for manifest in manifests]
+    if not any(parts):
+        return None
+    first = next(number for number, part in enumerate(parts) if part)
+    for number in range(len(parts)):
+        if reason := _foreign(*((prefixes[k], parts[k], manifests[k] or {}) for k in (first, number))):
+            raise UserError(reason)
+    _refuse_incomplete(prefixes, parts)
+    return sorted(range(len(prefixes)), key=lambda number: parts[number]["part"])
+
+
+def _foreign(first: tuple[str, Manifest, Manifest], other: tuple[str, Manifest, Manifest]) -> str:
+    """Return why two (prefix, entry `partition`, manifest) are not parts of one run; empty where they are."""
+    (prefix, part, manifest), (other_prefix, other_part, other_manifest) = first, other
+    is_part = f"{prefix} is part {part['part']} of {part['of']}, but {other_prefix}"
+    if not other_part:
+        return f"{is_part} is not a part of such a run; merge the parts first, then their result with this dataset"
+    if part["of"] != other_part["of"]:
+        return f"{is_part} part {other_part['part']} of {other_part['of']}; give the parts of one run"
+    again = "preprocess one of them again"
+    if part["inputs"] != other_part["inputs"]:
+        return f"{prefix} and {other_prefix} were made from different input files, by their names or sizes; {again}"
+    for key in SAME:
+        if (value := manifest.get(key)) != (other_value := other_manifest.get(key)):
+            return f"{prefix} was made with {key} {value}, but {other_prefix} with {other_value}; {again}"
+    return ""
+
+
+def _refuse_incomplete(prefixes: Sequence[str], parts: Sequence[Manifest]) -> None:
+    of = parts[0]["of"]
+    counts = Counter(part["part"] for part in parts)
+    for number, count in sorted(counts.items()):
+        if count > 1:
+            twice = " and ".join(prefix for prefix, part in zip(prefixes, parts, strict=True) if part["part"] == number)
+            raise UserError(f"part {number} of {of} is given {count} times, as {twice}; give it once")
+    missing = [number for number in range(1, of + 1) if number not in counts]
+    if missing:
+        which = f"part {missing[0]} of {of} is" if len(missing) == 1 else f"parts {_few(missing)} of {of} are"
+        again = f"megatron-ddrp preprocess … --partition {missing[0]}/{of}"
+        raise UserError(f"{which} missing among the {len(parts)} given; add what exists, or make it: {again}")
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+
+
+def joined_inputs(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
+    """Return the input files of all parts, in order, each once.
+
+    A file that several parts have read carries their `ranges`, each with its SHA-256, instead of one SHA-256. Raises
+    `UserError` where the ranges of a file do not meet: it changed between two parts.
+    """
+    joined: list[dict[str, Any]] = []
+    for file in (file for manifest in manifests for file in manifest.get("inputs") or []):
+        if "begin" not in file:
+            joined.append(file)
+            continue
+        if file["begin"] == 0:
+            joined.append({"name": file["name"], "bytes": file["bytes"], "ranges": []})
+        ranges = joined[-1].get("ranges") if joined and joined[-1]["name"] == file["name"] else None
+        if ranges is None or file["begin"] != (ranges[-1]["end"] if ranges else 0):
+            raise _changed(file["name"])
+        ranges.append({key: file[key] for key in ("begin", "end", "sha256")})
+    for file in joined:
+        if "ranges" in file and file["ranges"][-1]["end"] != file["bytes"]:
+            raise _changed(file["name"])
+    return joined
+
+
+def _changed(name: str) -> UserError:
+    return UserError(f"{name} changed between the parts: their ranges do not meet; preprocess all parts again")

@@ -1,6 +1,6 @@
 """All faults of an indexed dataset, in words: those that would stop a reader, and those that a reader cannot detect.
 
-The index is checked alone (index_faults.py), then against the .bin; then both are checked against the manifest: counts,
+The index is checked alone (dataset_index.py), then against the .bin; then both against the manifest: counts,
 tokenizer, SHA-256. Ids are checked against the vocabulary. Without a SHA-256 in a manifest two faults cannot be
 detected: an id that changed into another valid id, and a border between two documents that moved without crossing
 another. Memory does not grow with the dataset.
@@ -19,8 +19,15 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
-from megatron_ddrp.data.dataset.index_faults import first_faults, index_faults
+from megatron_ddrp.data.dataset.dataset_index import (
+    MEND,
+    DatasetIndex,
+    dataset_path,
+    file_size,
+    first_faults,
+    index_faults,
+    read_header,
+)
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, token_chunks
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest, tokenizer_entry, tokenizer_name
 from megatron_ddrp.data.progress import Advance, silent

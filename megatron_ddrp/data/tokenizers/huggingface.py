@@ -11,7 +11,21 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.spelling import count_dropped, drop_probe, parts_of, spells_all, unknown_piece
+from megatron_ddrp.data.tokenizers.spelling import (
+    BEGIN,
+    END,
+    UNMARKED,
+    WORD_END,
+    WordMarks,
+    begins_with,
+    count_dropped,
+    drop_probe,
+    ends_with,
+    parts_of,
+    side_of,
+    spells_all,
+    unknown_piece,
+)
 from megatron_ddrp.data.tokenizers.tokenizer import (
     DESCRIPTION_FILE,
     SPECIAL_PIECES,
@@ -20,16 +34,6 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     Tokenizer,
     find_specials,
     require_specials,
-)
-from megatron_ddrp.data.tokenizers.word_marks import (
-    BEGIN,
-    END,
-    UNMARKED,
-    WORD_END,
-    WordMarks,
-    begins_with,
-    ends_with,
-    side_of,
 )
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json, read_bytes, read_object, reading

@@ -13,7 +13,7 @@ from functools import lru_cache
 import sentencepiece
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.spelling import has_byte_pieces
+from megatron_ddrp.data.tokenizers.spelling import END, UNMARKED, WordMarks, begins_with, ends_with, has_byte_pieces
 from megatron_ddrp.data.tokenizers.tokenizer import (
     SPECIAL_PIECES,
     WORD_START,
@@ -21,7 +21,6 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     Tokenizer,
     find_specials,
 )
-from megatron_ddrp.data.tokenizers.word_marks import END, UNMARKED, WordMarks, begins_with, ends_with
 from megatron_ddrp.foreign import read_bytes, reading
 
 # Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix). Appended to a model, it overrides its own.

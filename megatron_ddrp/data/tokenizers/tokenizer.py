@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
-from megatron_ddrp.data.tokenizers.word_marks import WordMarks
+from megatron_ddrp.data.tokenizers.spelling import WordMarks
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import parse_json, read_bytes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from megatron_ddrp.data.tokenizers.spelling import NONE
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.word_marks import NONE
 
 MOST_UNKNOWN = 0.01
 """Share of unknown pieces in a text above which a warning is given."""

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.tokenizers.spelling import WordMarks
 from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer, find_specials, require_specials
-from megatron_ddrp.data.tokenizers.word_marks import WordMarks
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_bytes
 

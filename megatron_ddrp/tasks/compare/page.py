@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import flag_words
-from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.markdown import Table, write_blocks
 from megatron_ddrp.pages.rendering import render, write_page
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.blocks import write_blocks
 from megatron_ddrp.tasks.compare.figures import FIGURES, draw_all
 from megatron_ddrp.tasks.compare.results import (
     Gain,

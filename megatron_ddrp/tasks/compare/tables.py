@@ -11,8 +11,7 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm, Run
-from megatron_ddrp.tasks.glue.paper import PAPER_ROWS, paper_rows
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.tasks.glue.tasks import PAPER_ROWS, PAPER_TASKS, paper_rows
 from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, STEP_SECONDS, shown
 from megatron_ddrp.tasks.minimal_pairs.results import standard_error
 from megatron_ddrp.tasks.statistics import Difference, Spread, paired, seeds_needed, spread

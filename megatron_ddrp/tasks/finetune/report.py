@@ -19,11 +19,10 @@ from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, 
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
-from megatron_ddrp.tasks.finetune.differences import Pair, differences, gains, unlike, words
 from megatron_ddrp.tasks.finetune.items import Items
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
-from megatron_ddrp.tasks.finetune.tables import all_tables
+from megatron_ddrp.tasks.finetune.tables import Pair, all_tables, differences, gains, unlike, words
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 
 LEAST_WIDTH, ENDS = 6.5, 1.3

@@ -19,10 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
+from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES, ROWS, open_parquet
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
 from megatron_ddrp.data.preprocess.packed import PACKINGS
-from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
 from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors
 from megatron_ddrp.foreign import RepeatedKey, parse_json
 from megatron_ddrp.tasks.finetune.layouts import is_squad, read_conll, read_conllu, read_squad

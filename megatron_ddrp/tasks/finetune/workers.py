@@ -17,9 +17,8 @@ from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
 from megatron_ddrp.tasks.finetune.task import TaskData
-from megatron_ddrp.tasks.jobs.queue import drain
 from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
-from megatron_ddrp.tasks.jobs.workers import device_of, share_out
+from megatron_ddrp.tasks.jobs.workers import device_of, drain, share_out
 
 
 def open_store(options: SweepOptions) -> RunStore:

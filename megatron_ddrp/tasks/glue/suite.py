@@ -13,8 +13,7 @@ from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.glue.data import read_task, read_test
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, paper_rows
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.glue.tasks import PAPER_AVERAGES, PAPER_SCORES, PAPER_TASKS, TASKS, paper_rows
 
 MISMATCHED = "dev_mismatched"
 STARTED = ("RTE", "MRPC", "STS-B")

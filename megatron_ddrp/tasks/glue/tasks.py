@@ -3,11 +3,13 @@
 Tabs alone separate cells: quotation marks are text, also QQP's doubled ones. Files have a header line except CoLA's
 train.tsv and dev.tsv; MRPC's begin with a byte-order mark. The first development file gives a task's score. The labels
 are in alphabetical order, which fixes the class numbers.
+
+Numbers and comparisons of the DDRP+MTH paper (base size). Tables show its numbers apart from our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_ddrp.tasks.finetune.task import Task
@@ -121,3 +123,53 @@ PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_average)
 def averaged_tasks(scores: Collection[Mapping[str, float]]) -> list[str]:
     """Return the tasks of an average that all of `scores` (task → score) have, so that all averages are comparable."""
     return [task for task in PAPER_TASKS if scores and all(task in found for found in scores)]
+
+
+PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
+    ("BERT (MLM) 500k steps", (68.23, 88.92, 86.74, 57.05, 91.97, 90.41, 90.74, 83.41), 82.18),
+    ("BERT (MTH) 500k steps", (71.84, 89.41, 86.76, 61.40, 92.08, 90.59, 90.76, 83.61), 83.31),
+    ("BERT (MLM) 1M steps", (70.75, 89.66, 87.50, 59.65, 92.20, 91.23, 91.00, 84.33), 83.29),
+    ("BERT-R (MLM) 1M steps", (71.84, 89.68, 87.99, 60.82, 92.66, 91.54, 91.13, 85.45), 83.89),
+    ("TUPE (MLM) 1M steps", (68.59, 89.61, 86.02, 62.82, 92.66, 91.26, 91.04, 84.88), 83.36),
+    ("DeBERTa (MLM) 1M steps", (73.28, 89.14, 87.99, 60.60, 92.66, 92.14, 91.00, 85.93), 84.09),
+    ("DDRP (MLM) 1M steps", (72.20, 90.01, 88.25, 62.82, 92.41, 92.31, 91.24, 86.02), 84.41),
+    ("BERT (MTH) 1M steps", (73.64, 90.16, 88.48, 62.31, 92.43, 91.21, 91.12, 84.67), 84.25),
+    ("BERT (MTH without HCD) 1M steps", (73.28, 90.41, 87.25, 60.85, 92.23, 91.37, 91.00, 84.22), 83.83),
+    ("DDRP (MTH) 1M steps", (75.09, 90.41, 88.72, 63.36, 92.66, 92.24, 91.22, 86.22), 85.00),
+)
+"""Rows of the paper's Tables 1 to 3: name, scores in the order of `PAPER_TASKS`, average of the eight as printed."""
+
+PAPER_SCORES = {name: dict(zip(PAPER_TASKS, scores, strict=True)) for name, scores, _ in PAPER_ROWS}
+PAPER_AVERAGES = {name: average for name, _, average in PAPER_ROWS}
+
+PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
+"""Encoding → name in the paper's tables; the paper's TUPE has T5's relative biases, as tupe-r."""
+BETTER = (
+    ("bert-r", "absolute"), ("tupe-r", "absolute"), ("deberta", "absolute"), ("ddrp", "absolute"),
+    ("ddrp", "bert-r"), ("ddrp", "tupe-r"), ("ddrp", "deberta"),
+)  # fmt: skip
+"""Pairs (better, worse) of encodings in section 4.4.1 of the paper."""
+PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
+"""Encoding → sentences with the up-down triangle effect in per cent, section 5.3."""
+
+
+def paper_row(encoding: str, objective: str, half: bool) -> str | None:
+    """Return the name of the row of a model in `PAPER_ROWS`; None without such a row.
+
+    `objective` is "MLM", "MTH" or "MTH without HCD"; `half` is True for half the budget.
+    """
+    name = f"{PAPER_NAMES.get(encoding, encoding)} ({objective}) {'500k' if half else '1M'} steps"
+    return name if name in PAPER_AVERAGES else None
+
+
+def paper_rows(names: Iterable[str]) -> list[list[str]]:
+    """Return a table row per name in `PAPER_ROWS`: the name, its scores and their average."""
+    return [
+        [name, *(f"{PAPER_SCORES[name][task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
+        for name in names
+    ]
+
+
+def average_difference(first: str | None, second: str | None) -> str:
+    """Return the difference of two rows' averages as text; empty if a row is None."""
+    return f"{PAPER_AVERAGES[first] - PAPER_AVERAGES[second]:+.2f}" if first and second else ""

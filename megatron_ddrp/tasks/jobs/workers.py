@@ -1,4 +1,7 @@
-"""Worker processes of one command on one machine; they share a store of jobs."""
+"""Worker processes of one command on one machine; they share a store of jobs.
+
+Queue of jobs for many processes without a server: the process with a job's lease does it and stores its row.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -17,8 +21,7 @@ import torch
 from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import FAILURE, UserError, run_command
-from megatron_ddrp.tasks.jobs.queue import WAIT
-from megatron_ddrp.tasks.jobs.store import AnyJob, Store
+from megatron_ddrp.tasks.jobs.store import AnyJob, Row, Store
 
 SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 """Start method of the workers: CUDA does not survive a fork."""
@@ -100,3 +103,37 @@ def _end_with_parent() -> None:
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(FAILURE)
+
+
+WAIT = 0.5
+"""Seconds between two checks of jobs that other processes hold."""
+
+
+def drain(
+    jobs: Sequence[AnyJob],
+    store: Store,
+    perform: Callable[[AnyJob], Row],
+    tell: Callable[[], None] = lambda: None,
+    wait: bool = True,
+) -> None:
+    """Do all `jobs` whose lease is free and wait for the others; return when the store has all of them.
+
+    Without `wait`, return as soon as other processes hold all missing jobs; the process that appends the last row finds
+    the store complete. `perform` does a job and returns its row. `tell` runs whenever the store may have new rows.
+    """
+    while True:
+        store.refresh()
+        tell()
+        missing = store.missing(jobs)
+        if not missing:
+            return
+        for job in missing:
+            if lease := store.lease(job.name):
+                with lease:
+                    store.append(perform(job))
+                break
+        else:
+            if not wait:
+                store.refresh()  # another process may have finished the last job since
+                return
+            time.sleep(WAIT)

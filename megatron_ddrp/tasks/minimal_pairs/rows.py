@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.data.tokenizers.spelling import word_begins
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.word_marks import word_begins
 
 SCORES = {
     "l2r": "to score a piece, mask it and the later pieces of its word",

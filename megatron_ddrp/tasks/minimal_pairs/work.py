@@ -15,9 +15,8 @@ from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
-from megatron_ddrp.tasks.jobs.queue import drain
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
-from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, share_out, share_threads
+from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, drain, share_out, share_threads
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.published import published_levels

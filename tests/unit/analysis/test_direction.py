@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_ddrp.analysis import probe
-from megatron_ddrp.analysis.cosines import near_and_far, table_cosines
 from megatron_ddrp.analysis.probe import measure_probe, shuffle_text
+from megatron_ddrp.analysis.similarity import near_and_far, table_cosines
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError

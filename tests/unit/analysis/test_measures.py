@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.analysis.attention_maps import GROUPS, measure_maps
+from megatron_ddrp.analysis.attention_maps import GROUPS, measure_maps, measure_triangles, triangle_parts
 from megatron_ddrp.analysis.direction import divide_heads, layer_maps
 from megatron_ddrp.analysis.similarity import measure_similarity
-from megatron_ddrp.analysis.triangle import measure_triangles, triangle_parts
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
 from tests.reference import analyses, attention

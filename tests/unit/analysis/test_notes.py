@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.notes import analyze_notes, nearest_notes, share_of_sentences
 from megatron_ddrp.checkpoint.note_files import note_tensors
-from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
+from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.batches.rare_words import WordFinder
 from megatron_ddrp.data.batches.word_counts import count_rare_words

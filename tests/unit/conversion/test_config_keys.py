@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
-from megatron_ddrp.conversion.export_sums import SUMS
+from megatron_ddrp.conversion.export_check import SUMS
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.families.contract import SHARED_DEFAULTS, SHARED_FOLLOWED
 from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL

@@ -4,6 +4,7 @@ import copy
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.config import ENCODINGS, ModelConfig, flag
-from megatron_ddrp.conversion import hub
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
-from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
@@ -222,11 +222,11 @@ def test_a_hub_name_is_downloaded_or_told_how(tmp_path, offline, folders, monkey
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.local_folder(hub.Path("google/bert")) == tmp_path / "snapshot"
+    assert local_folder(Path("google/bert")) == tmp_path / "snapshot"
     assert [("model.safetensors" in patterns) for _, patterns in asked] == [True, False]
     assert all(name == "google/bert" and not any("py" in p.split(".")[-1:] for p in ps) for name, ps in asked)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(UserError, match=r"\(no network\).*`hf download google/bert --local-dir DIR`"):
-        import_folder(hub.Path("google/bert"), tmp_path / "start")
+        import_folder(Path("google/bert"), tmp_path / "start")
     with pytest.raises(UserError, match="config.json: No such file"):
         import_folder(tmp_path / "missing", tmp_path / "start")

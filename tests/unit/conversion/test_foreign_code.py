@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ddrp.conversion.export_sums import SUMS
+from megatron_ddrp.conversion.export_check import SUMS
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer

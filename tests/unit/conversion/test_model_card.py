@@ -13,7 +13,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.convert import main
 from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
-from megatron_ddrp.conversion.export_sums import CARD
+from megatron_ddrp.conversion.export_check import CARD
 from megatron_ddrp.conversion.model_card import Publishing
 from megatron_ddrp.conversion.training_record import progress
 from megatron_ddrp.data.sealed import SUM, object_sum

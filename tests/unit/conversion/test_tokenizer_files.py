@@ -6,8 +6,7 @@ import unicodedata
 
 import pytest
 
-from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
-from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.conversion.tokenizer_files import unigram_tokenizer, write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 
 TEXTS = [

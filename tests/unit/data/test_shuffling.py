@@ -5,8 +5,8 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.dataset import shuffling
-from megatron_ddrp.data.dataset.shuffling import shuffle
+from megatron_ddrp.data.dataset import merging
+from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.data.dataset.verification import verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
@@ -42,7 +42,7 @@ def test_the_order_is_the_seeds_and_does_not_depend_on_the_block(tmp_path, monke
     dataset = source(tmp_path)
     orders = [documents_of(shuffle(tmp_path / f"mixed{seed}", dataset.prefix, seed)) for seed in (1, 2)]
     assert orders[0] != orders[1]
-    monkeypatch.setattr(shuffling, "BLOCK", 7)
+    monkeypatch.setattr(merging, "BLOCK", 7)
     shuffle(tmp_path / "again", dataset.prefix, 1)
     for suffix in ("bin", "idx", "json"):
         assert (tmp_path / f"again.{suffix}").read_bytes() == (tmp_path / f"mixed1.{suffix}").read_bytes()

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.batches.samples import document_lengths
-from megatron_ddrp.data.dataset import index_faults, indexed_dataset
+from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER
 from megatron_ddrp.data.dataset.inspection import first_documents
 from megatron_ddrp.data.dataset.verification import check_sums, verify
@@ -133,7 +133,7 @@ def test_without_sums_nothing_can_be_compared(tmp_path, manifest):
 
 
 def test_many_faults_are_counted_not_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_faults, "CHUNK", 7)
+    monkeypatch.setattr(dataset_index, "CHUNK", 7)
     monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 5)
     prefix = write(tmp_path / "a", [[[1, VOCAB_SIZE]] for _ in range(40)])
     read = []

@@ -11,9 +11,9 @@ from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import WordFinder
 from megatron_ddrp.data.batches.word_counts import count_rare_words
+from megatron_ddrp.data.tokenizers.spelling import BEGIN, END, NONE, word_begins
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_unmarked_words
-from megatron_ddrp.data.tokenizers.word_marks import BEGIN, END, NONE, word_begins
 from megatron_ddrp.tasks.minimal_pairs.rows import masked_rows
 from tests.datasets import write_dataset
 from tests.sentencepiece_models import train_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ddrp.tasks.finetune.runs import RunStore
 from megatron_ddrp.tasks.glue.command import main
-from megatron_ddrp.tasks.jobs.queue import drain
+from megatron_ddrp.tasks.jobs.workers import drain
 from tests.unit.glue.conftest import finished
 from tests.unit.glue.test_main import arguments, rows
 from tests.unit.glue.test_queue import RUNS

@@ -8,7 +8,7 @@ import signal
 import time
 
 from megatron_ddrp.tasks.finetune.runs import Run, RunStore
-from megatron_ddrp.tasks.jobs.queue import drain
+from megatron_ddrp.tasks.jobs.workers import drain
 from tests.unit.glue.conftest import finished
 
 RUNS = [

@@ -9,14 +9,12 @@ import pytest
 
 from megatron_ddrp.tasks.finetune import report as figure
 from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
-from megatron_ddrp.tasks.finetune.differences import differences, gains
 from megatron_ddrp.tasks.finetune.items import Items
 from megatron_ddrp.tasks.finetune.report import page, summary, write_report
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.tables import all_tables
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
+from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains
 from megatron_ddrp.tasks.glue.suite import Glue
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.glue.tasks import PAPER_AVERAGES, PAPER_SCORES, PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.statistics import student_interval
 
 GLUE = Glue()

@@ -7,9 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.minimal_pairs import figure as heat_map
-from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
-from megatron_ddrp.tasks.minimal_pairs.report import Report
+from megatron_ddrp.tasks.minimal_pairs import report as pair_report
 from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, cell, difference
 
 
@@ -117,9 +115,9 @@ def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
 def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     kept = []
-    monkeypatch.setattr(heat_map, "save_figure", lambda plt, figure, path: kept.append(figure))
-    paradigms = {uid: Paradigm(uid, tmp_path, field="syntax") for uid in ("p0", "p1")}
-    heat_map.draw(Report(paradigms, [encoder("e", 0.7, 0.25)], {}, "l2r", "strict"), tmp_path / "heatmap.png")
+    monkeypatch.setattr(pair_report, "save_figure", lambda plt, figure, path: kept.append(figure))
+    fields = {"p0": "syntax", "p1": "syntax"}
+    pair_report.draw_heat_map({"e": {"p0": 0.7, "p1": 0.25}}, 1, fields, tmp_path / "heatmap.png")
     cells, *_, bar = kept[0].axes
     (image,) = cells.images
     assert [float(text.get_text()) for text in cells.texts[::2]] == image.get_array()[:, 0].tolist() == [70, 25]
