@@ -12,17 +12,20 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
+from megatron_ddrp.data.atomic import atomic_folder
 from megatron_ddrp.data.sealed import file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder
 
@@ -135,3 +138,34 @@ def check_sums(folder: Path) -> None:
 
 def _are_facts(written: object) -> bool:
     return isinstance(written, dict) and {"bytes": int, "crc32": str} == {k: type(v) for k, v in written.items()}
+
+
+def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
+    """Raise `UserError` before any work if `output` must not be replaced; an empty folder may be used.
+
+    `replaceable` returns whether `--overwrite` may replace a folder; `kind` describes such folders in words.
+    """
+    if output.resolve() == Path.cwd():
+        raise UserError(
+            f"--output {output} is the current folder, which cannot be replaced: give the name of a new one",
+            WRONG_ARGUMENTS,
+        )
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"--output {output} exists: choose another name, or give --overwrite", WRONG_ARGUMENTS)
+    if not replaceable(output):
+        raise UserError(
+            f"--output {output} is not {kind}, and --overwrite replaces nothing else: choose another name",
+            WRONG_ARGUMENTS,
+        )
+
+
+@contextmanager
+def whole_folder(output: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """Provide a new folder of weights to write into, as `atomic_folder` does; its `check` runs before the renaming."""
+    try:
+        with atomic_folder(output, check) as folder:
+            yield folder
+    except SafetensorError as error:
+        raise UserError(f"--output {output}: the weights cannot be written: {error}") from None

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.export_check import check_export, write_sums
+from megatron_ddrp.conversion.export_check import check_export, whole_folder, write_sums
 from megatron_ddrp.conversion.families import FAMILIES, Family, leaving_family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.heads_ddrp import Pooler, TaskHead
-from megatron_ddrp.conversion.output_folder import whole_folder
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.conversion.to_huggingface import renamed
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, objective_class
-from megatron_ddrp.conversion.export_check import CARD, Scores, check_export, write_sums
+from megatron_ddrp.conversion.export_check import CARD, Scores, check_export, refuse_output, whole_folder, write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
 from megatron_ddrp.conversion.model_card import Described, Publishing, write_card
-from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object

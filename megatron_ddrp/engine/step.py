@@ -29,8 +29,8 @@ from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.parallel.collectives import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts, sum_over_ranks
-from megatron_ddrp.parallel.seeding import seed_draws
 
 
 class HostCopy:

@@ -123,3 +123,14 @@ def column_maps(x: Tensor, entrance: Entrance, maps: Sequence[nn.Linear]) -> tup
         entered = enter(x, entrance)
         return tuple(each(entered) for each in maps)
     return _ColumnMaps.apply(x, entrance, *(parameter for each in maps for parameter in (each.weight, each.bias)))
+
+
+def seed_draws(seed: int, device: torch.device) -> None:
+    """Seed torch's draws on the CPU and on `device`, as `torch.manual_seed(seed)` does.
+
+    `torch.manual_seed` seeds every kind of device that torch knows, and keeps a stack trace for each kind that this
+    machine lacks. That takes a millisecond, enough time to compute a small layer.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)

@@ -41,11 +41,11 @@ from megatron_ddrp.parallel.collectives import (
     column_map,
     column_maps,
     replicated_entrance,
+    seed_draws,
     sum_of_ranks,
 )
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
 
 

@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ddrp.data.ahead import results_in_order
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.packing import Row, join_samples, pack_rows
+from megatron_ddrp.data.progress import results_in_order
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from megatron_ddrp.data.ahead import results_in_order
+from megatron_ddrp.data.progress import results_in_order
 from megatron_ddrp.errors import UserError
 
 AHEAD = 4

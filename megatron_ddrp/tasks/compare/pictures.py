@@ -13,7 +13,7 @@ from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm, Run
 from megatron_ddrp.tasks.compare.tables import shown_budget
 from megatron_ddrp.tasks.measures import MINIMAL_PAIRS, factor_of, unit_of
-from megatron_ddrp.tasks.minimal_pairs.published import phenomenon
+from megatron_ddrp.tasks.minimal_pairs.pairs import phenomenon
 
 ROW = 0.36
 """Height of a row in inches."""

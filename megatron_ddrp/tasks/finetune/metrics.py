@@ -16,8 +16,11 @@ The tests compare the metrics with scikit-learn, scipy, seqeval and SQuAD's scri
 from __future__ import annotations
 
 import math
+import re
+import string
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -185,3 +188,46 @@ def rounding_error(labels: np.ndarray, predictions: np.ndarray) -> float:
 ACCURACY, F1, MACRO_F1 = Metric(right, share), Metric(_f1, share), Metric(by_number, macro_f1)
 MATTHEWS = Metric(_one_hot, _matthews)
 PEARSON, SPEARMAN = Metric(_numbers, _pearson), Metric(_numbers, _spearman)
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(answer: str) -> str:
+    """Return an answer in lower case, without ASCII punctuation, English articles and repeated blanks."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(gold: Sequence[str], predicted: str) -> float:
+    """Return 1.0 if the prediction equals one of the gold answers after normalization, otherwise 0.0."""
+    return float(normalize(predicted) in gold_answers(gold))
+
+
+def f1(gold: Sequence[str], predicted: str) -> float:
+    """Return the best F1 of the predicted words over the gold answers: 2·common / (words of both)."""
+    return max(_overlap(answer.split(), normalize(predicted).split()) for answer in gold_answers(gold))
+
+
+def gold_answers(answers: Sequence[str]) -> list[str]:
+    """Return the normalized answers that are not empty; only "" for an unanswerable question."""
+    return [text for text in map(normalize, answers) if text] or [""]
+
+
+def _overlap(gold: list[str], predicted: list[str]) -> float:
+    if not gold or not predicted:
+        return float(gold == predicted)
+    common = (Counter(gold) & Counter(predicted)).total()
+    return 2 * common / (len(gold) + len(predicted))
+
+
+def _mean_of(score: Callable[[Sequence[str], str], float]) -> Metric:
+    """Return the metric that is the mean of a question's score."""
+
+    def terms(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> Terms:
+        return np.array([score(*pair) for pair in zip(gold, predicted, strict=True)]), np.ones(len(gold))
+
+    return Metric(terms, share)
+
+
+ANSWER_F1, EXACT_MATCH = _mean_of(f1), _mean_of(exact_match)

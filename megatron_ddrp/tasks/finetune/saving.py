@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import is_checkpoint
-from megatron_ddrp.conversion.export_check import CARD
+from megatron_ddrp.conversion.export_check import CARD, whole_folder
 from megatron_ddrp.conversion.finetuned import TunedHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_card import loading_lines, render_card
 from megatron_ddrp.conversion.model_code import write_model_code
-from megatron_ddrp.conversion.output_folder import whole_folder
 from megatron_ddrp.conversion.task_heads import HeadForm
 from megatron_ddrp.conversion.training_record import facts_table
 from megatron_ddrp.data.atomic import write_text

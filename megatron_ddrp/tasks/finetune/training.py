@@ -32,8 +32,8 @@ from megatron_ddrp.encoders.encoder import cast_parameters
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import DTYPES
+from megatron_ddrp.parallel.collectives import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
-from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.tasks.finetune.determinism import deterministic, with_fallback
 from megatron_ddrp.tasks.finetune.heads import Scale, fold, output_layer
 from megatron_ddrp.tasks.finetune.kinds import KINDS

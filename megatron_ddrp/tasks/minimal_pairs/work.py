@@ -18,8 +18,7 @@ from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, drain, share_out, share_threads
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairJob, PairStore
-from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, read_pairs
-from megatron_ddrp.tasks.minimal_pairs.published import published_levels
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, published_levels, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.report import report_of, write_report
 from megatron_ddrp.tasks.minimal_pairs.scoring import Scorer, Subject, encode_pairs, score_sentences, subjects_of
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalize
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.metrics import exact_match, f1, normalize
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "squad_scores.json").read_text())["cases"]
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
-from megatron_ddrp.tasks.minimal_pairs.published import published_levels
+from megatron_ddrp.tasks.minimal_pairs.pairs import published_levels, read_pairs
 from tests.unit.minimal_pairs.conftest import PAIRS, write_pairs
 
 GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'

@@ -22,11 +22,10 @@ from megatron_ddrp.conversion.task_heads import SPAN, HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
 from megatron_ddrp.foreign import parse_json
-from megatron_ddrp.tasks.finetune.answers import ANSWER_F1, EXACT_MATCH
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_in
 from megatron_ddrp.tasks.finetune.layouts import flat_answers
-from megatron_ddrp.tasks.finetune.metrics import Metric
+from megatron_ddrp.tasks.finetune.metrics import ANSWER_F1, EXACT_MATCH, Metric
 from megatron_ddrp.tasks.finetune.output_files import SquadFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
