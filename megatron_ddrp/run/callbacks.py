@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.config import Config, LoggingConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import BY_CALLBACK, StopRequests
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class StopTraining(Exception):

@@ -65,6 +65,7 @@ def _keep_torch(stack: ExitStack, alone: bool) -> None:
     if alone and process_group.is_joined():
         raise UserError("this process already has a process group: end the other library's distributed run first")
     stack.enter_context(torch.random.fork_rng())
+    stack.callback(setattr, torch.nn.functional, "linear", torch.nn.functional.linear)  # ZeRO 3 replaces it
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     mode, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
-from megatron_ddrp.encoders.huggingface import Labels
+from megatron_ddrp.conversion.task_heads import SEQUENCE, SPAN, Labels
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -191,7 +191,7 @@ def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_fo
     BertModel.from_pretrained(bert_folder).half().save_pretrained(bert_folder)
     loaded, drawn = load_encoder(bert_folder), load_encoder(bert_folder, random_init=True)
     device = torch.device("cpu")
-    headed = loaded.family_model(loaded.fresh(1, device), "sequence", Labels(("a", "b"), None))
+    headed = loaded.family_model(loaded.fresh(1, device), SEQUENCE, Labels(("a", "b"), None))
     for module in (loaded.module, headed, drawn.fresh(1, device)):
         assert {weight.dtype for weight in module.parameters()} == {torch.float32}
 
@@ -200,7 +200,7 @@ def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_
     path = bert_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {str(i): f"l{i}" for i in range(5)}}))
     encoder = load_encoder(bert_folder)
-    headed = encoder.family_model(encoder.fresh(1, torch.device("cpu")), "qa", Labels(("answers",), None))
+    headed = encoder.family_model(encoder.fresh(1, torch.device("cpu")), SPAN, Labels((), None))
     assert headed.model.qa_outputs.out_features == 2
 
 

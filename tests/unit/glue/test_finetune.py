@@ -126,7 +126,7 @@ def tuning(micro=8, dropout=0.0, **more):
     encoder = BagOfPieces()
     encoder.dropout.p = dropout
     result = FineTuning(make_run(micro=micro, **more), TASKS["CoLA"], classifier("CoLA", encoder), rows(64, 0))
-    result.model.dropout.p = dropout
+    result.model.head.dropout.p = dropout
     return result
 
 
@@ -147,7 +147,7 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch():
     def weights(**more):
         one = tuning(dropout=0.5, **more)
         one.step(np.arange(8))
-        return one.model.output.weight.detach()
+        return one.model.head.classifier.weight.detach()
 
     assert (weights() == weights()).all()
     assert (weights() != weights(seed=2)).any()
@@ -172,7 +172,7 @@ def test_half_precision_keeps_masters_in_fp32():
         assert one.weights[name].dtype == torch.float32
         assert (parameter == one.weights[name].bfloat16()).all()
     # Steps of 1e-4 at 1e-2 would be lost in bf16's eight bits.
-    assert (one.weights["output.weight"] != begin["output.weight"]).all()
+    assert (one.weights["head.classifier.weight"] != begin["head.classifier.weight"]).all()
 
 
 def test_half_precision_leaves_rotary_frequencies_as_they_are():
@@ -194,7 +194,7 @@ NAMES = {
     "encoder.model.layers.0.attention.query.weight": 1,
     "encoder.model.encoder.layer.1.output.dense.bias": 2,
     "pooler.weight": 3,
-    "output.bias": 3,
+    "head.classifier.bias": 3,
 }
 
 
@@ -233,7 +233,7 @@ def test_layerwise_decay_divides_the_rate_by_depth():
     one.step(np.arange(8))
     rate = learning_rate_factor(0, one.total)
     rates = {id(p): group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
-    assert rates[id(one.weights["output.weight"])] == rates[id(one.weights["pooler.bias"])] == rate
+    assert rates[id(one.weights["head.classifier.weight"])] == rates[id(one.weights["head.pooler.dense.bias"])] == rate
     assert rates[id(one.weights["encoder.embedding.weight"])] == 0.5 * rate
 
 

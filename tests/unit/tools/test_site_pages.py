@@ -64,7 +64,7 @@ def test_a_broken_link_is_found() -> None:
         ("README.md", "CONTRIBUTING.md", "contributing.md"),
         ("README.md", "examples", f"{REPOSITORY}/tree/main/examples"),
         ("docs/data.md", "../README.md#two-commands", "index.md#two-commands"),
-        ("docs/data.md", "figures/space.png", "figures/space.png"),
+        ("docs/data.md", "figures/electra_wiki.png", "figures/electra_wiki.png"),
         ("docs/data.md", "../examples/quickstart.sh", f"{REPOSITORY}/blob/main/examples/quickstart.sh"),
         ("docs/deep/page.md", "../data.md", "../data.md"),
         ("docs/data.md", "#data", "#data"),
@@ -78,8 +78,8 @@ def test_a_link_leads_to_the_page_or_to_the_repository(source: str, link: str, e
 def test_code_and_html_keep_their_words_and_links() -> None:
     text = "`[a](../LICENSE)`\n\n```\n[b](../LICENSE)\n```\n\n    [c](../LICENSE)\n"
     assert with_site_links(text, "docs/data.md", REPOSITORY) == text
-    assert with_site_links('<img src="docs/figures/space.png">', "README.md", REPOSITORY) == (
-        '<img src="figures/space.png">'
+    assert with_site_links('<img src="docs/figures/electra_wiki.png">', "README.md", REPOSITORY) == (
+        '<img src="figures/electra_wiki.png">'
     )
 
 
@@ -95,4 +95,4 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert 'href="data.html"' in front and (tmp_path / "figures" / "space.png").exists()
+    assert 'href="data.html"' in front and (tmp_path / "figures" / "electra_wiki.png").exists()
