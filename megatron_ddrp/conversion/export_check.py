@@ -3,6 +3,8 @@
 Sums of the files of this project's exports: a folder that was damaged after its export is refused.
 
 Folders of other programs have no sums, and transformers ignores ours.
+
+Output folder of a conversion: written whole or not at all, and never over other work.
 """
 
 from __future__ import annotations

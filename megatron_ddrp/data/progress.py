@@ -1,4 +1,7 @@
-"""The progress bar of every command."""
+"""The progress bar of every command.
+
+Work done ahead of its use by threads or processes, with the results in the order of the work.
+"""
 
 from __future__ import annotations
 

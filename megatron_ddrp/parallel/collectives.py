@@ -8,6 +8,8 @@ has some rows exchanges its gradient beside the weights' gradients:
 
 Maps that share an input, such as query, key and value, are one node of the graph, so their dx is one tensor that is
 exchanged once. On GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
+
+Seeds of torch's random draws: dropout of a micro-batch, of a rank, of a fine-tuning step.
 """
 
 from __future__ import annotations

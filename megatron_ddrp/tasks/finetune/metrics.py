@@ -11,6 +11,13 @@ either side is constant; predictions are constant if they differ by rounding alo
 scikit-learn does for a constant guess, and marks it as undefined; in a sample it is 0.
 
 The tests compare the metrics with scikit-learn, scipy, seqeval and SQuAD's script.
+
+Exact match and F1 of answers to questions, computed as in SQuAD's evaluation script, version 2.0.
+
+Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822. Answers are compared in lower case, without ASCII punctuation,
+English articles and repeated blanks. If there are several gold answers, the best one counts. An unanswerable question
+has the single gold answer "". If the gold answer or the prediction is empty, F1 is 1 if both are and 0 otherwise. For
+answers that are not empty, version 1.1 gives the same scores.
 """
 
 from __future__ import annotations

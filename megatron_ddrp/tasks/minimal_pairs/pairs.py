@@ -1,4 +1,7 @@
-"""Reader of minimal pairs from JSON lines: BLiMP's files, or others with `sentence_good` and `sentence_bad`."""
+"""Reader of minimal pairs from JSON lines: BLiMP's files, or others with `sentence_good` and `sentence_bad`.
+
+Accuracies and phenomena that BLiMP's authors published; the accuracies are in their folder `raw_results/summary`.
+"""
 
 from __future__ import annotations
 
