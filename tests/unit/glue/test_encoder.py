@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
 from megatron_ddrp.conversion.task_heads import SEQUENCE, SPAN, Labels
+from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
