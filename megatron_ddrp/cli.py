@@ -137,6 +137,12 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"did you mean {close}?" if close else ""
 
 
+PLUGIN_HELP = (
+    "Python file with your own position encodings or objectives (ENCODINGS = {name: class}, OBJECTIVES = "
+    "{name: class}); its code is run"
+)
+
+
 def add_plugin_flag(parser: Any) -> None:
     """Add `--plugin` to a parser or a group of its arguments; `parse_args` loads the files."""
     parser.add_argument(
@@ -145,8 +151,7 @@ def add_plugin_flag(parser: Any) -> None:
         nargs="+",
         metavar="FILE.py",
         default=argparse.SUPPRESS,
-        help="Python file with your own position encodings or objectives (ENCODINGS = {name: class}, OBJECTIVES = "
-        "{name: class}); its code is run",
+        help=PLUGIN_HELP,
     )
 
 

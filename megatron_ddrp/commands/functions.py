@@ -24,9 +24,10 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
 from megatron_ddrp.config.option import flag_words
-from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.config.reading import Option, options_of
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
 from megatron_ddrp.foreign import parse_json, read_json
@@ -37,12 +38,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = list[dict[str, Any]]
 
 
-def takes_flags_of(name: str) -> Callable[[Function], Function]:
+def takes_flags_of(name: str, plugins: bool = True) -> Callable[[Function], Function]:
     """Return a decorator that gives a function the signature of a command's flags, and its docstring their help.
 
-    The command's module lists its dataclasses of options as `SECTIONS`.
+    The command's module lists its dataclasses of options as `SECTIONS`; with `plugins` there is --plugin beside them.
     """
     options = options_of(*importlib.import_module(COMMANDS[name].module).SECTIONS)
+    if plugins:
+        options["plugin"] = Option(str | Sequence[str] | None, {"help": PLUGIN_HELP}, None)
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -135,7 +138,7 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
     return Run(Path(save) if save else None, trained.iteration, bool(trained.code), kept.rows)
 
 
-@takes_flags_of("preprocess")
+@takes_flags_of("preprocess", plugins=False)
 def preprocess(*, texts: Iterable[Any] | None = None, **settings: Any) -> list[str]:
     """Write indexed datasets from `input` files or from `texts`, and return their prefixes, for `data_path`.
 
@@ -146,7 +149,7 @@ def preprocess(*, texts: Iterable[Any] | None = None, **settings: Any) -> list[s
     return [] if result is None else list(result.prefixes)
 
 
-@takes_flags_of("train-tokenizer")
+@takes_flags_of("train-tokenizer", plugins=False)
 def train_tokenizer(*, texts: Iterable[Any] | None = None, **settings: Any) -> Path:
     """Learn a vocabulary from `input` files or from `texts`, as `preprocess` takes them; return its file."""
     with input_of(texts, settings) as given:
@@ -179,7 +182,7 @@ def minimal_pairs(**settings: Any) -> Results:
     return results_of("minimal-pairs", settings, "table.md", "scores.jsonl", "results.json")
 
 
-@takes_flags_of("compare")
+@takes_flags_of("compare", plugins=False)
 def compare(plan: Any, **settings: Any) -> Results:
     """Train and score the models of a plan, or take files of rows, and write one page."""
     plans = [plan] if isinstance(plan, (str, os.PathLike)) else plan

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.arguments import Invocation, parse_arguments
 from megatron_ddrp.config import concerns
 from megatron_ddrp.errors import allocations_as_user_errors
 from megatron_ddrp.run.launch import first_rank_speaks
 
-SECTIONS = tuple(concerns().values())
+SECTIONS = (Invocation, *concerns().values())
 
 
 def main(words: Sequence[str] | None = None) -> int:

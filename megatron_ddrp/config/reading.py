@@ -23,7 +23,7 @@ SHOWN = reprlib.Repr()
 """Printer of values in errors. It cuts long and deep values: a few bytes of YAML can expand to gigabytes."""
 SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
 
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "some text"}
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "some text", Path: "a path"}
 
 
 class Place(NamedTuple):
@@ -167,7 +167,7 @@ def _one(value: Any, kind: Any, rules: Mapping[str, Any], place: Place) -> Any:
         if isinstance(value, (list, dict, type(None))) or isinstance(value, bool) != (kind is bool):
             raise ValueError
         converted = kind(value)
-        if kind is int and converted != float(value) or kind is str and not converted.strip():
+        if kind is int and converted != float(value) or kind in (str, Path) and not str(value).strip():
             raise ValueError
         if choices and converted not in choices:
             raise ValueError

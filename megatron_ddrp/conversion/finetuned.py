@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.export_check import check_export, whole_folder, write_sums
+from megatron_ddrp.conversion.exported_folder import check_export, whole_folder, write_sums
 from megatron_ddrp.conversion.families import FAMILIES, Family, leaving_family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.heads_ddrp import Pooler, TaskHead

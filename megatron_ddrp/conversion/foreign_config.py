@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.export_check import check_sums
+from megatron_ddrp.conversion.exported_folder import check_sums
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
 

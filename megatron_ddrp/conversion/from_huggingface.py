@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, save_config
-from megatron_ddrp.conversion.export_check import refuse_output, whole_folder
+from megatron_ddrp.conversion.exported_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.training_record import model_flags, objective_flags
 from megatron_ddrp.conversion.weight_files import INDEX, PICKLED_WEIGHTS, SAFE_WEIGHTS

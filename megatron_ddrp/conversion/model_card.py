@@ -16,7 +16,7 @@ import yaml
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config
-from megatron_ddrp.conversion.export_check import CARD
+from megatron_ddrp.conversion.exported_folder import CARD
 from megatron_ddrp.conversion.families import Family
 from megatron_ddrp.conversion.training_record import (
     command,

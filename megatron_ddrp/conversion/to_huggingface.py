@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, objective_class
-from megatron_ddrp.conversion.export_check import CARD, Scores, check_export, refuse_output, whole_folder, write_sums
+from megatron_ddrp.conversion.exported_folder import CARD, Scores, check_export, refuse_output, whole_folder, write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
 from megatron_ddrp.conversion.model_card import Described, Publishing, write_card
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
@@ -75,7 +75,7 @@ class Export:
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
 
-def export_checkpoint(
+def exported_folderpoint(
     load: Path,
     output: Path,
     overwrite: bool = False,

@@ -1,6 +1,7 @@
 """Settings from YAML: typed by the dataclass that takes them, and refused with the file and the key."""
 
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,7 @@ class Outer:
     is_on: bool = option(False, "…")
     inner: Inner = option(Inner(), "…")
     others: tuple[Inner, ...] = option((), "…")
+    file: Path = option(Path("x"), "…")
 
 
 def read(**values):
@@ -60,6 +62,8 @@ def test_keys_have_dashes_or_underscores():
         ({"name": "a", "inner": {"low": 1}}, "f.yaml: inner.low: got 1.0: it must lie in [0, 1)"),
         ({"name": "a", "inner": {"low": 0.6}}, "f.yaml: inner: low 0.6 is above high 0.5"),
         ({"name": "a", "others": [{}, {"low": "x"}]}, "f.yaml: others[2].low: got 'x', expected a number"),
+        ({"name": "a", "file": ["x", "y"]}, "f.yaml: file: got ['x', 'y'], expected a path"),
+        ({"name": "a", "file": " "}, "f.yaml: file: got ' ', expected a path"),
         ({"name": "a", "inner": [1]}, "f.yaml: inner: expected settings such as `low: …`, got a list"),
     ],
 )

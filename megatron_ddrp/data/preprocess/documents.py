@@ -24,7 +24,7 @@ from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chun
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
 
-MAX_RECORD_BYTES = 1 << 28
+MAX_RECORD_BYTES = 1 << 26
 """Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import is_checkpoint
-from megatron_ddrp.conversion.export_check import CARD, whole_folder
+from megatron_ddrp.conversion.exported_folder import CARD, whole_folder
 from megatron_ddrp.conversion.finetuned import TunedHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_card import loading_lines, render_card

@@ -11,7 +11,7 @@ from parity import Case, draw, example
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ObjectiveConfig, encoding_class
-from megatron_ddrp.conversion.export_check import exported_class
+from megatron_ddrp.conversion.exported_folder import exported_class
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face

@@ -11,7 +11,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder, model_flags
-from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
 from tests.unit.conversion.test_to_huggingface import run_tool
@@ -168,7 +168,7 @@ def test_a_bare_encoder_gets_a_new_head(tmp_path, hf, vocab):
 
 def test_export_then_import_gives_the_same_weights(tmp_path, hf, tokenizer):
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute", relative_distance=64)
-    export_checkpoint(load, hf)
+    exported_folderpoint(load, hf)
     import_folder(hf, tmp_path / "back")
     (model, _, config), (back, again, restored) = load_model(load), load_model(tmp_path / "back")
     assert restored.model == config.model

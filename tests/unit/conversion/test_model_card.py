@@ -13,7 +13,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.convert import main
 from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
-from megatron_ddrp.conversion.export_check import CARD
+from megatron_ddrp.conversion.exported_folder import CARD
 from megatron_ddrp.conversion.model_card import Publishing
 from megatron_ddrp.conversion.training_record import progress
 from megatron_ddrp.data.sealed import SUM, object_sum
@@ -61,7 +61,7 @@ def unchecked(monkeypatch):
 
 
 def card_of(run, output, **publishing):
-    to_huggingface.export_checkpoint(run, output, publishing=Publishing(**publishing))
+    to_huggingface.exported_folderpoint(run, output, publishing=Publishing(**publishing))
     return (output / CARD).read_text(encoding="utf-8")
 
 

@@ -47,11 +47,11 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(run):
     """Its export, the export's masked LM and tokenizer as transformers loads them."""
-    from megatron_ddrp.conversion.export_check import exported_class
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+    from megatron_ddrp.conversion.exported_folder import exported_class
+    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
 
     folder = run.parent / "hf"
-    export_checkpoint(run, folder)
+    exported_folderpoint(run, folder)
     model = exported_class(folder, "DdrpForMaskedLM").from_pretrained(folder).eval()
     return folder, model, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
