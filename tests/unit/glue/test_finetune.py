@@ -13,6 +13,7 @@ from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter, pad_batch
 from megatron_ddrp.engine.build import decays
 from megatron_ddrp.model import build_model
+from megatron_ddrp.tasks.finetune import training
 from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import FineTuning, finetune, layer_depths, learning_rate_factor
@@ -152,6 +153,43 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch():
     assert (weights() == weights()).all()
     assert (weights() != weights(seed=2)).any()
     assert (weights(micro=4) != weights(micro=8)).any()
+
+
+def test_dropout_of_each_step_and_micro_batch_has_a_seed_of_its_own(monkeypatch):
+    def seeds():
+        drawn = []
+        monkeypatch.setattr(training, "seed_draws", lambda seed, device: drawn.append(seed))
+        one = tuning(micro=4, dropout=0.5)
+        for _ in range(2):
+            one.step(np.arange(8))
+        return drawn
+
+    first = seeds()
+    assert len(first) == len(set(first)) == 4 and seeds() == first
+
+
+def test_biases_do_not_decay_and_matrices_do():
+    one = tuning()
+    decays = {id(p): group["weight_decay"] for group in one.optimizer.param_groups for p in group["params"]}
+    assert {name: decays[id(weight)] for name, weight in one.weights.items()} == {
+        "encoder.embedding.weight": 0.01,
+        "head.pooler.dense.weight": 0.01,
+        "head.pooler.dense.bias": 0.0,
+        "head.classifier.weight": 0.01,
+        "head.classifier.bias": 0.0,
+    }
+
+
+@pytest.mark.parametrize(("factor", "is_clipped"), [(1e3, True), (1e-3, False)])
+def test_gradients_are_clipped_to_a_norm_of_one(factor, is_clipped):
+    """Adam's step forgets a gradient's size; its first moment after one step is a tenth of the gradient."""
+    one = tuning()
+    with torch.no_grad():
+        one.model.head.classifier.weight.mul_(factor)
+    one.step(np.arange(8))
+    moments = [one.optimizer.state[weight]["exp_avg"] for weight in one.weights.values()]
+    norm = 10 * torch.cat([moment.flatten() for moment in moments]).norm().item()
+    assert norm == pytest.approx(1, rel=1e-4) if is_clipped else 0 < norm < 0.99
 
 
 def test_every_dev_row_is_scored_once_without_dropout():
