@@ -44,6 +44,14 @@ def test_a_pause_between_two_readings_takes_no_step_with_it(time_passes):
     assert clock.read() == {"tokens_per_second": 25.0, "step_time": 4.0}
 
 
+@pytest.mark.parametrize(("start", "now", "eta"), [(0, 10, "19m50s"), (1000, 1010, "3m10s")])
+def test_the_time_left_is_that_of_the_steps_since_the_start_of_this_process(start, now, eta, time_passes):
+    """A resumed run has not spent the time of the steps before it."""
+    clock = Clock(start, 1200)
+    time_passes.append(10.0)
+    assert clock.eta(now) == eta
+
+
 def test_without_a_peak_there_is_no_mfu():
     clock = Clock(0, 10)
     clock.count(tokens=100, flop=3e12)
