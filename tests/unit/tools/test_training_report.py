@@ -110,8 +110,8 @@ def test_each_runs_loss_has_its_own_name_beside_an_electra():
 
 def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
     rows = [
-        {"iteration": 1, "lm_loss": 9.0, "step_time": 2.0, "consumed_tokens": 90, "peak_memory_gib": 0.5},
-        {"iteration": 10, "lm_loss": 8.0, "step_time": 1.0, "consumed_tokens": 1100, "peak_memory_gib": 0.75},
+        {"iteration": 1, "lm_loss": 9.0, "step_time": 2.0, "consumed_tokens": 90, "peak_memory_gib": 0.75},
+        {"iteration": 10, "lm_loss": 8.0, "step_time": 1.0, "consumed_tokens": 1100, "peak_memory_gib": 0.5},
     ]
     assert training_seconds(rows) == 2.0 + 9 * 1.0
     assert dict(facts(tmp_path, rows)) == {
