@@ -26,7 +26,7 @@ from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.exported_folder import exported_class
 from megatron_ddrp.conversion.families import FAMILIES, Family
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.model import build_model
 from megatron_ddrp.pages.markdown import Table
@@ -111,7 +111,7 @@ def write_run(case: Case, folder: Path) -> Path:
 def exported(case: Case, folder: Path) -> tuple[Any, Any]:
     """Return (model of transformers, model of ours): ours was exported."""
     run = write_run(case, folder / "run")
-    export = exported_folderpoint(run, folder / "hf", family_name=case.family.model_type)
+    export = export_checkpoint(run, folder / "hf", family_name=case.family.model_type)
     return _load(folder / "hf"), checkpoint.load_model(export.source)[0]
 
 

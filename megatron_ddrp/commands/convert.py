@@ -147,10 +147,10 @@ def main(words: Sequence[str] | None = None) -> None:
             print(f"{sys.argv[0]}: warning: {imported.warning}", file=sys.stderr)
     else:
         from megatron_ddrp.conversion.model_card import Publishing
-        from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+        from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
         publishing = Publishing(arguments.license, arguments.language or ())
-        exported = exported_folderpoint(
+        exported = export_checkpoint(
             arguments.load, arguments.output, arguments.overwrite, arguments.family, publishing
         )
         print(exported.summary())

@@ -75,7 +75,7 @@ class Export:
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
 
-def exported_folderpoint(
+def export_checkpoint(
     load: Path,
     output: Path,
     overwrite: bool = False,

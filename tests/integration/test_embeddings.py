@@ -11,7 +11,7 @@ import torch
 from scipy.stats import spearmanr
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
 
@@ -29,7 +29,7 @@ def test_an_export_becomes_a_sentence_encoder_that_mteb_scores(tmp_path, monkeyp
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]), encoding="utf-8")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocabulary)
     run = write_checkpoint(tmp_path / "run", tokenizer)
-    exported_folderpoint(run, tmp_path / "hf")
+    export_checkpoint(run, tmp_path / "hf")
     animals = ("cat", "dog", "bird", "blue")
     rows = [
         {"sentence1": f"the {a} run", "sentence2": f"red {b}", "score": 5.0 * (a == b) + (a < b)}

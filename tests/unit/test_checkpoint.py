@@ -13,7 +13,7 @@ from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_state, write_state
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
@@ -296,7 +296,7 @@ def analysis_of_all(folder):
 
 READERS = {
     "load_model": lambda folder: load_model(folder) and "",
-    "convert": lambda folder: exported_folderpoint(folder, folder.parent / "hf") and "",
+    "convert": lambda folder: export_checkpoint(folder, folder.parent / "hf") and "",
     "glue": glue,
     "analyze": lambda folder: find_snapshots([folder], every=False) and "",
     "analyze-all": analysis_of_all,

@@ -29,9 +29,9 @@ def is_png(path):
 
 def test_self_similarity_covers_every_checkpoint_and_export(run_folder, analyze_main, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
-    exported_folderpoint(run_folder, tmp_path / "export")
+    export_checkpoint(run_folder, tmp_path / "export")
     result = analyze_main("self-similarity", [run_folder, tmp_path / "export"], tmp_path / "f.png", "--sentences", 40)
     first, last, exported = result["checkpoints"]
     assert [row["iteration"] for row in result["checkpoints"]] == [10, 20, None]
@@ -56,10 +56,10 @@ def save_run(folder, run_folder, tiny_corpus, **changes):
 
 
 def test_a_plain_bert_is_read_too(run_folder, tiny_corpus, analyze_main, tmp_path):
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
     save_run(tmp_path / "bert", run_folder, tiny_corpus, position_encoding="absolute")
-    exported_folderpoint(tmp_path / "bert", tmp_path / "hf")
+    export_checkpoint(tmp_path / "bert", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "bert"
     more = ("--sentences", 20, "--split", "80,20,0")
     rows = analyze_main("self-similarity", [tmp_path / "bert", tmp_path / "hf"], tmp_path / "f.json", *more)

@@ -26,7 +26,7 @@ from megatron_ddrp.conversion.families.own import ALWAYS
 from megatron_ddrp.conversion.foreign_config import OWN_SETTINGS, SIZES
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import read_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.engine.checkpoint import Progress
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import write_theirs
@@ -163,7 +163,7 @@ def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
     kept = {key: HEADS[key] for key in family.head_keys}
     case = Case(family, "masked-lm")
     if family.has_code:
-        exported_folderpoint(write_run(case, tmp_path / "run"), tmp_path / "hf")
+        export_checkpoint(write_run(case, tmp_path / "run"), tmp_path / "hf")
         (tmp_path / "hf" / SUMS).unlink()
         path = tmp_path / "hf" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | kept))
@@ -172,9 +172,9 @@ def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
     import_folder(tmp_path / "hf", tmp_path / "start")
     state = checkpoint.read_state(checkpoint.newest(tmp_path / "start"))
     assert Progress.from_state(state).head_settings == kept, "later checkpoints of the run have them too"
-    exported_folderpoint(tmp_path / "start", tmp_path / "again", family_name=name)
+    export_checkpoint(tmp_path / "start", tmp_path / "again", family_name=name)
     assert kept.items() <= json.loads((tmp_path / "again" / "config.json").read_text()).items()
-    exported_folderpoint(tmp_path / "start", tmp_path / "own", family_name="megatron_ddrp")
+    export_checkpoint(tmp_path / "start", tmp_path / "own", family_name="megatron_ddrp")
     own = json.loads((tmp_path / "own" / "config.json").read_text())
     assert [key for key in kept if key in own] == [key for key in kept if key == "classifier_dropout"]
 
@@ -185,7 +185,7 @@ def test_a_classifier_on_a_modernbert_that_went_through_training_has_the_same_lo
 
     write_theirs("modernbert", tmp_path / "hf", classifier_pooling="mean")
     import_folder(tmp_path / "hf", tmp_path / "start")
-    exported_folderpoint(tmp_path / "start", tmp_path / "again")
+    export_checkpoint(tmp_path / "start", tmp_path / "again")
     models = [AutoModelForSequenceClassification.from_pretrained(tmp_path / f).eval() for f in ("hf", "again")]
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(5, 18, (2, 12), generator=torch.Generator().manual_seed(0))

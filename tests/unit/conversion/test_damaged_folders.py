@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from megatron_ddrp.conversion.exported_folder import SUMS
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import READERS, write_checkpoint
 
@@ -90,7 +90,7 @@ def damage(folder, seed):
 @pytest.mark.parametrize("encoding", ["absolute", "ddrp"])
 def test_a_damaged_folder_is_taken_or_refused_in_one_line(tmp_path, tokenizer, offline, little_room, encoding):
     whole = tmp_path / "whole"
-    exported_folderpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), whole)
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), whole)
     (whole / SUMS).unlink()  # else nothing but sums would be tested
     refused = 0
     for seed in range(DAMAGED):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 from tests.unit.conversion.test_damaged_folders import refused_in_one_line
@@ -176,7 +176,7 @@ def test_a_model_of_replaced_token_detection_leaves_as_a_plain_encoder(tmp_path,
 
     settings = {"position_encoding": "deberta-v2", "num_segments": 0, "num_layers": 1}
     run = write_checkpoint(tmp_path / "run", tokenizer, objective="rtd", **settings)
-    export = exported_folderpoint(run, tmp_path / "hf")
+    export = export_checkpoint(run, tmp_path / "hf")
     assert "a plain DebertaV2: AutoModel.from_pretrained" in export.summary()
     weights, (model, _, _) = load_file(tmp_path / "hf" / "model.safetensors"), load_model(run)
     assert {name for name in weights if not name.startswith("deberta.")} == DETECTOR.keys()
@@ -197,5 +197,5 @@ def test_models_that_transformers_cannot_follow_leave_with_their_code(tmp_path, 
     for number, change in enumerate(({"deberta_emd": True}, {"relative_table": "per-layer"})):
         place = tmp_path / str(number)
         settings = {"position_encoding": "deberta-v2", "num_layers": 1, **change}
-        export = exported_folderpoint(write_checkpoint(place / "run", tokenizer, **settings), place / "hf")
+        export = export_checkpoint(write_checkpoint(place / "run", tokenizer, **settings), place / "hf")
         assert export.family.model_type == "megatron_ddrp"

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.encoders.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
@@ -26,7 +26,7 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
     load = write_checkpoint(
         tmp_path / "run", tokenizer, objective, position_encoding=encoding, layernorm_position=order
     )
-    export = exported_folderpoint(load, tmp_path / "hf")
+    export = export_checkpoint(load, tmp_path / "hf")
     assert not [name for name in export.weights if "generator" in name]
     assert not [name for name in export.weights if "difference" in name]
     plain = (objective, encoding) == ("electra", "absolute")
@@ -70,7 +70,7 @@ def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer, objectiv
 def test_a_run_goes_on_from_an_exported_rtd_model(tmp_path, tokenizer, offline):
     """Its one table becomes the generator's, beside a difference of 0; head and layers are those of before."""
     load = write_checkpoint(tmp_path / "run", tokenizer, "rtd")
-    exported_folderpoint(load, tmp_path / "hf")
+    export_checkpoint(load, tmp_path / "hf")
     imported = import_folder(tmp_path / "hf", tmp_path / "again")
     assert "generator (drawn anew" in imported.summary() and "difference of the embeddings (0" in imported.summary()
     (before, _, _), (after, _, config) = load_model(load), load_model(tmp_path / "again")
@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_an_exported_rtd_model(tmp_path, tokenizer, offline):
 def test_a_generators_mask_decoder_and_models_without_segments_come_back(tmp_path, tokenizer, offline, objective):
     changes = {"position_encoding": "ddrp", "deberta_emd": True, "num_segments": 0}
     load = write_checkpoint(tmp_path / "run", tokenizer, objective, **changes)
-    exported_folderpoint(load, tmp_path / "hf")
+    export_checkpoint(load, tmp_path / "hf")
     imported = import_folder(tmp_path / "hf", tmp_path / "again")
     assert "--deberta-emd" in imported.summary() and "--num-segments 0" in imported.summary()
     model = load_model(tmp_path / "again")[0]

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megatron_ddrp.conversion.exported_folder import CARD, SUMS
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import READERS, write_checkpoint
 
@@ -14,7 +14,7 @@ from tests.unit.conversion.conftest import READERS, write_checkpoint
 @pytest.fixture(params=["absolute", "ddrp"])
 def export(tmp_path, tokenizer, request):
     run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding=request.param)
-    return exported_folderpoint(run, tmp_path / "hf").output
+    return export_checkpoint(run, tmp_path / "hf").output
 
 
 def test_every_file_but_code_and_card_has_a_sum(export):

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ddrp.conversion.families import HEADS
 from megatron_ddrp.conversion.task_heads import HEAD_FORMS
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 FINE_TUNED = dict(zip(("sequence", "tokens", "qa"), (form.name for form in HEAD_FORMS), strict=True))
@@ -31,8 +31,8 @@ def auto_class(kind):
 def folders(tmp_path, tokenizer, offline):
     """One BERT of ours as two exports: with our own code, and as transformers' own class."""
     run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute")
-    exported_folderpoint(run, tmp_path / "own", family_name="megatron_ddrp")
-    exported_folderpoint(run, tmp_path / "bert")
+    export_checkpoint(run, tmp_path / "own", family_name="megatron_ddrp")
+    export_checkpoint(run, tmp_path / "bert")
     return SimpleNamespace(own=tmp_path / "own", bert=tmp_path / "bert")
 
 
@@ -95,7 +95,7 @@ def test_every_kind_trains_under_the_trainer_and_is_saved_whole(tmp_path, tokeni
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     from transformers import AutoModel, Trainer, TrainingArguments
 
-    exported_folderpoint(write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf")
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf")
     model = auto_class(kind).from_pretrained(tmp_path / "hf", trust_remote_code=True)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     labels = {
@@ -132,7 +132,7 @@ def test_the_code_suits_older_versions_of_transformers(tmp_path, tokenizer, offl
     """They copy only direct imports of a local folder, and save only the code of registered classes."""
     from transformers.dynamic_module_utils import get_relative_imports
 
-    exported_folderpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), tmp_path / "hf")
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), tmp_path / "hf")
     code = tmp_path / "hf" / "modeling_ddrp.py"
     assert set(get_relative_imports(code)) == {path.stem for path in code.parent.glob("*.py")} - {code.stem}
     expected = {f"DdrpFor{name}": f"AutoModelFor{name}" for name in FINE_TUNED.values()}

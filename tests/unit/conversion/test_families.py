@@ -17,7 +17,7 @@ from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.config import ENCODINGS, ModelConfig, flag
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
 from tests.unit.conversion.conftest import ours, padded_pair_batch, write_checkpoint
@@ -94,7 +94,7 @@ def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
     model, _, config = load_model(folder / "imported")
     assert len(table) == 26 and config.model.seq_length == 24 and config.model.num_segments == 1
     assert torch.equal(model.embeddings.absolute.weight, table[2:])
-    exported_folderpoint(folder / "imported", tmp_path / "hf")
+    export_checkpoint(folder / "imported", tmp_path / "hf")
     again = load_file(tmp_path / "hf" / "model.safetensors")["roberta.embeddings.position_embeddings.weight"]
     assert torch.equal(again[2:], table[2:]) and not again[:2].any()
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -169,7 +169,7 @@ def test_a_colleague_goes_on_from_an_export_alone(tmp_path, tokenizer, monkeypat
     monkeypatch.setattr("megatron_ddrp.conversion.to_huggingface.check_export", lambda *_: "in other tests")
     settings = {"position_encoding": encoding, "layernorm_position": "pre", "num_layers": 1}
     run = write_checkpoint(tmp_path / "run", tokenizer, **settings)
-    exported_folderpoint(run, tmp_path / "hf")
+    export_checkpoint(run, tmp_path / "hf")
     start = import_folder(tmp_path / "hf", tmp_path / "start")
     assert start.objective.objective == "mth" and start.weights.left_out == start.weights.initialised == []
     (model, _, config), (again, theirs, restored) = load_model(run), load_model(tmp_path / "start")
@@ -182,11 +182,11 @@ def test_a_colleague_goes_on_from_an_export_alone(tmp_path, tokenizer, monkeypat
 
 def test_a_family_is_named_or_refused(tmp_path, offline, folders):
     folder = folders(Case(FAMILIES["roberta"], "masked-lm")) / "imported"
-    assert exported_folderpoint(folder, tmp_path / "bert", family_name="bert").family.class_name == "Bert"
+    assert export_checkpoint(folder, tmp_path / "bert", family_name="bert").family.class_name == "Bert"
     with pytest.raises(UserError, match="--family deberta: --position-encoding is absolute, and Deberta has deberta"):
-        exported_folderpoint(folder, tmp_path / "deberta", family_name="deberta")
+        export_checkpoint(folder, tmp_path / "deberta", family_name="deberta")
     with pytest.raises(UserError, match="--family gpt is not known: expected one of camembert"):
-        exported_folderpoint(folder, tmp_path / "gpt", family_name="gpt")
+        export_checkpoint(folder, tmp_path / "gpt", family_name="gpt")
     result = run_tool("--from-hf", folder, "--output", tmp_path / "x", "--family", "bert")
     assert result.returncode == 2 and "--family needs --load" in result.stderr
 

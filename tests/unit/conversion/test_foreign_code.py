@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megatron_ddrp.conversion.exported_folder import SUMS
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import READERS, write_checkpoint
@@ -41,7 +41,7 @@ def export(tmp_path, tokenizer, offline, marker):
 
     def make(encoding):
         folder = tmp_path / "hf"
-        exported_folderpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), folder)
+        export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding), folder)
         (folder / SUMS).unlink()  # no sum shall refuse what is to be refused as code
         (folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
         return folder

@@ -1,6 +1,7 @@
 """An imported folder computes what transformers computes, and says what it took and what it did not."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder, model_flags
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
 from tests.unit.conversion.test_to_huggingface import run_tool
@@ -168,7 +169,7 @@ def test_a_bare_encoder_gets_a_new_head(tmp_path, hf, vocab):
 
 def test_export_then_import_gives_the_same_weights(tmp_path, hf, tokenizer):
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute", relative_distance=64)
-    exported_folderpoint(load, hf)
+    export_checkpoint(load, hf)
     import_folder(hf, tmp_path / "back")
     (model, _, config), (back, again, restored) = load_model(load), load_model(tmp_path / "back")
     assert restored.model == config.model
@@ -250,6 +251,18 @@ def test_other_berts_are_refused(tmp_path, hf, vocab, changes, words):
     write_folder(hf, vocab, "BertForMaskedLM")
     change_config(hf, **changes)
     with pytest.raises(UserError, match=words):
+        import_folder(hf, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path, hf, vocab, value):
+    write_folder(hf, vocab, "BertForMaskedLM")
+    weights = load_file(hf / "model.safetensors")
+    name = "bert.encoder.layer.1.output.dense.weight"
+    weights[name][3, 5] = value
+    save_file(weights, hf / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} contains a value that is not a finite number"):
         import_folder(hf, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

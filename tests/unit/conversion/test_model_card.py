@@ -61,7 +61,7 @@ def unchecked(monkeypatch):
 
 
 def card_of(run, output, **publishing):
-    to_huggingface.exported_folderpoint(run, output, publishing=Publishing(**publishing))
+    to_huggingface.export_checkpoint(run, output, publishing=Publishing(**publishing))
     return (output / CARD).read_text(encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS, load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import PositionTerms
 from tests.unit.conversion.conftest import READERS, ours, padded_pair_batch, write_checkpoint
@@ -51,7 +51,7 @@ for folder in sys.argv[1:]:
 def export_with_expected(folder, tokenizer, **settings):
     """Export a model of these settings, with what it computes in expected.pt; return the folder."""
     load = write_checkpoint(folder / "run", tokenizer, **settings)
-    exported_folderpoint(load, folder / "hf")
+    export_checkpoint(load, folder / "hf")
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     states, logits = ours(load_model(load)[0], ids, segments, mask)
     torch.save((ids, segments, mask, states[-1], logits), folder / "hf" / "expected.pt")
@@ -202,7 +202,7 @@ def test_a_plugin_whose_folder_would_not_work_leaves_none(tmp_path, tokenizer, o
     plugin(PLUGIN.replace(before, after))
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")
     with pytest.raises(UserError, match=words):
-        exported_folderpoint(load, tmp_path / "hf")
+        export_checkpoint(load, tmp_path / "hf")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("hf") and path.name != "hf_modules"]
 
 
@@ -237,7 +237,7 @@ def test_a_folder_of_an_older_version_is_read(tmp_path, tokenizer, offline, enco
     """It has other code in it, which we do not run, lacks some settings, and names its weights as today."""
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding=encoding, num_layers=1, deberta_emd=False)
     folder = tmp_path / "hf"
-    weights = exported_folderpoint(load, folder).weights
+    weights = export_checkpoint(load, folder).weights
     assert {name for name in weights if "position" in name} == WEIGHTS[encoding]
     for path in folder.glob("*.py"):
         path.unlink()

@@ -11,7 +11,7 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import write_checkpoint
 from tests.unit.conversion.test_damaged_folders import refused_in_one_line
@@ -131,7 +131,7 @@ def test_packed_rows_are_equal_under_masks_of_documents(folder):
 
 def test_an_export_has_both_forms_and_the_special_ids(folder, tmp_path, offline):
     folder, theirs, _ = folder
-    exported_folderpoint(folder / "imported", tmp_path / "hf")
+    export_checkpoint(folder / "imported", tmp_path / "hf")
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
     expected = {
         **{"layer_types": kinds("fllf"), "global_attn_every_n_layers": 3, "local_attention": 10},
@@ -175,7 +175,7 @@ def test_a_model_with_biases_leaves_as_a_plain_one(tmp_path, offline, key_bias):
     changes = {"bias": True, "key_bias": key_bias, "local_attention": None, "local_rope_theta": None}
     names = {"ffn", "layernorm_position", "first_norm", "num_segments", "position_encoding", "rope_theta", "num_layers"}
     run = write_checkpoint(tmp_path / "run", tokenizer, **{n: getattr(config, n) for n in names} | changes)
-    export = exported_folderpoint(run, tmp_path / "hf")
+    export = export_checkpoint(run, tmp_path / "hf")
     assert export.family is FAMILY and "trust_remote_code" not in export.summary()
     again = load_model(import_folder(tmp_path / "hf", tmp_path / "back").output)[2].model
     assert (again.bias, again.key_bias, again.local_attention, again.ffn_hidden_size) == (True, True, None, None)

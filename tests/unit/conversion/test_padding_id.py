@@ -9,7 +9,7 @@ from megatron_ddrp.conversion.exported_folder import exported_class
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import read_folder
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import write_theirs
@@ -49,7 +49,7 @@ def test_an_export_is_padded_as_its_tokenizer_pads(tmp_path, offline, name, padd
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
     write_theirs(name, tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=tokenizer)
-    exported_folderpoint(tmp_path / "start", tmp_path / "again", family_name=name)
+    export_checkpoint(tmp_path / "start", tmp_path / "again", family_name=name)
     settings = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (settings["pad_token_id"], settings["max_position_embeddings"]) == (padding, 24 + padding + 1)
     theirs = exported_class(tmp_path / "again", settings["architectures"][0]).from_pretrained(tmp_path / "again").eval()

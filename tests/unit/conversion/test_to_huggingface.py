@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
 from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
@@ -54,7 +54,7 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settin
     from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
     load = write_checkpoint(tmp_path / "run", tokenizer, **settings)
-    export = exported_folderpoint(load, tmp_path / "hf")
+    export = export_checkpoint(load, tmp_path / "hf")
     model, _, config = load_model(load)
     assert sum(weight.numel() for weight in export.weights.values()) == count_parameters(model)[0]
 
@@ -106,7 +106,7 @@ def test_a_tupe_r_of_before_its_distance_was_a_setting_has_128(tmp_path, tokeniz
     assert config.model.relative_distance == 128
     assert torch.equal(ours(model, ids, segments, mask)[1][mask.bool()], expected)
 
-    exported_folderpoint(load, tmp_path / "hf")
+    export_checkpoint(load, tmp_path / "hf")
     config_file = tmp_path / "hf" / "config.json"
     values = json.loads(config_file.read_text())
     assert (values["relative_distance"], values.pop("absolute_embedding")) == (128, False)
@@ -122,7 +122,7 @@ def test_a_tupe_r_of_before_its_distance_was_a_setting_has_128(tmp_path, tokeniz
 
 def own_code_model(tmp_path, tokenizer, auto_class, encoding="ddrp", **options):
     settings = {"position_encoding": encoding, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    exported_folderpoint(write_checkpoint(tmp_path / "run", tokenizer, **settings), tmp_path / "hf")
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, **settings), tmp_path / "hf")
     return auto_class.from_pretrained(tmp_path / "hf", trust_remote_code=True, **options).eval()
 
 
@@ -209,19 +209,19 @@ def test_command_converts_and_says_what_it_did(tmp_path, tokenizer, offline):
 
 def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
     load, output = write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf"
-    exported_folderpoint(load, output)
+    export_checkpoint(load, output)
     (output / "stale").write_text("x")
     for name in ("hf.tmp", "hf.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("mine")
-    exported_folderpoint(load, output, overwrite=True)
+    export_checkpoint(load, output, overwrite=True)
     for name in ("hf.tmp", "hf.replaced"):
         assert (tmp_path / name / "mine").read_text() == "mine"
         shutil.rmtree(tmp_path / name)
     assert not (output / "stale").exists() and (output / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run", "vocab.txt"]
     with pytest.raises(UserError, match="not a Hugging Face folder"):
-        exported_folderpoint(load, load, overwrite=True)
+        export_checkpoint(load, load, overwrite=True)
     assert (load / "latest").exists()
 
 
@@ -232,21 +232,21 @@ def test_a_failed_export_leaves_nothing(tmp_path, tokenizer, monkeypatch):
     load = write_checkpoint(tmp_path / "run", tokenizer)
     monkeypatch.setattr("megatron_ddrp.conversion.to_huggingface.write_tokenizer", fail)
     with pytest.raises(OSError, match="No space"):
-        exported_folderpoint(load, tmp_path / "hf")
+        export_checkpoint(load, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "vocab.txt"]
 
 
 def test_what_cannot_be_exported_is_named(tmp_path, tokenizer):
     with pytest.raises(UserError, match="no checkpoint"):
-        exported_folderpoint(tmp_path / "missing", tmp_path / "hf")
+        export_checkpoint(tmp_path / "missing", tmp_path / "hf")
     load = write_checkpoint(tmp_path / "run", tokenizer)
     state_file = load / "iter_0000003" / "state.json"
     state = json.loads(state_file.read_text())
     state["config"]["model"]["position_encoding"] = "spiral"
     state_file.write_text(json.dumps(state))
     with pytest.raises(UserError, match="'spiral'.*absolute, bert-r"):
-        exported_folderpoint(load, tmp_path / "hf")
+        export_checkpoint(load, tmp_path / "hf")
     for damaged in ("{", "{}", '{"config": 3}'):
         state_file.write_text(damaged)
         with pytest.raises(UserError, match="state.json is damaged"):
-            exported_folderpoint(load, tmp_path / "hf")
+            export_checkpoint(load, tmp_path / "hf")

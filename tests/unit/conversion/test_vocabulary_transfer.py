@@ -8,7 +8,7 @@ import torch
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
-from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
@@ -117,7 +117,7 @@ def test_a_byte_is_not_the_letter_that_it_stands_for(tmp_path):
 @pytest.mark.parametrize("objective", ["mlm", "electra", "rtd"])
 def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, tokenizer, offline, objective):
     run = write_checkpoint(tmp_path / "run", tokenizer, objective=objective, position_encoding="absolute")
-    exported_folderpoint(run, tmp_path / "hf")
+    export_checkpoint(run, tmp_path / "hf")
     order = torch.randperm(tokenizer.vocab_size, generator=torch.Generator().manual_seed(2))
     pieces = [tokenizer.pieces[i] for i in order]
     new = wordpiece(tmp_path / "new.txt", pieces, tokenizer.tokenizer_type)
@@ -140,7 +140,7 @@ def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, t
 
 def test_the_command_gives_a_model_new_words(tmp_path, tokenizer, offline):
     run = write_checkpoint(tmp_path / "run", tokenizer, objective="mlm")
-    exported_folderpoint(run, tmp_path / "hf")
+    export_checkpoint(run, tmp_path / "hf")
     new = tmp_path / "new.txt"
     new.write_text("\n".join([*SPECIALS, *WORDS, "cats", "##dog"]) + "\n", encoding="utf-8")
     command = ("--from-hf", tmp_path / "hf", "--output", tmp_path / "start", "--vocab-file", new)
@@ -160,7 +160,7 @@ def test_the_command_gives_a_model_new_words(tmp_path, tokenizer, offline):
 
 def test_a_folder_without_its_own_vocabulary_is_refused(tmp_path, tokenizer, offline):
     run = write_checkpoint(tmp_path / "run", tokenizer, objective="mlm", position_encoding="absolute")
-    exported_folderpoint(run, tmp_path / "hf")
+    export_checkpoint(run, tmp_path / "hf")
     for name in ("vocab.txt", "tokenizer.json", "export_sums.json"):
         (tmp_path / "hf" / name).unlink()
     with pytest.raises(UserError, match="has no tokenizer: copy the model's vocab.txt or tokenizer.json there"):

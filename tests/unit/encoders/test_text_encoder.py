@@ -48,10 +48,10 @@ def run(tmp_path_factory):
 def exported(run):
     """Its export, the export's masked LM and tokenizer as transformers loads them."""
     from megatron_ddrp.conversion.exported_folder import exported_class
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
     folder = run.parent / "hf"
-    exported_folderpoint(run, folder)
+    export_checkpoint(run, folder)
     model = exported_class(folder, "DdrpForMaskedLM").from_pretrained(folder).eval()
     return folder, model, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 

@@ -29,9 +29,9 @@ def hidden(encoder):
 
 def test_checkpoint_step_and_export_give_equal_states(checkpoint_folder, tmp_path):
     pytest.importorskip("transformers")
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
-    exported_folderpoint(checkpoint_folder, tmp_path / "exported")
+    export_checkpoint(checkpoint_folder, tmp_path / "exported")
     first = load_encoder(checkpoint_folder)
     states, valid = hidden(first)
     assert states.shape == (2, int(valid.sum(1).max()), first.hidden_size)

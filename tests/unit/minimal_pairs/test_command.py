@@ -80,9 +80,9 @@ def test_a_second_folder_with_equal_weights_is_named(words, tmp_path, checkpoint
 
 def test_a_mended_vocabulary_is_scored_anew_and_lines_of_earlier_versions_count(words, tmp_path, checkpoints, capsys):
     pytest.importorskip("transformers")
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
-    exported_folderpoint(checkpoints["absolute"], tmp_path / "hf", family_name="megatron_ddrp")
+    export_checkpoint(checkpoints["absolute"], tmp_path / "hf", family_name="megatron_ddrp")
     words = [*words[:-2], str(tmp_path / "hf")]
     main(words)
     config = tmp_path / "hf" / "config.json"

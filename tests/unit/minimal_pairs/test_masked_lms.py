@@ -82,10 +82,10 @@ def test_a_folder_without_the_head_is_refused_in_one_line(name, tmp_path, tokeni
 
 
 def test_a_discriminator_of_ours_is_refused_as_checkpoint_and_as_export(tmp_path, tokenizer):
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
     run = write_checkpoint(tmp_path / "run", tokenizer, "electra", position_encoding="ddrp")
-    exported_folderpoint(run, tmp_path / "hf")
+    export_checkpoint(run, tmp_path / "hf")
     with pytest.raises(UserError, match="no masked-LM head; the run trained a discriminator"):
         load_masked_lm(run)
     with pytest.raises(UserError, match="no masked-LM head; the folder lacks"):

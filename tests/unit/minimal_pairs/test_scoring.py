@@ -35,10 +35,10 @@ def twin(model, tokenizer, pieces, score):
 @pytest.fixture(scope="module", params=["absolute", "ddrp", "deberta"])
 def both(request, checkpoints, tmp_path_factory):
     """A checkpoint and its export: BERT's classes for absolute, our own for the others."""
-    from megatron_ddrp.conversion.to_huggingface import exported_folderpoint
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
     folder = tmp_path_factory.mktemp("exported") / "hf"
-    exported_folderpoint(checkpoints[request.param], folder)
+    export_checkpoint(checkpoints[request.param], folder)
     return checkpoints[request.param], folder
 
 
