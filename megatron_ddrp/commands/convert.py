@@ -33,7 +33,6 @@ Both directions list the weights loaded, left out and initialised.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
@@ -44,11 +43,11 @@ from megatron_ddrp.commands.options import GivenTokenizer
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.option import Section, option, refuse
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags
+from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-TERMINATED = 143
 BELONGS_TO = {
     **dict.fromkeys(("generator", "tokenizer_type", "vocab_file", "tokenizer_model"), "from_hf"),
     **dict.fromkeys(("family", "license", "language"), "load"),
@@ -127,7 +126,7 @@ SECTIONS = (Source, OtherVocabulary, OutputFolder, Card)
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
+    exit_on_sigterm()  # so that an unfinished folder is removed
     for name, other in BELONGS_TO.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
             message = f"{flag(name)} needs {flag(other)}: leave it out"

@@ -3,12 +3,11 @@
     from megatron_ddrp import pretrain
 
     run = pretrain(texts=texts, vocab_file="vocab.txt", num_layers=4, train_iters=1000, save="run", load="run")
-    run.rows[-1]["loss"], run.load_encoder().pool(["A text."])
+    [row["loss"] for row in run.rows if "loss" in row], run.load_encoder().pool(["A text."])
 
 A function reads its keywords through the command's own parser, so names, types, ranges, defaults, `config="f.yaml"`
 and `plugin="f.py"` are those of the command line. A mistake raises `UserError`. The process is left as it was found.
-
-Keywords of Python functions from the options of commands, so that `help()` and editors list them.
+Signatures and docstrings come from the options of the commands, so that `help()` and editors list them.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 
 from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
+from megatron_ddrp.commands.pretrain import read_arguments, rehearse
 from megatron_ddrp.config.option import flag_words
 from megatron_ddrp.config.reading import Option, options_of
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file
@@ -115,19 +115,13 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
     `datasets.Dataset`; they are preprocessed first, beside `save` or in a temporary folder.
     `callbacks` are objects of classes derived from `megatron_ddrp.run.callbacks.Callback`.
     """
-    from megatron_ddrp.arguments import parse_arguments  # here, because it takes time
-
     words = given_words(settings)
     with as_command("pretrain", words), ExitStack() as stack:
         if texts is not None:
             words += ["--data-path", *stack.enter_context(dataset_of(texts, settings))]
-        arguments = parse_arguments(words)
-        for line in arguments.remarks:
-            print(line)
+        arguments = read_arguments(words)
         if arguments.dry_run:
-            from megatron_ddrp.commands.dry_run import dry_run
-
-            dry_run(arguments.config, arguments.world_size, arguments.device_memory)
+            rehearse(arguments)
             return Run(None, 0, False, [])
         from megatron_ddrp.run.callbacks import RowList
         from megatron_ddrp.train import train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ddrp.arguments import Invocation, parse_arguments
+from megatron_ddrp.arguments import Arguments, Invocation, parse_arguments
 from megatron_ddrp.config import concerns
 from megatron_ddrp.errors import allocations_as_user_errors
 from megatron_ddrp.run.launch import first_rank_speaks
@@ -12,16 +12,27 @@ from megatron_ddrp.run.launch import first_rank_speaks
 SECTIONS = (Invocation, *concerns().values())
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def read_arguments(words: Sequence[str] | None = None) -> Arguments:
+    """Parse a command line, and let rank 0 print what there is to say about it."""
     with first_rank_speaks():
         arguments = parse_arguments(words)
         for line in arguments.remarks:
             print(line, flush=True)
-    if arguments.dry_run:
-        from megatron_ddrp.commands.dry_run import dry_run
+    return arguments
 
-        with allocations_as_user_errors():
-            dry_run(arguments.config, arguments.world_size, arguments.device_memory)
+
+def rehearse(arguments: Arguments) -> None:
+    """Do a dry run."""
+    from megatron_ddrp.commands.dry_run import dry_run
+
+    with allocations_as_user_errors():
+        dry_run(arguments.config, arguments.world_size, arguments.device_memory)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = read_arguments(words)
+    if arguments.dry_run:
+        rehearse(arguments)
         return 0
     from megatron_ddrp.parallel import process_group
     from megatron_ddrp.parallel.process_group import lost_rank_in_one_line, print_shared_errors_once

@@ -40,7 +40,7 @@ def settings(tiny_corpus: TinyCorpus) -> Settings:
 
 
 def state_of_process() -> list[Any]:
-    """What a library may find changed after a run, in a form that can be compared."""
+    """Return all that a run could change for other libraries, in a form that can be compared."""
     return [
         {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         {number: signal.getsignal(number) for number in SIGNALS},

@@ -1,4 +1,4 @@
-"""What a run passes on at each step: the step number of the objective's draws, and the seed of each micro-batch."""
+"""A run gives the objective the number of each step, and each micro-batch a dropout seed of its own."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ ELSEWHERE = {
 
 
 def test_no_kinds_name_outside_its_file():
-    """What differs by kind is an attribute or a method of the kind, so that a new one is one file and one line."""
+    """A new kind is one file and one line, because everything that differs by kind belongs to the kind."""
     folder = Path(finetune.__file__).parent
     found = {
         (file.name, node.value)

@@ -39,13 +39,13 @@ def terms_of(encoding, seq, head_dim):
 
 
 def kernels_of(encoding):
-    """What the kernels know of an encoding: which terms it has, and their shapes."""
+    """Return the terms of an encoding and their shapes; encodings that agree in them are the same to the kernels."""
     terms = terms_of(encoding, 17, 64).by_offset
     return terms.lowest, terms.highest, *(None if x is None else x.shape for x in terms.tensors)
 
 
 DISTINCT = list({kernels_of(name): name for name in reversed(ENCODINGS)}.values())
-"""Of encodings that are alike to the kernels, the first."""
+"""The first encoding of each group that is the same to the kernels."""
 
 
 def pairwise():

@@ -69,7 +69,7 @@ def no_plan_of_other_tiles():
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
-    """What the kernels leave unwritten shows."""
+    """Fill new memory with NaN, so that a value which a kernel does not write is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
