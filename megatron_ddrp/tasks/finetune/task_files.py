@@ -152,7 +152,7 @@ def _likely_kind(files: TaskFiles, known: Sequence[str]) -> Kind:
             return []
         return [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
 
-    return next(kind for kind in reversed(KINDS.values()) if kind.is_likely(known, cells))
+    return next(kind for kind in reversed([*KINDS.values()]) if kind.is_likely(known, cells))
 
 
 def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:

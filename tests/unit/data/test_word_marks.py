@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
+from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import WordFinder
@@ -119,7 +120,7 @@ def test_masks_take_words_whole(suffixed, masking):
     ids = suffixed.encode(text)
     row = np.array([[suffixed.cls_id, *ids, suffixed.sep_id, suffixed.pad_id]] * 500)
     inside = np.where(row == suffixed.pad_id, 0, 1)
-    _, labels = Masker(suffixed, 0.4, masking=masking)(row, inside, np.zeros(500, int), np.arange(500))
+    _, labels = Masker(suffixed, 0.4, masking=MASKINGS.find(masking)())(row, inside, np.zeros(500, int), np.arange(500))
     predicted = labels[:, 1 : 1 + len(ids)] >= 0
     begins = word_begins(suffixed.word_starts, suffixed.word_ends, np.array(ids))
     begins[0] = True
