@@ -8,6 +8,7 @@ The tables hold text, so that the command line and `--help` need no torch; a cla
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -50,6 +51,11 @@ class Table(dict[str, str]):
     def has_own(self, name: str) -> bool:
         """Return whether a name is the package's: known, and not from a plug-in."""
         return name in self and self[name] not in PLUGINS
+
+    def code(self, name: str) -> list[str]:
+        """Return the SHA-256 of the plug-in that brought a name; none for the package's own and for unknown names."""
+        file = PLUGINS.get(self.get(name, ""))
+        return [hashlib.sha256(file.read_bytes()).hexdigest()] if file else []
 
     def fault(self, found: Any) -> str | None:
         """Return what was expected of a plug-in's value, or None if it fits."""

@@ -157,6 +157,10 @@ def test_a_metric_and_a_kind_of_task_in_fine_tuning(encoder: Path, page: Path, t
     predictions, labels = zip(*(pair for pair in pairs if pair[0].isdigit()), strict=True)
     assert row["score"] == pytest.approx(cohen_kappa_score(labels, predictions), abs=1e-9)
     assert "kappa" in scores.page
+    changed = page.with_name("changed-kappa.py")
+    changed.write_text((page / "kappa.py").read_text(encoding="utf-8") + "# another line\n", encoding="utf-8")
+    plan = finetune(**shared, plugin=str(changed), metric="kappa", output_dir=tmp_path / "kappa")
+    assert len(plan.rows) == 2  # what a plug-in computed is not taken for another's
     with pytest.raises(UserError, match="--metric kappa: --kind classification has accuracy"):
         finetune(**shared, metric="kappa", output_dir=tmp_path / "kappa")
 

@@ -56,8 +56,11 @@ class Kind(ABC):
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """All metrics by name, those of plug-ins last."""
-        return {**self.own_metrics, **metrics_of_plugins(self.name)}
+        """All metrics by name, those of plug-ins last. Raises `UserError` if a plug-in takes a name of the kind."""
+        added = metrics_of_plugins(self.name)
+        if taken := added.keys() & self.own_metrics.keys():
+            raise UserError(f"METRICS names {min(taken)!r}, which --kind {self.name} has: choose another name")
+        return {**self.own_metrics, **added}
 
     def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
         """Return whether a file with these columns is of this kind.
