@@ -10,11 +10,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ddrp.data.atomic import AnyPath
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ def progress(
     In a log file it appears for long runs only, and updates every 10 seconds. `doing` stands in front of it; without
     `show` it is silent; with `scale` large numbers are shortened.
     """
+    from tqdm import tqdm
+
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "disable": not show, **seldom}
     return tqdm(desc=doing, total=total, dynamic_ncols=True, leave=False, file=sys.stderr, **how)
