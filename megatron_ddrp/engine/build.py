@@ -44,9 +44,10 @@ OVERLAPPED_BUCKET = 32_000_000
 
 def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
     """Return the DeepSpeed engine of this rank's part of a freshly initialised model; `model` is cut in place."""
-    quiet_deepspeed()
     import_quietly()
     import deepspeed
+
+    quiet_deepspeed()  # its import has set the level of its log
 
     if ranks.device.type == "cpu":
         # Otherwise DeepSpeed compiles a shared-memory helper: 40 s, a compiler, and a lock file if the build is killed.
