@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -153,7 +153,7 @@ class DatasetIndex:
             yield f"{size} bytes, expected a multiple of {self.dtype.itemsize} for {self.dtype.name} ids; {MEND}"
 
 
-def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:
+def write_index(index: BinaryIO, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:
     """Write an index for token ids of `dtype`, `CHUNK` numbers at a time, from two files.
 
     `sizes` holds the tokens of each sequence, `documents` the sequences of each document, both of type `SIZE`.
