@@ -176,7 +176,7 @@ class Corpus:
         masker = Masker(tokenizer, objective.eval_mask_prob, seed, masking, **objective.mask_shares)
         mark = None
         if objective.notes:
-            finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+            finder = WordFinder(tokenizer)
             mark = partial(finder.number, self.rare_words[0])
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {

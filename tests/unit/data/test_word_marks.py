@@ -146,7 +146,7 @@ def test_scores_mask_the_words_own_pieces(suffixed):
 def test_notes_are_of_whole_words(suffixed, tmp_path):
     documents = [suffixed.encode(text) for text in ("cats sat", "the cats", "mats cats the")]
     dataset = write_dataset(tmp_path / "d", [[ids] for ids in documents])
-    finder = WordFinder(suffixed.word_starts, suffixed.special_ids, suffixed.word_ends)
+    finder = WordFinder(suffixed)
     rare = count_rare_words([(dataset, (0, 3))], finder, (1, 9))
     pieces = np.split(rare.pieces, rare.ends[:-1])
     found = {tuple(word.tolist()): int(count) for word, count in zip(pieces, rare.counts, strict=True)}
