@@ -11,9 +11,10 @@ caught. `--check` only looks whether the old text of every fault occurs exactly 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,9 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from queue import Queue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import yaml
 from tqdm import tqdm
 
@@ -35,8 +36,9 @@ LIST = Path(__file__).with_suffix(".yaml")
 ENOUGH = 0.95
 """Share of the faults that the tests must catch."""
 CAUGHT, SURVIVED, TIMEOUT = "caught", "survived", "out of time"
-PYTEST = (sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", "-m", "not slow", "-p", "no:cacheprovider")
-_FAILURE = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", re.MULTILINE)
+FORK = multiprocessing.get_context("fork")
+PRELOADED = ("torch", "deepspeed", "transformers", "scipy.stats", "matplotlib.pyplot", "hypothesis")
+"""Modules that take long to import; the tests run in forks of a process that holds them."""
 
 
 class Fault(NamedTuple):
@@ -61,42 +63,58 @@ class Fault(NamedTuple):
         return f"no {missing[0]}" if missing else f"{self.file} has its old text {times} times" if times != 1 else ""
 
 
-def copy_tree(folder: Path) -> Path:
-    """Copy the files of the working tree that git does not ignore; return the folder."""
+def copy_tree(folder: Path) -> None:
+    """Copy the files of the working tree that git does not ignore."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(command, text=True).rstrip("\0").split("\0"):
         if (ROOT / name).is_file():  # not deleted
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    return folder
 
 
-def run_tests(tree: Path, tests: Iterable[str], limit: float | None) -> tuple[str, str]:
-    """Run the fast tests in a tree until one fails; return the result and the name of the failed test."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [*PYTEST, *tests], cwd=tree, env=environment, capture_output=True, text=True, timeout=limit, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return TIMEOUT, ""
-    failed = _FAILURE.search(done.stdout)
-    assert done.returncode == bool(failed), f"pytest {' '.join(tests)}:\n{done.stdout}{done.stderr}"
-    return (CAUGHT, failed[1]) if failed else (SURVIVED, "")
+class FirstFailure:
+    """Plug-in of pytest that keeps the name of the first failed test, or of a file that cannot be collected."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.name = self.name or report.nodeid * report.failed
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def try_fault(fault: Fault, trees: Queue[Path], limit: float) -> dict[str, str]:
-    """Apply a fault to a free tree, run the tests of its area and take it back; return the row of the results."""
-    tree = trees.get()
-    file = tree / fault.file
-    sound = file.read_text(encoding="utf-8")
-    try:
-        file.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
-        result, test = run_tests(tree, fault.tests, limit)
-    finally:
-        file.write_text(sound, encoding="utf-8")
-        trees.put(tree)
-    return {"fault": fault.key, "result": result, "test": test}
+def in_tree(tree: Path, tests: Iterable[str], told: Any) -> None:
+    """Run tests in a tree, in a fork of this process; send the exit code and the name of the first failed test."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *(place for place in sys.path if Path(place).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_ddrp", "tests")]:
+        del sys.modules[name]
+    first = FirstFailure()
+    code = pytest.main(["-x", "-p", "no:cacheprovider", "-m", "not slow", *tests], [first])
+    told.send((int(code), first.name))
+    os._exit(0)
+
+
+def run_tests(tests: Iterable[str], limit: float | None, fault: Fault | None = None) -> tuple[str, str]:
+    """Run the fast tests in a copy of the tree until one fails; return the result and the name of the failed test."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder).resolve()
+        copy_tree(tree)
+        if fault is not None:
+            sound = (tree / fault.file).read_text(encoding="utf-8")
+            (tree / fault.file).write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
+        heard, told = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=in_tree, args=(tree, tests, told))
+        process.start()
+        told.close()
+        code, failed = heard.recv() if heard.poll(limit) else (None, "")
+        process.kill()
+        process.join()
+    assert code in (None, failed != ""), f"pytest {' '.join(tests)} ended with {code}"
+    return (TIMEOUT if code is None else CAUGHT if failed else SURVIVED), failed.removeprefix("tests/")
 
 
 def main() -> int:
@@ -113,25 +131,25 @@ def main() -> int:
         sys.exit("\n".join(["error: faults that do not fit the tree; correct the list:", *unfit]))
     if arguments.check:
         return 0
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for name in PRELOADED:
+        importlib.import_module(name)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    trees: Queue[Path] = Queue()
-    with tempfile.TemporaryDirectory() as folder, arguments.results.open("a+", encoding="utf-8") as results:
+    with arguments.results.open("a+", encoding="utf-8") as results, ThreadPoolExecutor(arguments.jobs) as pool:
         results.seek(0)
         rows = {row["fault"]: row for row in map(json.loads, results)}
         left = [fault for fault in faults if arguments.only or fault.key not in rows]
-        for number in range(arguments.jobs):
-            trees.put(copy_tree(Path(folder) / str(number)))
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            running = [pool.submit(try_fault, fault, trees, arguments.limit) for fault in left]
-            for row in (done.result() for done in tqdm(as_completed(running), total=len(left), unit="fault")):
-                rows[row["fault"]] = row
-                results.write(json.dumps(row) + "\n")
-                results.flush()
-        found = sorted(((fault, rows[fault.key]) for fault in faults), key=lambda pair: pair[1]["result"] == CAUGHT)
-        cells = [[fault.name, row["result"], row["test"], fault.breaks] for fault, row in found]
-        print(Table(["fault", "result", "caught by", "it breaks"], cells, wordy=(1, 2, 3)))
-        caught_by = sorted({f"tests/{row['test']}" for _, row in found if row["test"]})
-        result, test = run_tests(trees.get(), caught_by, None) if caught_by else (SURVIVED, "")
+        running = {pool.submit(run_tests, fault.tests, arguments.limit, fault): fault for fault in left}
+        for done in tqdm(as_completed(running), total=len(left), unit="fault"):
+            result, test = done.result()
+            row = rows[running[done].key] = {"fault": running[done].key, "result": result, "test": test}
+            results.write(json.dumps(row) + "\n")
+            results.flush()
+    found = sorted(((fault, rows[fault.key]) for fault in faults), key=lambda pair: pair[1]["result"] == CAUGHT)
+    cells = [[fault.name, row["result"], row["test"], fault.breaks] for fault, row in found]
+    print(Table(["fault", "result", "caught by", "it breaks"], cells, wordy=(1, 2, 3)))
+    caught_by = sorted({f"tests/{row['test']}" for _, row in found if row["test"]})
+    result, test = run_tests(caught_by, None) if caught_by else (SURVIVED, "")
     if result != SURVIVED:
         sys.exit(f"error: {test} fails without a fault too: mend it, and run its faults again")
     share = sum(row["result"] == CAUGHT for _, row in found) / len(found)

@@ -12,7 +12,10 @@ import pytest
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.dry_run import GIB, dry_run
+from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import cut_up
+from megatron_ddrp.model import on_meta_device
 
 
 @pytest.fixture(autouse=True)
@@ -234,3 +237,10 @@ def test_it_estimates_the_step_on_known_gpus(capsys):
     assert estimate["hours"] == pytest.approx(2 * estimate["step_seconds"])
     _, facts = run_dry(capsys, f"{shape} --bf16 --world-size 8 --global-batch-size 64")
     assert list(facts["estimates"]) == ["a100", "h100", "h200"]
+
+
+@pytest.mark.parametrize(("micro_batches", "in_flight"), [(2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])])
+def test_a_stage_holds_as_many_micro_batches_as_follow_it_and_as_there_are(micro_batches, in_flight):
+    config = Config().replace(parallel={"pipeline_model_parallel_size": 4})
+    parts = cut_up(on_meta_device(config.model, config.objective), config, micro_batches)
+    assert [part.in_flight for part in parts] == in_flight
