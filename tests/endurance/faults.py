@@ -11,12 +11,10 @@ caught. `--check` only looks whether the old text of every fault occurs exactly 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -32,10 +30,10 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.jobs.store import digest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIST = Path(__file__).with_suffix(".yaml")
 ENOUGH = 0.95
 """Share of the faults that the tests must catch."""
 CAUGHT, SURVIVED, TIMEOUT = "caught", "survived", "out of time"
+NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "quickstart", "runs", "site")
 FORK = multiprocessing.get_context("fork")
 PRELOADED = ("torch", "deepspeed", "transformers", "scipy.stats", "matplotlib.pyplot", "hypothesis")
 """Modules that take long to import; the tests run in forks of a process that holds them."""
@@ -56,20 +54,13 @@ class Fault(NamedTuple):
         """Name and fingerprint: a fault that was changed runs again."""
         return f"{self.name} {digest(self)}"
 
-    def fault_of_fault(self) -> str:
-        """Return why this fault cannot be applied to the working tree; empty if it can."""
-        missing = [name for name in (self.file, *self.tests) if not (ROOT / name).exists()]
-        times = 0 if missing else (ROOT / self.file).read_text(encoding="utf-8").count(self.old)
-        return f"no {missing[0]}" if missing else f"{self.file} has its old text {times} times" if times != 1 else ""
-
-
-def copy_tree(folder: Path) -> None:
-    """Copy the files of the working tree that git does not ignore."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.check_output(command, text=True).rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():  # not deleted
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    @property
+    def misfit(self) -> str:
+        """Reason why the fault cannot be applied to the working tree; empty if it can."""
+        if missing := [name for name in (self.file, *self.tests) if not (ROOT / name).exists()]:
+            return f"no {missing[0]}"
+        times = (ROOT / self.file).read_text(encoding="utf-8").count(self.old)
+        return "" if times == 1 else f"{self.file} has its old text {times} times"
 
 
 class FirstFailure:
@@ -85,8 +76,8 @@ class FirstFailure:
 
 def in_tree(tree: Path, tests: Iterable[str], told: Any) -> None:
     """Run tests in a tree, in a fork of this process; send the exit code and the name of the first failed test."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
     sys.path[:] = [str(tree), *(place for place in sys.path if Path(place).resolve() != ROOT)]
@@ -101,50 +92,49 @@ def in_tree(tree: Path, tests: Iterable[str], told: Any) -> None:
 def run_tests(tests: Iterable[str], limit: float | None, fault: Fault | None = None) -> tuple[str, str]:
     """Run the fast tests in a copy of the tree until one fails; return the result and the name of the failed test."""
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder).resolve()
-        copy_tree(tree)
+        tree = Path(shutil.copytree(ROOT, Path(folder).resolve() / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED)))
         if fault is not None:
             sound = (tree / fault.file).read_text(encoding="utf-8")
             (tree / fault.file).write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
         heard, told = FORK.Pipe(duplex=False)
         process = FORK.Process(target=in_tree, args=(tree, tests, told))
         process.start()
-        told.close()
         code, failed = heard.recv() if heard.poll(limit) else (None, "")
         process.kill()
         process.join()
-    assert code in (None, failed != ""), f"pytest {' '.join(tests)} ended with {code}"
-    return (TIMEOUT if code is None else CAUGHT if failed else SURVIVED), failed.removeprefix("tests/")
+    assert code in (None, bool(failed)), f"pytest {' '.join(tests)} ended with {code}"
+    return TIMEOUT if code is None else CAUGHT if failed else SURVIVED, failed.removeprefix("tests/")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these faults, also those with a result")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in its own copy (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of a fault (default: 600)")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "faults.jsonl", help="file of results")
     parser.add_argument("--check", action="store_true", help="only check that every fault still applies")
     arguments = parser.parse_args()
-    listed = [Fault(**entry) for entry in yaml.safe_load(LIST.read_text(encoding="utf-8"))]
-    faults = [fault for fault in listed if fault.name in (arguments.only or [fault.name])]
-    if unfit := [f"{fault.name}: {reason}" for fault in faults if (reason := fault.fault_of_fault())]:
-        sys.exit("\n".join(["error: faults that do not fit the tree; correct the list:", *unfit]))
+    listed = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    known = {entry["name"]: Fault(**entry) for entry in listed}
+    if unknown := [name for name in arguments.only or () if name not in known]:
+        parser.error(f"--only {unknown[0]}: not in the list")
+    faults = [known[name] for name in arguments.only or known]
+    if misfits := [f"{fault.name}: {fault.misfit}" for fault in faults if fault.misfit]:
+        sys.exit("\n".join(["error: faults that do not fit the tree; correct the list:", *misfits]))
     if arguments.check:
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     for name in PRELOADED:
-        importlib.import_module(name)
+        __import__(name)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.results.open("a+", encoding="utf-8") as results, ThreadPoolExecutor(arguments.jobs) as pool:
+    with arguments.results.open("a+", 1, encoding="utf-8") as results, ThreadPoolExecutor(arguments.jobs) as pool:
         results.seek(0)
         rows = {row["fault"]: row for row in map(json.loads, results)}
         left = [fault for fault in faults if arguments.only or fault.key not in rows]
-        running = {pool.submit(run_tests, fault.tests, arguments.limit, fault): fault for fault in left}
+        running = {pool.submit(run_tests, fault.tests, arguments.limit, fault): fault.key for fault in left}
         for done in tqdm(as_completed(running), total=len(left), unit="fault"):
-            result, test = done.result()
-            row = rows[running[done].key] = {"fault": running[done].key, "result": result, "test": test}
-            results.write(json.dumps(row) + "\n")
-            results.flush()
+            rows[running[done]] = dict(zip(("fault", "result", "test"), (running[done], *done.result()), strict=True))
+            results.write(json.dumps(rows[running[done]]) + "\n")
     found = sorted(((fault, rows[fault.key]) for fault in faults), key=lambda pair: pair[1]["result"] == CAUGHT)
     cells = [[fault.name, row["result"], row["test"], fault.breaks] for fault, row in found]
     print(Table(["fault", "result", "caught by", "it breaks"], cells, wordy=(1, 2, 3)))
