@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.commands.dry_run import GIB, dry_run
+from megatron_ddrp.commands.dry_run import GIB, dry_run, memory_table
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory import cut_up
+from megatron_ddrp.memory import Memory, cut_up
 from megatron_ddrp.model import on_meta_device
 
 
@@ -244,3 +244,18 @@ def test_a_stage_holds_as_many_micro_batches_as_follow_it_and_as_there_are(micro
     config = Config().replace(parallel={"pipeline_model_parallel_size": 4})
     parts = cut_up(on_meta_device(config.model, config.objective), config, micro_batches)
     assert [part.in_flight for part in parts] == in_flight
+
+
+def test_the_head_is_counted_at_the_highest_masking_rate(capsys):
+    found = [
+        run_dry(capsys, f"--mask-prob {rate}")[1]["memory_per_rank"]["activations_estimate"]
+        for rate in ("0.3", "0.3:0.15", "0.15:0.3", "0.15")
+    ]
+    assert found[0] == found[1] == found[2] > found[3]
+
+
+def test_the_table_of_memory_is_in_mib():
+    sizes = {"weights": 1000, "gradients": 2000, "optimizer": 3000, "activations_estimate": 4000, "buffers": 5000}
+    memory = Memory(**{name: size * 1024**2 for name, size in sizes.items()})
+    *_, row = memory_table({1: memory}, 1)
+    assert row.split() == ["1", "*", "1,000", "2,000", "3,000", "4,000", "5,000", "15,000"]
