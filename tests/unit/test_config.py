@@ -115,6 +115,13 @@ def test_older_versions_had_a_key_bias_in_every_encoding():
     assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
 
 
+def test_older_versions_started_directions_around_one():
+    values = Config().to_dict()
+    assert Config.from_dict(values).model.direction_init == "spread"
+    del values["model"]["direction_init"]
+    assert Config.from_dict(values).model.direction_init == "ones"
+
+
 def test_a_removed_attention_backend_leaves_its_checkpoints_readable():
     values = Config().to_dict()
     values["model"]["attention_backend"] = "flex"

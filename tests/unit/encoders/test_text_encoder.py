@@ -175,6 +175,7 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encoder.pool(["cat " * 22])
+    assert len(encoder.fill_mask("[MASK] " * 22)) == 22  # 24 pieces, the longest row
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 import math
 import random
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.minimal_pairs import report as pair_report
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
 from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, cell, difference
 
 
@@ -122,3 +124,12 @@ def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, mon
     (image,) = cells.images
     assert [float(text.get_text()) for text in cells.texts] == image.get_array()[:, 0].tolist() == [70, 25]
     assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()
+
+
+def test_the_table_has_each_standard_error_in_its_column():
+    paradigms = {uid: Paradigm(uid, Path("pairs.jsonl")) for uid in ("p0", "p1")}
+    report = pair_report.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r", "strict")
+    table = pair_report.all_tables(report, [])["scores"]
+    assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
+    of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
+    assert list(table.rows[0][:4]) == ["e", "55.00", f"{of_pairs:.2f}", "15.00"]  # (0.7 - 0.4) / 2 over paradigms
