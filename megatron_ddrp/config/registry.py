@@ -58,7 +58,7 @@ class Table(dict[str, str]):
         return [hashlib.sha256(file.read_bytes()).hexdigest()] if file else []
 
     def fault(self, found: Any) -> str | None:
-        """Return what was expected of a plug-in's value, or None if it fits."""
+        """Return the words for a value that a plug-in may not bring; None if it fits."""
         if self.base is None:
             words = f"expected a function with an attribute {self.needs}" if self.needs else "expected a function"
             return None if inspect.isfunction(found) and hasattr(found, self.needs or "__name__") else words

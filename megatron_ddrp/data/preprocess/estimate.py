@@ -80,7 +80,7 @@ def estimate(config: PreprocessConfig) -> Estimate:
 def _read(file: InputFile, tokenize: ChunkTokenizer, config: PreprocessConfig, found: Estimate) -> None:
     """Add the first chunks of a file."""
     found.read_files += 1
-    is_packed = bool(file.packing) or file.ending == ".parquet"
+    is_packed = bool(file.packing) or file.is_table
     with OpenInput(file) as opened:
         for chunk in islice(iter_chunks(opened, config.json_keys, BLOCK_BYTES), CHUNKS):
             began = time.monotonic()

@@ -20,14 +20,16 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
 
 STANDARD_INPUT = "-"
-ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+TABLES = (".parquet", ".arrow")
+"""Endings of tables, which are read by rows."""
+ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
 """Accepted endings of file names, in any case. Files without one, as WikiExtractor writes them, are recognised by their
 content."""
 
 INPUT_HELP = (
     ".jsonl, .ndjson or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, "
-    "each also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is "
-    "standard input"
+    "each also as .gz, .xz, .zst or .bz2; .parquet or .arrow (rows); a folder, also one of Dataset.save_to_disk, or a "
+    "quoted pattern of these, sorted; a pipe; - is standard input"
 )
 """Help of a command's `--input`."""
 
@@ -63,6 +65,11 @@ class InputFile(NamedTuple):
     def ending(self) -> str:
         """Ending of the uncompressed file's name in lower case, such as `.jsonl`; often empty."""
         return Path(self.path[: len(self.path) - len(self.packing)]).suffix.lower()
+
+    @property
+    def is_table(self) -> bool:
+        """True for a file of rows."""
+        return self.ending in TABLES
 
 
 def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[InputFile]:
@@ -190,8 +197,8 @@ def _check(file: InputFile) -> None:
         _open_raw(file).close()
         if file.packing and not os.path.getsize(file.path):
             raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
-    elif file.ending == ".parquet":
-        raise UserError(f"{file.path}: a pipe, but Parquet cannot be read from a pipe; give a file")
+    elif file.is_table:
+        raise UserError(f"{file.path}: a pipe, but {file.ending} cannot be read from a pipe; give a file")
     if file.ending not in ("", *ENDINGS):
         raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
 
@@ -238,7 +245,7 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
         for name in names:
             path = os.path.join(parent, name)
             file = InputFile(path, os.path.relpath(path, folder))
-            if name.startswith(".") or os.path.realpath(path) in apart or _is_manifest(path) or is_stream(path):
+            if name.startswith(".") or os.path.realpath(path) in apart or _is_beside_data(path) or is_stream(path):
                 continue
             yield file
 
@@ -246,7 +253,7 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     files: list[InputFile] = []
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
-        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
+        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_beside_data(path):
             files.append(InputFile(path, os.path.basename(path)))
         elif os.path.isdir(path) and "**" not in pattern:
             files += _sorted_files(path, apart)
@@ -255,8 +262,18 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     return _once(files)  # `**` follows links in circles
 
 
-def _is_manifest(path: str) -> bool:
-    return path.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
+def _is_beside_data(path: str) -> bool:
+    """Return whether a file is the manifest of a dataset of ours, or one of those beside the rows of a saved `Dataset`.
+
+    Hugging Face's `save_to_disk` writes the latter, and `map` and `filter` leave caches of rows there.
+    """
+    folder, name = os.path.split(path)
+    if name in ("state.json", "dataset_info.json"):
+        return os.path.exists(os.path.join(folder, "state.json")) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
+    if name == "dataset_dict.json":
+        return bool(glob.glob(glob.escape(folder) + "/*/state.json"))
+    is_cache = name.startswith("cache-") and name.endswith(".arrow")
+    return is_cache or (name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx"))
 
 
 def _holds_documents(file: InputFile) -> bool:

@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     format: str
     """Format: `json`, `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
-    """Uncompressed bytes; for a Parquet file its rows, as in parquet.py."""
+    """Uncompressed bytes; for a table its rows, as in arrow_tables.py."""
     read: int
     """Bytes of the file, as stored on the disk, read since the previous chunk."""
     line: int

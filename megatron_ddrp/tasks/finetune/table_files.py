@@ -19,7 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES, ROWS, open_parquet
+from megatron_ddrp.data.preprocess.arrow_tables import ROWS, open_parquet
+from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
 from megatron_ddrp.data.preprocess.packed import PACKINGS
 from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors
