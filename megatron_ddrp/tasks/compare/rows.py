@@ -1,6 +1,6 @@
 """Rows: one JSON line per finished run. Tables, figures and results.json are made from rows and nothing else.
 
-`Run` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and `similarity` for
+`RunRow` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and `similarity` for
 `curves`. Values on bootstrap samples of test items, which show the effect of other test sentences, are in
 `items/RUN-DIGEST.npz` beside the rows. All runs are scored on the same samples, so that differences are paired. The
 files may be missing; then a difference has no interval over items.
@@ -23,8 +23,17 @@ from megatron_ddrp.foreign import reading
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
 from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
-Curve = Sequence[Sequence[float]]
-"""Points (tokens, value)."""
+Name = str
+Names = Sequence[str]
+Flags = Mapping[str, Any]
+Texts = Mapping[str, str]
+Values = Mapping[str, float]
+Shares = Mapping[str, float]
+Counts = Mapping[str, int]
+Tasks = Mapping[str, Mapping[str, int]]
+Curves = Mapping[str, Sequence[Sequence[float]]]
+"""Measure → points (tokens, value)."""
+Timings = Mapping[str, Sequence[Mapping[str, float | None]]]
 Samples = Mapping[str, np.ndarray]
 """Measure → value on each bootstrap sample, `[samples]`."""
 Check = Callable[[Any], bool]
@@ -72,12 +81,16 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_number(value, 0)
 
 
-def _is_share(value: Any) -> bool:
-    return _is_number(value, 0) and value <= 1
-
-
 def _is_value(value: Any) -> bool:
     return value is None or _is_number(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: Any) -> bool:
+    return _is_text(value) and bool(value.strip())
 
 
 def _is_setting(value: Any) -> bool:
@@ -89,10 +102,6 @@ def _is_point(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)) and value[0] >= 0
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _lists(check: Check) -> Check:
     return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
@@ -101,79 +110,77 @@ def _objects(check: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-_NAME = ("some text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
-_TEXT = ("some text", _is_text)
-_COUNT = ("a whole number of at least 0", _is_count)
-_FLAGS = ("an object of flags with text, finite numbers, true or false", _objects(_is_setting))
-_SHARES = ("an object of numbers from 0 to 1", _objects(_is_share))
-
-
-def _key(kind: tuple[str, Check], default: Any = MISSING) -> Any:
-    """Return the field of a key of a row, whose values are of a kind, in words and as a check."""
-    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
-    return field(metadata={"kind": kind}, **given)
+KINDS: dict[str, tuple[str, Check]] = {
+    "Name": ("some text that is not empty", _is_name),
+    "str": ("some text", _is_text),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number of at least 0", _is_count),
+    "float": ("a number of at least 0", lambda value: _is_number(value, 0)),
+    "Names": ("a list of names", _lists(_is_name)),
+    "Values": ("an object of finite numbers, with null for a value that is not finite", _objects(_is_value)),
+    "Flags": ("an object of flags with text, finite numbers, true or false", _objects(_is_setting)),
+    "Texts": ("an object of text", _objects(_is_text)),
+    "Shares": ("an object of numbers from 0 to 1", _objects(lambda value: _is_number(value, 0) and value <= 1)),
+    "Curves": ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))),
+    "Counts": (
+        "a whole number of at least 0, or an object of them",
+        lambda value: _is_count(value) or _objects(_is_count)(value),
+    ),
+    "Tasks": ("an object of objects of whole numbers", _objects(_objects(_is_count))),
+    "Timings": ("an object of lists of objects of numbers", _objects(_lists(_objects(_is_value)))),
+}
+"""Annotation of a key of a row → its values in words, and a check."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRow:
     """One row: a finished training run with its measures. Whatever the row does not tell is 0 or empty."""
 
-    run: str = _key(_NAME)
-    model: str = _key(_NAME)
-    encoding: str = _key(_NAME)
-    objective: str = _key(_NAME)
-    seed: int = _key(_COUNT)
-    planned_tokens: int = _key(_COUNT)
+    run: Name
+    model: Name
+    encoding: Name
+    objective: Name
+    seed: int
+    planned_tokens: int
     """Tokens of the budget. An arm at half the budget trains for half of them."""
-    values: Mapping[str, float] = _key(
-        ("an object of finite numbers, with null for a value that is not finite", _objects(_is_value))
-    )
+    values: Values
     """Measure → finite value."""
-    flags: Mapping[str, Any] = _key(_FLAGS, {})
+    flags: Flags = field(default_factory=dict)
     """Further flags of the model."""
-    half: bool = _key(("true or false", lambda value: isinstance(value, bool)), False)
-    budget: str = _key(_TEXT, "")
+    half: bool = False
+    budget: str = ""
     """Budget in words, which runs that are compared share."""
-    check: str = _key(_TEXT, "")
+    check: str = ""
     """Side experiment that the run belongs to; empty for a run of the main one."""
-    baseline: str = _key(_TEXT, "")
+    baseline: str = ""
     """Name of the model to compare the others with."""
-    jobs: Sequence[str] = _key(("a list of names", _lists(_NAME[1])), ())
+    jobs: Names = ()
     """Names of its jobs."""
-    tokens: int = _key(_COUNT, 0)
+    tokens: int = 0
     """Tokens that the run consumed."""
-    steps: int = _key(_COUNT, 0)
-    parameters: int = _key(_COUNT, 0)
-    seconds: float = _key(("a number of at least 0", lambda value: _is_number(value, 0)), 0.0)
+    steps: int = 0
+    parameters: int = 0
+    seconds: float = 0.0
     """Time of training and of all measures."""
-    common: Mapping[str, Any] = _key(_FLAGS, {})
+    common: Flags = field(default_factory=dict)
     """Flags of all models of the plan."""
-    hardware: str = _key(_TEXT, "")
-    versions: Mapping[str, str] = _key(("an object of text", _objects(_is_text)), {})
-    workers: int = _key(_COUNT, 1)
+    hardware: str = ""
+    versions: Texts = field(default_factory=dict)
+    workers: int = 1
     """Number of jobs that shared the machine."""
-    curves: Mapping[str, Curve] = _key(
-        ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))), {}
-    )
+    curves: Curves = field(default_factory=dict)
     """Measure → its curve over tokens."""
-    paradigms: Mapping[str, float] = _key(_SHARES, {})
+    paradigms: Shares = field(default_factory=dict)
     """Paradigm of minimal pairs → accuracy."""
-    pairs: Mapping[str, int] = _key(
-        ("a whole number of at least 0, or an object of them", lambda one: _is_count(one) or _objects(_is_count)(one)),
-        {},
-    )
+    pairs: Counts = field(default_factory=dict)
     """Paradigm of minimal pairs → number of its pairs, if it is known."""
-    fields: Mapping[str, float] = _key(_SHARES, {})
+    fields: Shares = field(default_factory=dict)
     """Field of minimal pairs → accuracy."""
-    tasks: Mapping[str, Mapping[str, int]] = _key(
-        ("an object of objects of whole numbers", _objects(_objects(_is_count))), {}
-    )
+    tasks: Tasks = field(default_factory=dict)
     """Task → train_examples, dev_examples and the number of undefined fine-tuning runs."""
-    maps: str = _key(_TEXT, "")
+    maps: str = ""
     """File of its attention maps, beside the rows."""
-    throughput: Mapping[str, Sequence[Mapping[str, float | None]]] = _key(
-        ("an object of lists of objects of numbers", _objects(_lists(_objects(_is_value)))), {}
-    )
+    throughput: Timings = field(default_factory=dict)
     """Name of each model that was timed with it → results by row length."""
     undefined: tuple[str, ...] = ()
     """Measures whose value is not finite, which JSON has as null."""
@@ -186,12 +193,12 @@ class Run:
         return Arm.of(self.model, self.encoding, self.objective, self.flags, self.half)
 
 
-def as_run(row: Mapping[str, Any], folder: Path | None = None) -> Run:
+def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
-    keys = {key.name: key for key in fields(Run) if key.metadata}
+    keys = {key.name: key for key in fields(RunRow) if key.type in KINDS}
     found = {key: value for key, value in _as_written_now(row).items() if value is not None and key in keys}
     for key, value in found.items():
-        expected, fits = keys[key].metadata["kind"]
+        expected, fits = KINDS[str(keys[key].type)]
         if not fits(value):
             raise Damaged(f"{key}: got {repr(value)[:60]}, expected {expected}")
     required = [name for name, key in keys.items() if key.default is key.default_factory is MISSING]
@@ -199,7 +206,7 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> Run:
         raise Damaged(f"not a row of a run: {missing[0]} is missing")
     values, pairs = found["values"], found.get("pairs", {})
     pairs = pairs if isinstance(pairs, dict) else dict.fromkeys(found.get("paradigms", {}), pairs)
-    return Run(
+    return RunRow(
         **found
         | {
             "values": {name: float(value) for name, value in values.items() if value is not None},
@@ -266,13 +273,13 @@ def open_rows(path: Path) -> Store:
     return Store(path, lambda row: f"{row['run']} {digest(row.get('jobs', []))}", "a row of a run", check, refuse)
 
 
-def read_rows(paths: Iterable[Path]) -> list[Run]:
+def read_rows(paths: Iterable[Path]) -> list[RunRow]:
     """Return the runs of some files; a later row of a run replaces an earlier one.
 
     Raises:
         UserError: a file is missing or empty or has a damaged line, or two runs claim the same place.
     """
-    found: dict[str, Run] = {}
+    found: dict[str, RunRow] = {}
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give the rows.jsonl that megatron-ddrp compare writes")
