@@ -23,17 +23,8 @@ from megatron_ddrp.foreign import reading
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
 from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
-Name = str
-Names = Sequence[str]
-Flags = Mapping[str, Any]
-Texts = Mapping[str, str]
-Values = Mapping[str, float]
-Shares = Mapping[str, float]
-Counts = Mapping[str, int]
-Tasks = Mapping[str, Mapping[str, int]]
-Curves = Mapping[str, Sequence[Sequence[float]]]
-"""Measure → points (tokens, value)."""
-Timings = Mapping[str, Sequence[Mapping[str, float | None]]]
+Curve = Sequence[Sequence[float]]
+"""Points (tokens, value)."""
 Samples = Mapping[str, np.ndarray]
 """Measure → value on each bootstrap sample, `[samples]`."""
 Check = Callable[[Any], bool]
@@ -81,16 +72,12 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_number(value, 0)
 
 
+def _is_share(value: Any) -> bool:
+    return _is_number(value, 0) and value <= 1
+
+
 def _is_value(value: Any) -> bool:
     return value is None or _is_number(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_name(value: Any) -> bool:
-    return _is_text(value) and bool(value.strip())
 
 
 def _is_setting(value: Any) -> bool:
@@ -102,6 +89,10 @@ def _is_point(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)) and value[0] >= 0
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _lists(check: Check) -> Check:
     return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
@@ -110,77 +101,79 @@ def _objects(check: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-KINDS: dict[str, tuple[str, Check]] = {
-    "Name": ("some text that is not empty", _is_name),
-    "str": ("some text", _is_text),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a whole number of at least 0", _is_count),
-    "float": ("a number of at least 0", lambda value: _is_number(value, 0)),
-    "Names": ("a list of names", _lists(_is_name)),
-    "Values": ("an object of finite numbers, with null for a value that is not finite", _objects(_is_value)),
-    "Flags": ("an object of flags with text, finite numbers, true or false", _objects(_is_setting)),
-    "Texts": ("an object of text", _objects(_is_text)),
-    "Shares": ("an object of numbers from 0 to 1", _objects(lambda value: _is_number(value, 0) and value <= 1)),
-    "Curves": ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))),
-    "Counts": (
-        "a whole number of at least 0, or an object of them",
-        lambda value: _is_count(value) or _objects(_is_count)(value),
-    ),
-    "Tasks": ("an object of objects of whole numbers", _objects(_objects(_is_count))),
-    "Timings": ("an object of lists of objects of numbers", _objects(_lists(_objects(_is_value)))),
-}
-"""Annotation of a key of a row → its values in words, and a check."""
+_NAME = ("some text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+_TEXT = ("some text", _is_text)
+_COUNT = ("a whole number of at least 0", _is_count)
+_FLAGS = ("an object of flags with text, finite numbers, true or false", _objects(_is_setting))
+_SHARES = ("an object of numbers from 0 to 1", _objects(_is_share))
+
+
+def _key(kind: tuple[str, Check], default: Any = MISSING) -> Any:
+    """Return the field of a key of a row, whose values are of a kind, in words and as a check."""
+    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(metadata={"kind": kind}, **given)
 
 
 @dataclass(frozen=True)
 class RunRow:
     """One row: a finished training run with its measures. Whatever the row does not tell is 0 or empty."""
 
-    run: Name
-    model: Name
-    encoding: Name
-    objective: Name
-    seed: int
-    planned_tokens: int
+    run: str = _key(_NAME)
+    model: str = _key(_NAME)
+    encoding: str = _key(_NAME)
+    objective: str = _key(_NAME)
+    seed: int = _key(_COUNT)
+    planned_tokens: int = _key(_COUNT)
     """Tokens of the budget. An arm at half the budget trains for half of them."""
-    values: Values
+    values: Mapping[str, float] = _key(
+        ("an object of finite numbers, with null for a value that is not finite", _objects(_is_value))
+    )
     """Measure → finite value."""
-    flags: Flags = field(default_factory=dict)
+    flags: Mapping[str, Any] = _key(_FLAGS, {})
     """Further flags of the model."""
-    half: bool = False
-    budget: str = ""
+    half: bool = _key(("true or false", lambda value: isinstance(value, bool)), False)
+    budget: str = _key(_TEXT, "")
     """Budget in words, which runs that are compared share."""
-    check: str = ""
+    check: str = _key(_TEXT, "")
     """Side experiment that the run belongs to; empty for a run of the main one."""
-    baseline: str = ""
+    baseline: str = _key(_TEXT, "")
     """Name of the model to compare the others with."""
-    jobs: Names = ()
+    jobs: Sequence[str] = _key(("a list of names", _lists(_NAME[1])), ())
     """Names of its jobs."""
-    tokens: int = 0
+    tokens: int = _key(_COUNT, 0)
     """Tokens that the run consumed."""
-    steps: int = 0
-    parameters: int = 0
-    seconds: float = 0.0
+    steps: int = _key(_COUNT, 0)
+    parameters: int = _key(_COUNT, 0)
+    seconds: float = _key(("a number of at least 0", lambda value: _is_number(value, 0)), 0.0)
     """Time of training and of all measures."""
-    common: Flags = field(default_factory=dict)
+    common: Mapping[str, Any] = _key(_FLAGS, {})
     """Flags of all models of the plan."""
-    hardware: str = ""
-    versions: Texts = field(default_factory=dict)
-    workers: int = 1
+    hardware: str = _key(_TEXT, "")
+    versions: Mapping[str, str] = _key(("an object of text", _objects(_is_text)), {})
+    workers: int = _key(_COUNT, 1)
     """Number of jobs that shared the machine."""
-    curves: Curves = field(default_factory=dict)
+    curves: Mapping[str, Curve] = _key(
+        ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))), {}
+    )
     """Measure → its curve over tokens."""
-    paradigms: Shares = field(default_factory=dict)
+    paradigms: Mapping[str, float] = _key(_SHARES, {})
     """Paradigm of minimal pairs → accuracy."""
-    pairs: Counts = field(default_factory=dict)
+    pairs: Mapping[str, int] = _key(
+        ("a whole number of at least 0, or an object of them", lambda one: _is_count(one) or _objects(_is_count)(one)),
+        {},
+    )
     """Paradigm of minimal pairs → number of its pairs, if it is known."""
-    fields: Shares = field(default_factory=dict)
+    fields: Mapping[str, float] = _key(_SHARES, {})
     """Field of minimal pairs → accuracy."""
-    tasks: Tasks = field(default_factory=dict)
+    tasks: Mapping[str, Mapping[str, int]] = _key(
+        ("an object of objects of whole numbers", _objects(_objects(_is_count))), {}
+    )
     """Task → train_examples, dev_examples and the number of undefined fine-tuning runs."""
-    maps: str = ""
+    maps: str = _key(_TEXT, "")
     """File of its attention maps, beside the rows."""
-    throughput: Timings = field(default_factory=dict)
+    throughput: Mapping[str, Sequence[Mapping[str, float | None]]] = _key(
+        ("an object of lists of objects of numbers", _objects(_lists(_objects(_is_value)))), {}
+    )
     """Name of each model that was timed with it → results by row length."""
     undefined: tuple[str, ...] = ()
     """Measures whose value is not finite, which JSON has as null."""
@@ -195,10 +188,10 @@ class RunRow:
 
 def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
-    keys = {key.name: key for key in fields(RunRow) if key.type in KINDS}
+    keys = {key.name: key for key in fields(RunRow) if key.metadata}
     found = {key: value for key, value in _as_written_now(row).items() if value is not None and key in keys}
     for key, value in found.items():
-        expected, fits = KINDS[str(keys[key].type)]
+        expected, fits = keys[key].metadata["kind"]
         if not fits(value):
             raise Damaged(f"{key}: got {repr(value)[:60]}, expected {expected}")
     required = [name for name, key in keys.items() if key.default is key.default_factory is MISSING]
