@@ -174,7 +174,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.pages.plotting import COLORS, pyplot, save_figure, thousands, wrapped
+    from megatron_ddrp.pages.plotting import COLORS, pyplot, save_figure, thousands, wrap_title
 
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
@@ -184,8 +184,8 @@ def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     axes.margins(y=0.12)
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
-    axes.set(title=wrapped(title, 8), xlabel="tokens per document", ylabel="documents")
-    save_figure(plt, figure, path)
+    axes.set(title=wrap_title(title, 8), xlabel="tokens per document", ylabel="documents")
+    save_figure(figure, path)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.pages.markdown import code, escape, marked
+from megatron_ddrp.pages.markdown import code, escape, paragraph
 
-_FILTERS = {"name": escape, "marked": marked, "code": code}
+_FILTERS = {"name": escape, "marked": paragraph, "code": code}
 
 
 def require_packages(extra: str, *packages: str) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_ddrp.config import encoding_class, flag_words
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.jobs import job_name
+from megatron_ddrp.tasks.compare.jobs import Job, job_name
 from megatron_ddrp.tasks.compare.plan import NUM_SEEDS, Plan
 from megatron_ddrp.tasks.compare.runs import (
     CorpusFiles,
@@ -25,7 +25,6 @@ from megatron_ddrp.tasks.compare.runs import (
     probed_seconds,
 )
 from megatron_ddrp.tasks.compare.scoring import Flags, TaskPlan
-from megatron_ddrp.tasks.jobs.processes import Job
 from megatron_ddrp.tasks.jobs.store import Store, digest
 from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 

@@ -191,7 +191,7 @@ class Plan:
                 if name not in names:
                     refuse(f"{key}: got {name!r}, expected one of {', '.join(names)}")
         for name in self.alphas.models:
-            if self.named(name).objective != "mth":
+            if self.model_of(name).objective != "mth":
                 refuse(f"alphas.models: {name!r} is not of objective mth: it has no weights")
         flags = [name for of_runs in (self.flags, *(model.flags for model in self.models)) for name, _ in of_runs]
         if self.budget.kind == "minutes" and "seq_length_phases" in flags:
@@ -219,7 +219,7 @@ class Plan:
                 flags=(*model.flags, ("tcd_weight", tcd), ("hcd_weight", hcd)),
                 weights=(tcd, hcd),
             )
-            for model in map(self.named, self.alphas.models)
+            for model in map(self.model_of, self.alphas.models)
             for tcd, hcd in itertools.product(self.alphas.values, repeat=2)
             if (tcd, hcd) != MTH_WEIGHTS or model.flags
         )
@@ -234,6 +234,6 @@ class Plan:
         """Models of the plan, then those of the alpha grid."""
         return self.models + self.grid
 
-    def named(self, name: str) -> Model:
+    def model_of(self, name: str) -> Model:
         """Return the model with this name."""
         return next(model for model in self.models if model.name == name)

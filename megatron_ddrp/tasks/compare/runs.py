@@ -20,11 +20,10 @@ from megatron_ddrp.config.config_file import under_flags
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.jobs import PROBE, job_name
+from megatron_ddrp.tasks.compare.jobs import PROBE, RUN, Job, job_name
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Model, Plan
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.scoring import make_config
-from megatron_ddrp.tasks.jobs.processes import RUN, Job
 from megatron_ddrp.tasks.jobs.store import digest
 
 _END = 1 << 20
@@ -210,7 +209,7 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
     runs: dict[str, TrainingRun] = {}
     for seed in plan.seeds:
         models = [(model, False) for model in plan.models]
-        models += [(plan.named(name), True) for name in plan.half_budget]
+        models += [(plan.model_of(name), True) for name in plan.half_budget]
         models += [(model, False) for model in plan.grid if seed in plan.grid_seeds]
         for model, half in models:
             if model.name not in steps:

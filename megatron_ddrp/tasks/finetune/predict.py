@@ -24,9 +24,8 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.output_files import OUTPUT_FILES, RowFile
-from megatron_ddrp.tasks.finetune.runs import RunStore
 from megatron_ddrp.tasks.finetune.saving import model_folder, model_name, read_facts
-from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.table_files import KnownFile, at_row, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_files import count_unlabelled, text_columns, texts_to_predict
@@ -168,20 +167,17 @@ def _writer(output: Path, kinds: Iterable[Kind]) -> type[RowFile]:
     return writers[output.suffix]
 
 
-class AfterOwnTasks(AfterSweep):
-    """Prediction of the test files without labels, and an account of the kept models."""
+def use_models(sweep: Sweep) -> list[str]:
+    """Predict the test files without labels; return lines that name the kept models and the predictions.
 
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Predict the test files without labels; return lines that name the kept models and the predictions.
-
-        Other commands with the same output folder wait meanwhile.
-        """
-        lines = []
-        for encoder in sweep.encoders.values() if sweep.speaks else ():
-            for data in sweep.data.values():
-                with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
-                    lines += _use_model(sweep, data, encoder)
-        return lines
+    Other commands with the same output folder wait meanwhile.
+    """
+    lines = []
+    for encoder in sweep.encoders.values() if sweep.speaks else ():
+        for data in sweep.data.values():
+            with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
+                lines += _use_model(sweep, data, encoder)
+    return lines
 
 
 def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:

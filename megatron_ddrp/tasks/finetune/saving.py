@@ -65,7 +65,15 @@ def keep_if_best(
     with one_at_a_time(output, model_name(data.task, encoder)):
         folder = model_folder(output, data.task, encoder, run.data)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        facts = finetuned_facts(encoder, data, run, row)
+        facts = {
+            "task": data.task.facts,
+            "columns": list(data.columns) if data.columns else None,
+            "max_seq_length": run.max_seq_length,
+            "pair_separators": encoder.pair_separators,
+            "data": run.data,
+            "run": run.name,
+            "score": row["score"],
+        }
         before = read_facts(folder)
         if before and _rank(before) >= _rank(facts):
             return
@@ -78,19 +86,6 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     facts = read_object(path).get(FINETUNED) if path.is_file() else None
     return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
-
-
-def finetuned_facts(encoder: Encoder, data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts about task and run for config.json."""
-    return {
-        "task": data.task.facts,
-        "columns": list(data.columns) if data.columns else None,
-        "max_seq_length": run.max_seq_length,
-        "pair_separators": encoder.pair_separators,
-        "data": run.data,
-        "run": run.name,
-        "score": row["score"],
-    }
 
 
 def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
