@@ -89,6 +89,17 @@ def test_gradients_between_hosts_take_the_hosts_link() -> None:
     assert across == pytest.approx(2 * 15 / 16 * 2 * PARAMETERS / 1e9 - hidden)
 
 
+@pytest.mark.parametrize(("stage", "reduced", "gathered"), [(1, 1, 1), (2, 3, 1), (3, 3, 6)])
+def test_zero_2_reduces_and_zero_3_gathers_twice_for_every_micro_batch(stage: int, reduced: int, gathered: int) -> None:
+    """Three micro-batches on 8 ranks; two bytes per gradient and per weight, 7/8 of which travel."""
+    slow = dataclasses.replace(H100, inside=5.0)
+    three = {"micro_batch_size": 1, "global_batch_size": 24}
+    config = BASE.replace(training=three, parallel={"zero_stage": stage}, model={"seq_length": 8})
+    estimate = estimate_step(config, PARAMETERS, 8, slow)
+    hidden = max(estimate.device, estimate.host) * 2 / 3
+    assert estimate.data == pytest.approx((reduced + gathered) * 7 / 8 * 2 * PARAMETERS / 5e9 - hidden)
+
+
 @pytest.mark.parametrize(
     ("layout", "share"),
     [({"pipeline_model_parallel_size": 2}, 3 / 4 / 2), ({"zero_stage": 0}, 7 / 8)],  # 2 stages x 4 ranks, 1 x 8

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ddrp import memory
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.config.deepspeed_values import TOP_LEVEL
 from megatron_ddrp.engine.build import deepspeed_settings
@@ -197,6 +199,26 @@ def test_every_key_that_deepspeed_asks_for_is_known_here() -> None:
     DeepSpeedConfig(asked)
     assert len(Asked.names) > 40
     assert Asked.names - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - {"bfloat16"} == set(TOP_LEVEL)
+
+
+def test_numbers_that_are_said_to_be_deepspeeds_defaults_are_those() -> None:
+    import_quietly()
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero, fp16 = DeepSpeedZeroConfig(), DeepSpeedFP16Config(enabled=True)
+    assert (zero.param_persistence_threshold, zero.prefetch_bucket_size) == (memory.PERSISTENT, memory.PREFETCHED)
+    usual = {
+        "--initial-loss-scale": 2**fp16.initial_scale_power,
+        "--min-loss-scale": fp16.min_loss_scale,
+        "--loss-scale-window": fp16.loss_scale_window,
+        "--hysteresis": fp16.hysteresis,
+    }
+    for name, number in usual.items():
+        assert parse_arguments(["--fp16", name, str(number)]).config.training.fp16
+        for other in (number + 1, number * 2):
+            with pytest.raises(UserError, match=f"{name} {other}; set fp16"):
+                parse_arguments(["--fp16", name, str(other)])
 
 
 def test_the_flag_offloads_as_the_file_does_and_wins(tmp_path: Path) -> None:

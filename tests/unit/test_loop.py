@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import asdict
@@ -109,6 +110,15 @@ def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.Monk
         rows.append([{name: row[name] for name in kept} for row in made.rows])
     assert rows[0] == rows[1] and [row["grad_norm"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
     assert rows[0][2]["lm_loss"] == 6.0  # 10 · 3 ÷ 5
+
+
+def test_the_memory_of_a_row_is_the_largest_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank's peak is 1, 3 and 2 GiB, another one's twice as much."""
+    made, peaks = training(monkeypatch, late=False), itertools.cycle((1, 3, 2))
+    monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: next(peaks) * 2**30)
+    monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: 2 * number)
+    made()
+    assert [row["peak_memory_gib"] for row in made.rows[:3]] == [2.0, 6.0, 4.0]
 
 
 def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_between_rows(

@@ -107,10 +107,13 @@ def record(work: Work, job: Job) -> None:
 
 
 def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5) -> None:
-    """A run's folder and line, with its last validation loss; its vocabulary has 100 pieces."""
+    """A run's folder and line, with its last validation loss and its median time of a step, neither the largest nor the
+    smallest nor the mean of the run; its vocabulary has 100 pieces."""
     run.folder.mkdir(parents=True, exist_ok=True)
     save_config(replace(run.config, model=replace(run.config.model, vocab_size=100)), run.folder)
     rows = [{"iteration": 1, "step_time": 60.0, "consumed_tokens": 100}]
+    rows += [{"iteration": run.steps // 4, "step_time": step_time * share} for share in (3.0, 0.5, 1.0)]
+    rows.append({"iteration": run.steps // 4, "valid_lm_loss": loss - 0.25})
     for step in run.checkpoints:
         rows.append({"iteration": step, "step_time": step_time, "consumed_tokens": 100 * step})
         rows.append({"iteration": step, "valid_lm_loss": loss + (run.steps - step) / 100})
@@ -122,7 +125,9 @@ def finish_similarity(work: Work, run: TrainingRun, tokens: float, heads: float)
     """A run's self-similarity, as tools/analyze.py writes it."""
     analysis = next(a for a in work.measures if a.run == run and a.job.kind == "self-similarity")
     rows = [{"iteration": 7, "token_similarity": 9.0, "head_similarity": 9.0}]  # where it was stopped once
-    rows += [{"iteration": step, "token_similarity": tokens, "head_similarity": heads} for step in run.checkpoints]
+    for step in run.checkpoints:
+        more = 0.05 * (step < run.steps)
+        rows.append({"iteration": step, "token_similarity": tokens + more, "head_similarity": heads + more})
     analysis.job.output.parent.mkdir(parents=True, exist_ok=True)
     analysis.job.output.write_text(json.dumps({"checkpoints": rows}), encoding="utf-8")
     record(work, analysis.job)

@@ -14,7 +14,7 @@ from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.page import NAMES, Page
 from megatron_ddrp.tasks.compare.rows import read_rows
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
-from tests.unit.compare.made_rows import LOSS, RUNGS, full_rows, gain_rows, make_row
+from tests.unit.compare.made_rows import LOSS, RUNGS, full_rows, gain_rows, make_row, results_of
 
 MTH = "MTH is better than MLM with BERT"
 
@@ -95,6 +95,21 @@ def test_models_over_the_baseline_leave_out_what_a_claim_says(page_of):
     found = page_of(gain_rows({"rope": (0.05,), "rope+mth": (0.05,), "absolute+mth": (0.01,)})).gains
     assert [gain.claim.text for gain in found["models"]] == ["rope over absolute", "rope+mth over absolute"]
     assert [gain.claim.text for gain in found["claims"]] == [MTH, "MTH is better than MLM with rope"]
+
+
+def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last():
+    """In the rows the half arm comes first, and other objectives before MTH."""
+    models = ("rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute")
+    rows = [
+        make_row("absolute+mth", 1, 1000, {LOSS: 6.0}, half=True),
+        make_row("rope", 1, 1000, {LOSS: 6.0}, half=True),
+    ]
+    results = results_of([*rows, *(make_row(model, 1, 1000, {LOSS: 6.0}) for model in models)])
+    assert [arm.label for arm in results.arms] == [
+        "absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast",
+        "rope, half the budget", "absolute+mth, half the budget",
+    ]  # fmt: skip
+    assert results.baseline.label == "absolute"
 
 
 CLAIMS = """

@@ -293,8 +293,8 @@ def bomb(depth):
     ("text", "reason"),
     [
         ("[" * 5000, "nested too deeply"),
-        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: models: missing|seeds"),
-        ("models: 2020-99-99", "models"),
+        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: seeds: got [[[...]]], expected a whole number"),
+        ("models: 2020-99-99", "plan.yaml: models[1]: expected settings such as `name: …`, got a str"),
         ("models: " + "1" * 5000, "a number of 5,000 digits, expected at most 308"),
         (f"models: [{bomb(12)}]", "models[1]: expected settings such as `name: …`, got a list"),
     ],
@@ -305,7 +305,7 @@ def test_strange_yaml_is_one_short_line(tmp_path, text, reason):
     path.write_text(text)
     with pytest.raises(UserError) as refused:
         read_plan(path)
-    assert any(part in str(refused.value) for part in reason.split("|")) and len(str(refused.value)) < 1000
+    assert reason in str(refused.value) and len(str(refused.value)) < 1000
     assert refused.value.exit_code == 2
 
 

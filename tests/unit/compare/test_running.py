@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import threading
 import time
@@ -84,11 +85,12 @@ def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
     only = job(folder, "only")
     lease = open_store(folder).lease("only")
     assert lease and open_store(folder).lease("only") is None
-    done, lines = runner()
+    done, _ = runner()
+    lines = queue.SimpleQueue()
+    done.say = lines.put
     thread = threading.Thread(target=done.run, args=([only],))
     thread.start()
-    time.sleep(1)
-    assert not only.output.exists() and any("waiting for that process" in line for line in lines)
+    assert "waiting for that process" in lines.get(timeout=60) and not only.output.exists()
     lease.close()
     thread.join(60)
     assert only.output.read_text() == "done\n"

@@ -17,25 +17,34 @@ RUNS = [
     for lr in (1e-5, 3e-5)
     for seed in range(1, 11)
 ]
+LONG = 120
+"""Seconds after which something hangs."""
 PROCESSES = multiprocessing.get_context("forkserver")  # a fork of this process, which has threads, could hang
 
 
-def worker(folder, seconds, barrier=None):
-    """Do RUNS, from when all workers are there; every start of a run leaves a line in its own file."""
+def worker(folder, seconds, barrier=None, begun=None):
+    """Do RUNS, from when all workers are there; every start of a run leaves a line in its own file.
+
+    With `begun` tell it of every start, and without `seconds` never end a run.
+    """
     if barrier:
-        barrier.wait(30)
+        barrier.wait(LONG)
 
     def perform(run):
         with open(folder / f"begun-{run.name}", "a") as stream:
             stream.write(f"{os.getpid()}\n")
+        if begun:
+            begun.put(run.name)
+        if seconds is None:
+            signal.pause()
         time.sleep(seconds)
         return finished(run, run.seed / 97, by=os.getpid())
 
     drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
 
 
-def start(folder, count, seconds=0.004, barrier=None):
-    processes = [PROCESSES.Process(target=worker, args=(folder, seconds, barrier)) for _ in range(count)]
+def start(folder, count, seconds=0.004, barrier=None, begun=None):
+    processes = [PROCESSES.Process(target=worker, args=(folder, seconds, barrier, begun)) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
@@ -79,7 +88,7 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
             process.join()
         interrupted += num_rows(killed) < len(RUNS)
     for process in start(killed, 3):
-        process.join(30)
+        process.join(LONG)
         assert process.exitcode == 0
     assert rows(killed) == rows(calm)
     assert len(rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
@@ -89,7 +98,7 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
 def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
     barrier = PROCESSES.Barrier(4)
     for process in start(tmp_path, 4, barrier=barrier):
-        process.join(30)
+        process.join(LONG)
     begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
     assert set(begun) == {f"begun-{run.name}" for run in RUNS}
     assert all(len(starts) == 1 for starts in begun.values())
@@ -98,21 +107,19 @@ def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
 
 def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
     """A worker dies within a run while another waits for it."""
-    (stuck,) = start(tmp_path, 1, seconds=60)
-    deadline = time.monotonic() + 10
-    while not list(tmp_path.glob("begun-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    (path,) = tmp_path.glob("begun-*")
-    (other,) = start(tmp_path, 1, seconds=0)
-    while len(list(tmp_path.glob("begun-*"))) < len(RUNS) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    begun = PROCESSES.Queue()
+    (stuck,) = start(tmp_path, 1, seconds=None, begun=begun)
+    first = begun.get(timeout=LONG)
+    (other,) = start(tmp_path, 1, seconds=0, begun=begun)
+    rest = [begun.get(timeout=LONG) for _ in range(len(RUNS) - 1)]
+    assert sorted([first, *rest]) == sorted(run.name for run in RUNS)
     assert other.is_alive(), "the leased run is not done yet: somebody must wait for it"
     os.kill(stuck.pid, signal.SIGKILL)
     stuck.join()
-    other.join(10)
+    other.join(LONG)
     assert other.exitcode == 0
     assert len(rows(tmp_path)) == len(RUNS)
-    assert path.read_text().split() == [str(stuck.pid), str(other.pid)]
+    assert (tmp_path / f"begun-{first}").read_text().split() == [str(stuck.pid), str(other.pid)]
 
 
 def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
@@ -123,7 +130,7 @@ def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
         answer = PROCESSES.Value("b", 2)
         process = PROCESSES.Process(target=look, args=(tmp_path, answer))
         process.start()
-        process.join(10)
+        process.join(LONG)
         return answer.value
 
     assert free() == 0

@@ -148,6 +148,19 @@ def test_averages_of_8_and_9_columns_are_never_mixed():
     assert "| base | MNLI (mean of both) | accuracy | 80.00 |" in table(full())
 
 
+def test_averages_are_those_of_medians_over_the_seeds():
+    """Neither those of a single seed nor means."""
+    by_seed = {1: (0.2, 0.9), 2: (0.9, 0.2), 3: (0.1, 0.8), 4: (0.4, 0.5)}
+    rows = [
+        one | {"score": score} | ({"other_scores": {"dev_mismatched": other}} if one["task"] == "MNLI" else {})
+        for seed, (score, other) in by_seed.items()
+        for one in full(seed)
+    ]
+    assert GLUE.means(best_cells(rows)["base"]) == pytest.approx(
+        {"average of 8": 0.3, "average of 9": (8 * 0.3 + 0.65) / 9}
+    )
+
+
 def test_a_grid_point_with_all_its_seeds_beats_a_lucky_single_one():
     rows = [row(score=0.5, seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)]
     assert best_cells(rows)["base"]["RTE"].median == 0.5

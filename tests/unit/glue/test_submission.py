@@ -3,10 +3,13 @@
 import json
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_ddrp.tasks.glue.command import main
+from megatron_ddrp.tasks.glue.submission import write_test_predictions
+from megatron_ddrp.tasks.glue.tasks import TASKS
 from tests.unit.glue.test_main import arguments
 
 QUICK = ("--epochs", "1", "--seeds", "1", "--predict-test")
@@ -29,6 +32,18 @@ def other_folder(bert_folder, tmp_path):
 def archived(folder):
     with zipfile.ZipFile(folder / "submission.zip") as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_server_gets_numbers_within_the_range_and_names_of_classes(tmp_path):
+    """STS-B's scores are 0 to 5; a row without a prediction gets 0."""
+    write_test_predictions(tmp_path / "STS-B.tsv", TASKS["STS-B"], np.array([-0.25, 2.5, 5.125, np.nan, np.inf]))
+    index, prediction = zip(
+        *(line.split("\t") for line in (tmp_path / "STS-B.tsv").read_text().splitlines()), strict=True
+    )
+    assert index == ("index", "0", "1", "2", "3", "4")
+    assert prediction[0] == "prediction" and [float(one) for one in prediction[1:]] == [0, 2.5, 5, 0, 5]
+    write_test_predictions(tmp_path / "RTE.tsv", TASKS["RTE"], np.array([1, 0]))
+    assert (tmp_path / "RTE.tsv").read_text() == "index\tprediction\n0\tnot_entailment\n1\tentailment\n"
 
 
 def test_a_second_encoder_gets_a_submission_of_its_own(three_tasks, bert_folder, other_folder, tmp_path, capsys):

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_text, unigram_level
-from megatron_ddrp.config import Config, save_config
+from megatron_ddrp.config import Config, ObjectiveConfig, save_config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run_report import figures
-from megatron_ddrp.run_report.figures import LEARNING, Panel, logged_panels, loss_panel, running_mean, series
+from megatron_ddrp.run_report.figures import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
 from megatron_ddrp.run_report.page import facts, page, training_seconds
 from tests.datasets import write_dataset
 
@@ -196,6 +197,24 @@ def test_no_range_of_perplexities_has_a_crowd_of_ticks():
 )
 def test_all_ticks_of_an_axis_have_as_many_decimals(ticks, texts):
     assert [figures.evenly(tick, ticks) for tick in ticks] == texts
+
+
+def test_the_cosines_of_training_stand_beside_those_of_validation():
+    """TCD's is f(S) and HCD's f(H); every other term's validation has its own name."""
+    for panel in LEARNING:
+        training = {"iteration": 10, "tcd_loss": 1.0, "hcd_loss": 2.0, panel.training: 3.0}
+        validation = {"iteration": 20, "token_similarity": 4.0, "head_similarity": 5.0, f"valid_{panel.training}": 6.0}
+        expected = {"tcd_loss": 4.0, "hcd_loss": 5.0}.get(panel.training, 6.0)
+        assert panel.training_curve([training, validation]) == [(10, 3.0 * panel.factor)], panel.label
+        assert panel.validation_curve([training, validation]) == [(20, expected * panel.factor)], panel.label
+    names = {term.name: term.similarity for term in make_objective(ObjectiveConfig(objective="mth")).terms}
+    assert names == {"lm_loss": None, "tcd_loss": "token_similarity", "hcd_loss": "head_similarity"}
+
+
+def test_every_row_of_memory_is_on_the_figure():
+    rows = [{"iteration": step, "peak_memory_gib": gib} for step, gib in ((1, 0.5), (2, 0.75), (3, 0.25))]
+    (memory,) = logged_panels(SPEED, {"own": rows})
+    assert memory.label == "peak memory [GiB]" and memory.training_curve(rows) == [(1, 0.5), (2, 0.75), (3, 0.25)]
 
 
 def test_speed_is_drawn_where_it_was_logged(tmp_path):
