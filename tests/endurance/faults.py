@@ -124,8 +124,7 @@ def main() -> int:
     if arguments.check:
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for name in PRELOADED:
-        __import__(name)
+    list(map(__import__, PRELOADED))
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with arguments.results.open("a+", 1, encoding="utf-8") as results, ThreadPoolExecutor(arguments.jobs) as pool:
         results.seek(0)
