@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
@@ -81,7 +82,7 @@ class Corpus:
         prefixes = dataset_prefixes(config)
         config = with_tokenizer(config, prefixes)
         tokenizer = tokenizer_flags(config).build()
-        words = objective.notes or objective.masking != "token"
+        words = objective.notes or MASKINGS.find(objective.masking).keeps_words
         sources, remarks = {}, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]
         remarks += [warn_of_unmarked_words(tokenizer)] if words else []
         for prefix in prefixes:
@@ -171,10 +172,11 @@ class Corpus:
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
         seed = training.seed if split == "train" else VALIDATION_SEED
-        masker = Masker(tokenizer, objective.eval_mask_prob, seed, objective.masking, **objective.mask_shares)
+        masking = MASKINGS.find(objective.masking)()
+        masker = Masker(tokenizer, objective.eval_mask_prob, seed, masking, **objective.mask_shares)
         mark = None
         if objective.notes:
-            finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+            finder = WordFinder(tokenizer)
             mark = partial(finder.number, self.rare_words[0])
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {

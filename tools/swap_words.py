@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.errors import UserError, run_command
@@ -109,8 +109,7 @@ def write_rows(path: Path, rows: Rows) -> None:
     """Write rows below the header text,label."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("text", "label"), *rows])
-    with AtomicFile(path) as stream:
-        stream.write(text.getvalue().encode())
+    write_text(path, text.getvalue())
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def share_of_sentences(
     dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
 ) -> dict[str, Any]:
     """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence."""
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+    finder = WordFinder(tokenizer)
     ends = np.array([piece.strip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
     sentences = with_one = 0
     low, high = 0, int(dataset.document_indices[min(documents, dataset.num_documents)])

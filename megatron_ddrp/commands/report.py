@@ -26,7 +26,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
-from megatron_ddrp.run_report.curves import LEARNING, LOSS, MetricsRows, logged_panels
+from megatron_ddrp.run_report.curves import LOSS, MetricsRows, learning_panels, logged_panels
 
 LOSSES, SPEED = "losses.png", "speed.png"
 
@@ -53,7 +53,7 @@ def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, MetricsRows]:
             continue
         runs[folder] = read_metrics(folder, "--beside")
     for folder, rows in runs.items():
-        if not logged_panels([LOSS, *LEARNING], {"": rows}):
+        if not logged_panels([LOSS], {"": rows}) and not learning_panels({"": rows}):
             say(f"{folder / METRICS}: no losses in it; the figure has no curve of this run")
     return runs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ COUNT = "[1, 2147483648)"
 
 
 class Number(NamedTuple):
-    """A number that an objective declares for `--objective-options`."""
+    """A number that an objective or an optimizer declares, for `--objective-options` and `--optimizer-options`."""
 
     default: float
     within: str
@@ -59,6 +59,34 @@ def check_ranges(section: Any) -> None:
         if "within" in f.metadata and "read" not in f.metadata and value is not None:
             for number in value if isinstance(value, (list, tuple)) else (value,):
                 check_range(f.name, number, f.metadata["within"])
+
+
+def own_numbers(owner: str, name: str, words: Iterable[str], declared: Mapping[str, Number]) -> dict[str, float]:
+    """Return the numbers that an objective or an optimizer declares, with those given as NAME=NUMBER in their place.
+
+    `owner` is its flag with its name, and `name` the field of the `words`. Raises `UserError` for an undeclared name,
+    for text that is not a number, and for a number out of its range.
+    """
+    numbers = {key: float(number.default) for key, number in declared.items()}
+    given = [word.partition("=") for word in words]
+    for key, _, text in given:
+        word = f"{flag(name)} {key}={text}" if text else f"{flag(name)} {key}"
+        if key not in declared:
+            takes = f"takes {', '.join(declared)}, as name=number" if declared else "has no options"
+            refuse(f"{word}: {owner} {takes}")
+        if sum(other == key for other, *_ in given) > 1:
+            refuse(f"{word}: {key} is given twice; give it once")
+        try:
+            numbers[key] = float(text)
+        except ValueError:
+            refuse(f"{word}: {text!r} is not a number; give {key}={declared[key].default}")
+        check_range(f"{name} {key}", numbers[key], declared[key].within)
+    return numbers
+
+
+def as_words(numbers: Mapping[str, float]) -> tuple[str, ...]:
+    """Return numbers as the words that `own_numbers` takes."""
+    return tuple(f"{name}={number!r}" for name, number in numbers.items())
 
 
 class Section:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.exported_folder import check_export, whole_folder, write_sums
 from megatron_ddrp.conversion.families import FAMILIES, Family, leaving_family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
@@ -81,7 +80,9 @@ def write_finetuned(
     model.merge_embeddings()
     tuned = tuned._replace(head=copy.deepcopy(tuned.head).cpu().float().eval())
     model_config = replace(model.config, deberta_emd=False)  # the mask decoder belongs to the masked-LM head
-    family = _family(model_config, tokenizer)
+    family = leaving_family(model_config, "masked-lm", tokenizer)
+    if family.task_head is None:  # its classes compute other heads
+        family = FAMILIES[OWN_MODEL_TYPE]
     class_name = f"{family.class_name}For{tuned.form.name}"
     weights = _weights(model, family, tuned.head, tokenizer)
     if strange := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
@@ -101,12 +102,6 @@ def write_finetuned(
         write_sums(folder)
     trust = ", trust_remote_code=True" if family.has_code else ""
     return f'AutoModelFor{tuned.form.name}.from_pretrained("{output}"{trust})'
-
-
-def _family(config: ModelConfig, tokenizer: Tokenizer) -> Family:
-    """Return the family of the export: the masked LM's family if it computes our heads, else our own."""
-    family = leaving_family(config, "masked-lm", tokenizer)
-    return family if family.task_head is not None else FAMILIES[OWN_MODEL_TYPE]
 
 
 def _weights(model: Encoder, family: Family, head: TaskHead, tokenizer: Tokenizer) -> dict[str, Tensor]:

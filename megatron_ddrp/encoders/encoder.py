@@ -140,7 +140,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     names = [name for name, _ in model.named_parameters()]
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
     return Encoder(
-        _name(folder, random_init),
+        with_random_weights(str(folder)) if random_init else str(folder),
         folder,
         TrainedEncoder(model),
         tokenizer,
@@ -178,7 +178,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         facts = f"{weights} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return Encoder(
-        _name(folder, random_init),
+        with_random_weights(str(folder)) if random_init else str(folder),
         folder,
         encoder,
         tokenizer,
@@ -226,10 +226,6 @@ def _names(weights: list[str]) -> str:
         return "none"
     few = ", ".join(weights[:4]) + (", …" if len(weights) > 4 else "")
     return f"{len(weights)} ({few})"
-
-
-def _name(folder: Path, random_init: bool) -> str:
-    return with_random_weights(str(folder)) if random_init else str(folder)
 
 
 def _settings(config: Any) -> str:

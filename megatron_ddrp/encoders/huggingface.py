@@ -37,15 +37,18 @@ def foreign_inputs(config: Any, batch: Batch) -> dict[str, torch.Tensor]:
     return {"input_ids": batch.input_ids, "attention_mask": (batch.document_ids > 0).long(), **segments}
 
 
-def head_class(model_type: str, form: HeadForm) -> Any:
-    """Return the class of a model type with a head of this form: ours for our models, otherwise AutoModelFor…."""
+def model_builder(model_type: str, head: str) -> Callable[[Any], Any]:
+    """Return the function that builds a model with a head from its configuration, ours or that of transformers.
+
+    `head` is the ending of its class, such as ForMaskedLM; empty for the encoder alone.
+    """
     if model_type == OWN_MODEL_TYPE:
         from megatron_ddrp.conversion import modeling_ddrp
 
-        return getattr(modeling_ddrp, f"DdrpFor{form.name}")
+        return getattr(modeling_ddrp, f"Ddrp{head or 'Model'}")
     import transformers
 
-    return getattr(transformers, f"AutoModelFor{form.name}")
+    return getattr(transformers, f"AutoModel{head}").from_config
 
 
 class HuggingFaceEncoder(nn.Module):
@@ -103,12 +106,11 @@ class FamilyModel(nn.Module):
 
 
 def _model_with_head(config: Any, form: HeadForm) -> Any:
-    with_head = head_class(config.model_type, form)
-    if config.model_type == OWN_MODEL_TYPE:
-        return with_head(config)
     try:
-        return with_head.from_config(config)
+        return model_builder(config.model_type, f"For{form.name}")(config)
     except ValueError:
+        if config.model_type == OWN_MODEL_TYPE:
+            raise
         raise UserError(f"transformers has no AutoModelFor{form.name} for {config.model_type} models") from None
 
 
@@ -169,16 +171,9 @@ def _transformers_errors_in_a_line(folder: Path) -> Iterator[None]:
 
 
 def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
-    build: Callable[[Any], Any]
     config = _read_config(folder, values["model_type"])
-    if values["model_type"] == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion.modeling_ddrp import DdrpForMaskedLM, DdrpModel
-
-        build = DdrpForMaskedLM if masked_lm else DdrpModel
-    else:
-        from transformers import AutoModel, AutoModelForMaskedLM
-
-        build = (AutoModelForMaskedLM if masked_lm else AutoModel).from_config
+    build = model_builder(values["model_type"], "ForMaskedLM" if masked_lm else "")
+    if values["model_type"] != OWN_MODEL_TYPE:
         if config.is_encoder_decoder or getattr(config, "is_decoder", False):
             raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
@@ -230,9 +225,7 @@ def longest_sequence(folder: Path) -> int | None:
     None if transformers cannot read the configuration; loading the model then tells the reason.
     """
     try:
-        from transformers import AutoConfig
-
-        return _longest(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        return _longest(_read_config(folder, ""))
     except Exception:  # a damaged folder may make transformers raise anything
         return None
 

@@ -62,6 +62,13 @@ SPEED = (
 )
 
 
+_WITHOUT_PANEL = {
+    *("iteration", "consumed_samples", "consumed_tokens", "loss", "step_time", "mfu"),
+    *("replaced_share", "valid_replaced_share"),
+}
+"""Columns that no panel shows: counts, and what other panels show in another form."""
+
+
 def series(rows: MetricsRows, key: str) -> Series:
     """Return the values of one metric, where it was logged and finite."""
     return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
@@ -81,6 +88,18 @@ def logged_panels(panels: Iterable[Panel], runs: Mapping[str, MetricsRows]) -> l
     return [
         panel for panel in panels if any(panel.training_curve(r) or panel.validation_curve(r) for r in runs.values())
     ]
+
+
+def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Panel]:
+    """Return the panels below the loss: the logged ones of `LEARNING`, and one for each column of another name.
+
+    Such columns come from callbacks and from the terms of other objectives; their names are their labels.
+    """
+    known = [LOSS, *LEARNING, *SPEED]
+    taken = {key for panel in known for key in (panel.training, panel.validation)} | _WITHOUT_PANEL
+    logged = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
+    others = dict.fromkeys(key.removeprefix("valid_") for key in logged if key not in taken)
+    return logged_panels([*LEARNING, *(Panel(name, name, f"valid_{name}") for name in others)], runs)
 
 
 def loss_panel(runs: Mapping[str, MetricsRows]) -> Panel:

@@ -21,12 +21,12 @@ from megatron_ddrp.pages.plotting import (
     thousands,
 )
 from megatron_ddrp.run_report.curves import (
-    LEARNING,
     RTD_ACCURACY,
     SPEED,
     MetricsRows,
     Panel,
     Series,
+    learning_panels,
     logged_panels,
     loss_panel,
     majority,
@@ -44,7 +44,7 @@ MOST_DECIMALS = 4
 def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Path) -> None:
     """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
     plt = pyplot()
-    lower = logged_panels(LEARNING, runs)
+    lower = learning_panels(runs)
     columns = _columns(len(lower))
     lines = -(-len(lower) // columns)
     figure = plt.figure(figsize=(WIDTH, TOP + LOWER * lines), layout="constrained")

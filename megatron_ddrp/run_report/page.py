@@ -19,11 +19,10 @@ from megatron_ddrp.pages.plotting import thousands
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run_report.curves import (
-    LEARNING,
     MetricsRows,
     Panel,
     Series,
-    logged_panels,
+    learning_panels,
     loss_panel,
     majority,
     perplexity,
@@ -143,7 +142,7 @@ def summary(runs: Mapping[str, MetricsRows]) -> Table:
         losses = loss.validation_curve(rows)
         lines += _of_panel(loss, rows, of_run)
         lines += _ends(f"perplexity, validation{of_run}", [(step, perplexity(value)) for step, value in losses])
-        for panel in logged_panels(LEARNING, {name: rows}):
+        for panel in learning_panels({name: rows}):
             lines += _of_panel(panel, rows, of_run)
         lines += _ends(f"majority: every token an original [%]{of_run}", majority(rows))
     return Table(["curve", "first", "last", "at step"], lines)

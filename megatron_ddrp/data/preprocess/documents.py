@@ -39,24 +39,25 @@ _OVERLAP = 64  # bytes of the block before in which a separator may begin
 
 def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
     """Yield all records of an open input in order, in chunks of about `chunk_bytes` uncompressed bytes."""
-    before = 0
+    read = line = 0
     if opened.file.ending == ".parquet":
         size = opened.manifest_entry()["bytes"]  # hashed here, because pyarrow reads the file itself
         for rows, done in parquet_rows(opened.file.path, keys, chunk_bytes):
-            yield Chunk("rows", rows, int(done * size) - before)
-            before = int(done * size)
+            yield Chunk("rows", rows, int(done * size) - read, line)
+            read, line = int(done * size), line + len(rows)
         return
     for kind, data in _parts(opened, chunk_bytes):
-        yield Chunk(kind, data, opened.bytes_read - before)
-        before = opened.bytes_read
+        yield Chunk(kind, data, opened.bytes_read - read, line)
+        read, line = opened.bytes_read, line + data.count(b"\n")
 
 
-def name_faults(path: str, line: int, faults: Sequence[Fault], on_error: str) -> list[str]:
-    """Return `file:line: reason` for each fault of a chunk that begins after `line` lines of its file.
+def name_faults(file: InputFile, faults: Sequence[Fault], on_error: str) -> list[str]:
+    """Return `file:line: reason` for each fault of a chunk.
 
     Raises `UserError` for the first fault if `on_error` is `stop`, not `skip`.
     """
-    reasons = [f"{path}:{line + fault.line}: {fault.reason}" for fault in faults]
+    before = lines_before(file) if faults else 0
+    reasons = [f"{file.path}:{before + fault.line}: {fault.reason}" for fault in faults]
     if reasons and on_error == "stop":
         raise UserError(f"{reasons[0]}; fix the file, or skip such records with --on-error skip")
     return reasons
@@ -75,14 +76,12 @@ def iter_documents(
     last call.
     """
     for file in find_inputs(names):
-        line = 0
         with OpenInput(file) as opened:
             for chunk in iter_chunks(opened, json_keys):
-                parsed = parse_chunk(chunk, json_keys)
-                for reason in name_faults(file.path, line, parsed.faults, on_error):
+                texts, faults = parse_chunk(chunk, json_keys)
+                for reason in name_faults(file, faults, on_error):
                     on_skip(reason)
-                line += parsed.lines
-                yield from parsed.texts
+                yield from texts
                 on_read(chunk.read)
 
 

@@ -78,7 +78,10 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     files: list[InputFile] = []
     for name in names:
         if os.path.isdir(name):
-            files += _files_of_folder(name, apart)
+            files += (found := _sorted_files(name, apart))
+            if not found:
+                kinds = f"{_KNOWN} (also packed: {_PACKED}), nor WikiExtractor's"
+                raise UserError(f"{name}: holds no file that ends in {kinds}")
         elif glob.has_magic(name) and not os.path.exists(name):
             files += _files_of_pattern(name, apart)
         else:
@@ -108,7 +111,7 @@ class OpenInput:
 
     def __init__(self, file: InputFile):
         self.file = file
-        self._raw = _open_raw(file.path, file.begin, file.end)
+        self._raw = _open_raw(file)
         self._buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = packing_of(self._buffered.peek(FIRST_BYTES)) if is_stream(file.path) else file.packing
         self._stream = PackedStream(self._buffered, packing) if packing else self._buffered
@@ -149,11 +152,12 @@ class OpenInput:
 class _HashedFile(io.FileIO):
     """A file, or a range of it, that counts and hashes the bytes read from it."""
 
-    def __init__(self, file: str | int, closefd: bool = True, begin: int = 0, end: int | None = None):
-        super().__init__(file, "rb", closefd)
-        if begin:
-            self.seek(begin)
-        self._length = None if end is None else end - begin
+    def __init__(self, file: InputFile):
+        is_standard = file.path == STANDARD_INPUT
+        super().__init__(sys.stdin.fileno() if is_standard else file.path, "rb", closefd=not is_standard)
+        if file.begin:
+            self.seek(file.begin)
+        self._length = None if file.end is None else file.end - file.begin
         self.count = 0
         self.digest = hashlib.sha256()
 
@@ -169,13 +173,12 @@ class _HashedFile(io.FileIO):
         return count
 
 
-def _open_raw(path: str, begin: int = 0, end: int | None = None) -> _HashedFile:
-    if path == STANDARD_INPUT:
-        return _HashedFile(sys.stdin.fileno(), closefd=False)
+def _open_raw(file: InputFile) -> _HashedFile:
+    path = file.path
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return _HashedFile(path, begin=begin, end=end)
+        return _HashedFile(file)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a readable file") from None
 
@@ -184,20 +187,13 @@ def _check(file: InputFile) -> None:
     if file.path == STANDARD_INPUT:
         return
     if not is_stream(file.path):
-        _open_raw(file.path).close()
+        _open_raw(file).close()
         if file.packing and not os.path.getsize(file.path):
             raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
     elif file.ending == ".parquet":
         raise UserError(f"{file.path}: a pipe, but Parquet cannot be read from a pipe; give a file")
     if file.ending not in ("", *ENDINGS):
         raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
-
-
-def _files_of_folder(folder: str, apart: Sequence[str]) -> list[InputFile]:
-    files = _sorted_files(folder, apart)
-    if not files:
-        raise UserError(f"{folder}: holds no file that ends in {_KNOWN} (also packed: {_PACKED}), nor WikiExtractor's")
-    return files
 
 
 def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:

@@ -58,7 +58,7 @@ def _score(
 ) -> Measure:
     """Return the measure by a command that scores a checkpoint of a run. The `job` lacks only its command and needs."""
     where = ("--load", str(run.checkpoint(step)), "--output-dir", str(job.output.parent))
-    command = ("megatron-ddrp", job.kind, *start, *where, *flags, *run.model.plugin_words)
+    command = ("megatron-ddrp", job.kind, *start, *where, *flags, *run.plugin_words)
     return Measure(run, step, replace(job, command=command, needs=(run.job.name,)), task)
 
 
@@ -148,7 +148,7 @@ def _analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: 
                 *("megatron-ddrp", "analyze", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
                 *(("--random-init",) if kind == "direction" else ()),
-                *run.model.plugin_words,
+                *run.plugin_words,
             )
             work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
             found.append(
@@ -169,7 +169,7 @@ def _throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
     command = (
         *("megatron-ddrp", "analyze", "throughput", "--load", *(str(run.folder) for run in timed)),
         *("--lengths", *map(str, lengths), "--output", str(output)),
-        *dict.fromkeys(word for run in timed for word in run.model.plugin_words),
+        *dict.fromkeys(word for run in timed for word in run.plugin_words),
     )
     job = Job("throughput", name, title, command, output, needs, float(len(timed)))
     return [Measure(timed[-1], timed[-1].steps, job)]

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
 from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
-from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.scoring import (
     Flags,
@@ -45,12 +44,6 @@ class Model:
     flags: Flags = option((), "further flags of this model", read=read_flags)
     weights: tuple[float, float] | None = None
     """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
-
-    @property
-    def plugin_words(self) -> tuple[str, ...]:
-        """Words `--plugin FILE.py …` that every command about the model needs; empty for the package's own names."""
-        files = plugin_files(self.encoding, self.objective)
-        return ("--plugin", *map(str, files)) if files else ()
 
     def arm(self, half: bool = False) -> Arm:
         """Return the model at the full or half budget."""
@@ -166,7 +159,7 @@ class Plan:
     )
     model: Flags = option((), "flags of every run", read=read_flags)
     training: Flags = option((), "further flags of every run", read=read_flags)
-    plugins: tuple[str, ...] = option((), "files with encodings and objectives of your own, as for --plugin")
+    plugins: tuple[str, ...] = option((), "plug-ins, as for --plugin; every run and score loads them")
     glue: GluePlan | None = option(None, "fine-tuning", read=read_glue)
     minimal_pairs: MinimalPairsPlan | None = option(None, "pairs of sentences, without fine-tuning")
     tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on your own tasks", read=read_tasks)
@@ -205,6 +198,11 @@ class Plan:
             refuse("budget: minutes with seq-length-phases, whose steps take different times: use steps or tokens")
         if self.workers > 1 and self.launcher != "python":
             refuse(f"workers: {self.workers} with a launcher that starts several ranks: expected 1")
+
+    @property
+    def plugin_words(self) -> tuple[str, ...]:
+        """Words `--plugin FILE.py …` of every command about a model; empty without plug-ins."""
+        return ("--plugin", *(str(Path(file).resolve()) for file in self.plugins)) if self.plugins else ()
 
     @property
     def flags(self) -> Flags:

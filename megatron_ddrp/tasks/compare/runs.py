@@ -17,7 +17,6 @@ from typing import Any
 from megatron_ddrp.checkpoint import tag
 from megatron_ddrp.config import Config, concerns, flag_words
 from megatron_ddrp.config.config_file import under_flags
-from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.metrics import read_rows
@@ -147,6 +146,8 @@ class TrainingRun:
     seed: int
     config: Config
     job: Job
+    plugin_words: tuple[str, ...]
+    """`--plugin FILE.py …` for every command about the run."""
 
     @property
     def arm(self) -> Arm:
@@ -250,14 +251,14 @@ def _plan_run(
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
-    code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files(model.encoding, model.objective)]
+    code = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in plan.plugins]
     name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
     output = folder / f"{kind}s" / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
-    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *model.plugin_words)
+    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
     needs = tuple(job.name for job in corpus.jobs)
     job = Job(kind, name, f"{label}, seed {seed}", command, output, needs, steps)
-    return TrainingRun(model, half, seed, config, job)
+    return TrainingRun(model, half, seed, config, job, plan.plugin_words)
 
 
 def start_of(launcher: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.conversion.foreign_config import read_config_file
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -134,8 +134,8 @@ def predict_file(
     rows = file.rows(wanted) if file else read_rows(str(source), wanted)
     count = cut = lacking = 0
     expected = count_unlabelled(file, kind, model.columns) if file else None
-    with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
-        writer = make_writer(stream.stream, output.suffix, model.columns, kind.cell_text)
+    with atomic_file(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
+        writer = make_writer(stream, output.suffix, model.columns, kind.cell_text)
         for some in chunks(rows, _TOGETHER):
             read = [texts_to_predict(row, kind, model.columns) for row in some]
             encoded = model.encode(read)

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.sealed import content_sum
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -31,8 +31,7 @@ def write_predictions(path: Path, task: Task, scored: Scored) -> str:
     for file, (answers, predictions) in scored.items():
         lines += ["\t".join((file, *line)) for line in KINDS[task.kind].lines(task, answers, predictions)]
     content = ("\n".join(lines) + "\n").encode()
-    with AtomicFile(path) as output:
-        output.write(content)
+    write_bytes(path, content)
     return content_sum(content)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.config import registry
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -67,7 +68,8 @@ def read_task(files: TaskFiles) -> TaskData:
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
     told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
-    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
+    code = [*registry.KINDS.code(kind.name), *registry.METRICS.code(task.metric)]
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
     with _at_file(files.valid):
@@ -152,7 +154,7 @@ def _likely_kind(files: TaskFiles, known: Sequence[str]) -> Kind:
             return []
         return [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
 
-    return next(kind for kind in reversed(KINDS.values()) if kind.is_likely(known, cells))
+    return next(kind for kind in reversed([*KINDS.values()]) if kind.is_likely(known, cells))
 
 
 def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:

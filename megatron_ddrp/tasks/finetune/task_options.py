@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_ddrp.config import registry
 from megatron_ddrp.config.option import option, refuse
 from megatron_ddrp.config.reading import Place, load_yaml, read_section
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -21,7 +22,7 @@ class TaskFiles:
         None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
     )
     kind: str | None = option(
-        None, "kind of prediction (default: guessed from columns and labels)", choices=tuple(KINDS)
+        None, "kind of prediction (default: guessed from columns and labels)", choices=registry.KINDS
     )
     metric: str | None = option(
         None,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile, write_text
+from megatron_ddrp.data.atomic import atomic_file, write_text
 from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.parallel.process_group import gather_objects
@@ -138,7 +138,7 @@ def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) 
 def pack_submission(folder: Path) -> list[str]:
     """Zip the folder's files into submission.zip; return the names of missing files that the server wants."""
     present = [name for name in SUBMISSION if (folder / name).is_file()]
-    with AtomicFile(folder / "submission.zip") as output, zipfile.ZipFile(output.stream, "w") as archive:
+    with atomic_file(folder / "submission.zip") as output, zipfile.ZipFile(output, "w") as archive:
         for name in present:
             archive.write(folder / name, name, zipfile.ZIP_DEFLATED)
     return [name for name in SUBMISSION if name not in present]

@@ -70,7 +70,7 @@ def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score:
 def _word_numbers(table: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """Return the word number of each place for ids `[rows, length]`. A sentence's first piece begins a word."""
     starts = word_begins(tokenizer.word_starts, tokenizer.word_ends, table)
-    starts[:, 1] = starts[:, -1] = True
+    starts[:, 1] = True
     return starts.cumsum(axis=1)
 
 

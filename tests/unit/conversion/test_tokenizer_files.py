@@ -125,6 +125,22 @@ def test_text_whose_marks_are_apart_has_the_ids_of_the_library(tmp_path, rule):
     assert rule == "identity" or tokenizer.unk_id not in tokenizer.encode(changed)
 
 
+def test_merges_left_out_at_random_are_not_exported(tmp_path, folder):
+    """transformers would leave them out too, though nothing else in this file needs a change."""
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import models, processors
+
+    specials = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]"]
+    vocabulary = {piece: i for i, piece in enumerate([*specials, "a", "b", "ab"])}
+    rust = RustTokenizer(models.BPE(vocabulary, [("a", "b")], dropout=0.9, unk_token="[UNK]"))
+    rust.add_special_tokens(specials)
+    rust.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    rust.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(build_tokenizer("HuggingFace", tokenizer_model=tmp_path), folder, 24)
+    exported = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+    assert {tuple(exported.encode("ab" * 5).ids) for _ in range(20)} == {(0, 7, 7, 7, 7, 7, 1)}
+
+
 def test_other_sentencepiece_models_are_named(tmp_path):
     tokenizer = sentencepiece_model(tmp_path, model_type="bpe")
     line = write_tokenizer(tokenizer, tmp_path / "hf", 24)

@@ -16,7 +16,7 @@ from tests.unit.conversion.conftest import WORDS, ours, padded_pair_batch, write
 from tests.unit.conversion.test_from_huggingface import byte_level_tokenizer
 from tests.unit.conversion.test_to_huggingface import run_tool
 from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
-from tests.unit.data.test_special_roles import plain_bpe, write
+from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, plain_bpe, write
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 OLD = [*SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
@@ -108,6 +108,18 @@ def test_kinds_are_compared_by_text_and_begin_of_words(tmp_path):
     assert begins and begins == {piece: [("" if piece[0] == "\u2581" else "##") + "red"] for piece in begins}
     back = made_of(of_bytes, wordpiece(tmp_path / "new.txt", [*SPECIALS, "a", "##a", "##ab", "aab", "##d", "z"]))
     assert list(back.values())[5:] == [["\u0120a"], ["a"], ["ab"], ["\u0120a", "ab"], ["d"], []]
+
+
+def test_the_first_of_two_pieces_with_one_text_counts(tmp_path):
+    """A word after a space and one after a line break."""
+    space, line_break, tab = (f"{mark}ab" for mark in "\u0120\u010a\u0109")
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    made = byte_bpe([*ALPHABET, space, line_break, tab])
+    old = write(tmp_path / "old", made, change=lambda layout: layout.update(decoder=decoder))
+    old = build_tokenizer("HuggingFace", tokenizer_model=old)
+    new = wordpiece(tmp_path / "new.txt", [*SPECIALS, "ab", "##ab"])
+    assert list(made_of(old, new).items())[5:] == [("ab", [space]), ("##ab", ["a", "b"])]
+    assert made_of(old, old)[tab] == [space]
 
 
 def test_a_byte_is_not_the_letter_that_it_stands_for(tmp_path):

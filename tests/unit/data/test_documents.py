@@ -294,7 +294,9 @@ def test_where_chunks_end_changes_nothing(tmp_path, chunk_bytes):
         chunks = chunks_of(path, chunk_bytes)
         parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
         assert [text for part in parsed for (text,) in part.texts] == texts(path) and texts(path)
-        assert sum(part.lines for part in parsed) == content.count("\n")
+        assert [chunk.line for chunk in chunks] == [
+            sum(chunk.data.count(b"\n") for chunk in chunks[:number]) for number in range(len(chunks))
+        ]
         assert sum(chunk.read for chunk in chunks) == path.stat().st_size
         assert b"".join(chunk.data for chunk in chunks) == path.read_bytes()
         assert chunk_bytes == 10**6 or len(chunks) > 5

@@ -297,6 +297,17 @@ def test_random_merges_and_cuts_of_a_foreign_file_are_switched_off(tmp_path):
         assert {tuple(ids) for ids in ours.encode_batch(["ab" * 5, "ab"] * 9)} == {(7,) * 5, (7,)}
 
 
+def test_only_the_mask_of_a_masked_text_is_special(tmp_path):
+    ours = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, plain_bpe("ab", "<u>")))
+    unknown, a, mask, b = 4, 5, 3, 6
+    assert ours.encode_with_masks("<c>a<m><s>b<p>") == [unknown, a, mask, unknown, b, unknown]
+    assert ours.encode("<m>") == [unknown] * 3, "without masks they are the characters of their names"
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "[", "]", "cls"]))
+    ours = build_tokenizer("BertWordPieceLowerCase", vocabulary)
+    assert ours.encode_with_masks("[CLS] a [MASK] [CLS]") == [6, 8, 7, 5, 4, 6, 8, 7]
+
+
 def test_marks_of_byte_order_in_a_tokenizers_files_are_not_text(tmp_path):
     plain = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, OPEN["bpe"]()))
     for file in tmp_path.iterdir():

@@ -182,7 +182,7 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
     ("call", "message"),
     [
         (lambda e: e.fill_mask("the cat"), r"no \[MASK\] in 'the cat': write \[MASK\] where a piece is missing"),
-        (lambda e: e.fill_mask("[MASK] " * 30), "the text has 32 pieces, and the encoder knows 24"),
+        (lambda e: e.fill_mask("[MASK] " * 23), "the text has 25 pieces, and the encoder knows 24"),
         (lambda e: e.encode(["red", None]), r"texts\[1\] is None: expected a string, or a tuple of two"),
         (lambda e: e.encode(("a", "b", "c")), "expected a string, or a tuple of two strings for a pair"),
         (lambda e: e.encode("red", layers=3), "layers=3: expected numbers from 0 to 2"),
@@ -226,6 +226,7 @@ def test_numbers_of_numpy_are_numbers(encoder):
     np.testing.assert_array_equal(encoder.pool("red", layer=np.int32(-2)), encoder.pool("red", layer=1))
     np.testing.assert_array_equal(encoder.pool(np.array(["red"]), batch_size=np.int64(2)), encoder.pool(["red"]))
     assert len(encoder.fill_mask("[MASK]", top_k=np.int64(3))[0]) == 3
+    assert len(encoder.fill_mask("[MASK] " * 22, top_k=1)) == 22, "with [CLS] and [SEP] all positions of the encoder"
 
 
 def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer_of_run):

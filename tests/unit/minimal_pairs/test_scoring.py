@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES, masked_rows
-from megatron_ddrp.tasks.minimal_pairs.scoring import score_sentences
-from tests.unit.minimal_pairs.conftest import PAIRS
+from megatron_ddrp.tasks.minimal_pairs.scoring import encode_pairs, score_sentences
+from tests.unit.minimal_pairs.conftest import PAIRS, write_pairs
 
 transformers = pytest.importorskip("transformers")
 SENTENCES = [sentence for pair in PAIRS for sentence in pair]
@@ -111,6 +113,28 @@ def test_words_begin_at_the_mark_and_punctuation_ends_the_word_before_it(mark, s
     assert shown == expected
     assert rows.places.tolist() == [1, 2, 3, 4]
     assert rows.targets.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        ("pll", ["0?45", "03?5", "034?"]),
+        ("l2r", ["0??5", "03?5", "034?"]),
+        ("whole-word", ["0??5", "0??5", "034?"]),
+    ],
+)
+def test_a_sentence_may_begin_inside_a_word(score, expected):
+    """Its first word is not that of [CLS], which stays."""
+    vocabulary = Pieces("s", "ing", "\u2581the", mark="\u2581")
+    (rows,) = masked_rows([[3, 4, 5]], vocabulary, score, 1000)
+    assert ["".join(map(str, row)).replace("2", "?") for row in rows.ids] == [f"{row}1" for row in expected]
+
+
+def test_a_sentence_may_have_all_positions_of_the_encoder(tokenizer, tmp_path):
+    (paradigm,) = read_pairs(write_pairs(tmp_path, [("the cat sings.", "the cat.")]))  # the cat sing ##s .
+    assert [len(pieces) for side in encode_pairs(paradigm, tokenizer, 7) for pieces in side] == [5, 3]
+    with pytest.raises(UserError, match="line 1: sentence_good has 5 pieces; expected 1 to 4, the number of positions"):
+        encode_pairs(paradigm, tokenizer, 6)
 
 
 @pytest.mark.parametrize("score", SCORES)

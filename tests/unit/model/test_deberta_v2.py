@@ -136,18 +136,6 @@ def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(row
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_dropout_acts_on_the_table_in_every_layer():
-    model = tiny_model(position_encoding="deberta-v2", hidden_dropout=0.3)
-    part = model.train().layers[0].layer_position
-    states, table_row = model.embeddings.position(torch.zeros(1, 7, dtype=torch.long))
-    maps = model.layers[0].attention.query, model.layers[0].attention.key
-    first, second = (part.of_layer((states, table_row), *maps)[0] for _ in range(2))
-    assert not torch.equal(first, second)
-    part.eval()
-    first, second = (part.of_layer((states, table_row), *maps)[0] for _ in range(2))
-    assert torch.equal(first, second) and len(table_row) == 13
-
-
 def test_parameters_of_the_base_model_and_the_default_number_of_buckets():
     """The table and one LayerNorm; per layer 12 times as many."""
     counts = [

@@ -1,7 +1,9 @@
-"""Attention dropout in each backend: the right share, rescaled, one mask for both passes; none in evaluation."""
+"""Dropout: in each attention backend the right share, rescaled, one mask for both passes; on the tables of DeBERTa;
+none in evaluation."""
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import BACKENDS
@@ -64,6 +66,28 @@ def test_the_cosine_of_logits_knows_no_dropout(backend):
         BACKENDS[backend](Attending(query, key, value, PositionTerms(0.5), ids, heads, rate))[1] for rate in (0.0, 0.6)
     )
     assert torch.equal(without, with_dropout)
+
+
+@pytest.mark.parametrize("encoding", ["deberta", "deberta-v2"])
+def test_dropout_acts_on_debertas_table_in_every_layer_and_in_training_alone(encoding):
+    model = tiny_model(position_encoding=encoding, hidden_dropout=0.25, seq_length=64, relative_distance=32)
+    shared = model.embeddings.position(torch.zeros(1, 64, dtype=torch.long))
+    identity = nn.Identity()  # so that both projections of the table are the table
+
+    def projected(layer):
+        part = layer.layer_position
+        part.key = part.query = identity  # version 1; version 2 is given the maps
+        found = [x.transpose(0, 1).flatten(1) for x in part.of_layer(shared, identity, identity)[:2]]
+        assert torch.equal(*found)
+        return found[0]
+
+    for layer in model.layers:
+        dropped = projected(layer)
+        torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, shared[0] * 4 / 3))
+        assert 0.15 < (dropped == 0).double().mean() < 0.35
+        assert not torch.equal(projected(layer), dropped)
+        layer.eval()
+        assert torch.equal(projected(layer), shared[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -110,6 +110,17 @@ def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
     assert_same(some, whole.gather(2, rows), inputs)
 
 
+@pytest.mark.parametrize(("window", "reached"), [(0, "0 3 6"), (2, "012 12345 456"), (6, "0123456 0123456 0123456")])
+def test_attend_from_reaches_both_ends_of_a_window_and_no_further(window, reached):
+    """Equal logits: each key in reach has the same share of the context."""
+    vector, terms = torch.zeros(1, 1, SEQ, SEQ, dtype=torch.float64), PositionTerms(1.0)
+    value, places = torch.eye(SEQ, dtype=torch.float64)[None, None], torch.tensor([[0, 3, 6]])
+    document_ids = torch.ones(1, SEQ, dtype=torch.long)
+    got = attend_from(vector[:, :, :3], vector, value, terms, places, document_ids, 0.0, window)
+    for row, keys in zip(got[0, 0], reached.split(), strict=True):
+        assert row.tolist() == pytest.approx([(str(key) in keys) / len(keys) for key in range(SEQ)])
+
+
 def test_attend_from_reads_a_bias_that_all_heads_share():
     query, key, value = (random(2, HEADS, SEQ, DIM) for _ in range(3))
     terms = PositionTerms(0.3, bias=random(1, 1, SEQ, SEQ))

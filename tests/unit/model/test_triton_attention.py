@@ -13,6 +13,7 @@ from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import resolve_backend
+from megatron_ddrp.model.attention.gpu.plan import Facts, plan_of
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import make_case
 from tests.unit.model.triton_interpreter import assert_checks_pass, needs_triton, run
@@ -79,6 +80,23 @@ def test_call_where_it_cannot_serve_is_refused(monkeypatch):
     case = make_case([[1] * 4], -1, 1)
     with pytest.raises(ValueError, match="use another backend"):
         triton_attention(case.attending())
+
+
+@pytest.mark.parametrize(
+    ("seq", "window", "covered"),
+    [
+        *((8192, 0, 512), (8192, 192, 512), (8192, 193, 1024), (8192, 448, 1024), (8192, 449, 2048), (8192, 960, 2048)),
+        *((512, 192, 512), (512, 256, 1024), (512, 510, 2048), (512, 511, 512), (8192, None, 8192), (100, None, 512)),
+    ],
+)
+def test_kernels_look_through_the_places_of_a_tile_and_its_window_on_both_sides(seq, window, covered):
+    """The widest tile of these kernels has 128 queries; the number of places is a power of two from 512 on.
+
+    The places begin a window before the tile, also where the row begins later.
+    """
+    shapes = ((1, 128, 64), None, None, None)
+    facts = Facts((1, seq, 1, 64), torch.bfloat16, (9, 0), 0.125, -64, 63, shapes, window, 0.0, 0)
+    assert plan_of(facts).constants["S_PAD"] == covered
 
 
 COMPILED_HERE = [

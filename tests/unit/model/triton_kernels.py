@@ -68,6 +68,17 @@ def test_equals_eager_in_float64(document_ids, bounds, options):
     assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
 
 
+def test_a_window_of_hundreds_of_places_reaches_both_its_ends(monkeypatch):
+    """A tile's queries and their window together are more than the 512 places that any row is looked through for."""
+    monkeypatch.setattr(plan, "tiles", lambda *_: Tiles(*(Tile(256, 64, 4, 1),) * 4))
+    case = make_case([[1] * 470], -4, 3, tables="q", window=200)
+    with torch.no_grad():
+        case.query.zero_()  # so that every key in reach counts
+    got, expected = answer(case, triton_attention), reference(case)
+    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+
+
 def test_a_bias_that_all_heads_share_equals_eager_in_float64():
     case = make_case(PADDED, 0, 0, heads=2)
     case.terms = PositionTerms(0.3, bias=torch.randn(1, 1, 17, 17).requires_grad_())

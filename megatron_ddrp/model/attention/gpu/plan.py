@@ -239,7 +239,7 @@ def plan_of(facts: Facts) -> KernelPlan:
     constants = {
         "D": head_dim,
         "D_PAD": max(16, _next_power_of_2(head_dim)),
-        "S_PAD": max(512, _next_power_of_2(min(seq, reach))),
+        "S_PAD": max(512, _next_power_of_2(reach)),
         "TABLE_ROWS": offsets.rows,
         "LOWEST": offsets.lowest,
         "HIGHEST": offsets.highest,
