@@ -3,9 +3,9 @@
     python -m tests.endurance.faults [--only NAME …] [--jobs 2] [--limit 600] [--check]
 
 A fault is a small edit of one file of the package. It is applied to a copy of the working tree, where the fast tests of
-its area run until one fails. Results go to a file outside git (`--results`), so that a stopped run resumes; `--only`
-runs faults again. At the end the tests that caught a fault run once more without any. Exits 1 if fewer than 95 % are
-caught. `--check` only looks whether the old text of every fault occurs exactly once.
+its area run until one fails. Results go to a file outside git, so a stopped run resumes; `--only` runs faults again. At
+the end the tests that caught a fault run without one. Exits 1 if fewer than 95 % are caught. `--check` only looks
+whether the old text of every fault occurs exactly once.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def main() -> int:
     if arguments.check:
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for name in PRELOADED:
-        __import__(name)
+    list(map(__import__, PRELOADED))
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with arguments.results.open("a+", 1, encoding="utf-8") as results, ThreadPoolExecutor(arguments.jobs) as pool:
         results.seek(0)
