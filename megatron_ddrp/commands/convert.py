@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
 
-        flags = TokenizerFlags.given(arguments)
+        flags = TokenizerFlags.from_arguments(arguments)
         tokenizer = flags.build() if flags else None
         imported = import_folder(
             arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator, tokenizer

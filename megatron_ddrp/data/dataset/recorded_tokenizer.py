@@ -47,7 +47,7 @@ class TokenizerFlags(NamedTuple):
         return self._replace(**{self.path_name: path})
 
     @classmethod
-    def given(cls, arguments: Any) -> TokenizerFlags | None:
+    def from_arguments(cls, arguments: Any) -> TokenizerFlags | None:
         """Return the three flags of a parsed command line; None if none of them was given."""
         flags = cls(*(getattr(arguments, name) for name in cls._fields))
         return None if flags == cls() else flags
@@ -105,7 +105,7 @@ def path_entry(prefixes: Sequence[AnyPath], output_prefix: AnyPath) -> dict[str,
     return {} if paths or path is None else {PATH: relative_path(path, output_prefix)}
 
 
-def completed(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFlags:
+def complete(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFlags:
     """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
 
     The manifest's vocabulary is taken only where no flag gives one. A type that contradicts the manifest stays as
