@@ -29,8 +29,7 @@ from megatron_ddrp.data.batches.split_shift import shared_remarks, split_remark
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import entry
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, complete
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags, complete, entry
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer

@@ -26,14 +26,15 @@ from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
-from megatron_ddrp.data.dataset.manifest import entry, read_manifest
-from megatron_ddrp.data.dataset.merging import merge, shuffle
-from megatron_ddrp.data.dataset.recorded_tokenizer import (
+from megatron_ddrp.data.dataset.manifest import (
     TokenizerFlags,
     complete,
+    entry,
+    read_manifest,
     recorded_flags,
     training_command,
 )
+from megatron_ddrp.data.dataset.merging import merge, shuffle
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.progress import reading_progress

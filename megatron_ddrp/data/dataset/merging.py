@@ -23,8 +23,7 @@ import megatron_ddrp
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
+from megatron_ddrp.data.dataset.manifest import PATH, entry, path_entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, relative_path
+from megatron_ddrp.data.dataset.manifest import PATH, refuse_existing, relative_path, tokenizer_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream

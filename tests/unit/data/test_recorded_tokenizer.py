@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.dataset.recorded_tokenizer import (
+from megatron_ddrp.data.dataset.manifest import (
     PATH,
     TokenizerFlags,
     complete,
