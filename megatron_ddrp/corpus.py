@@ -30,8 +30,7 @@ from megatron_ddrp.data.batches.split_shift import shared_remarks, split_remark
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import entry
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags, complete, entry
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -211,7 +210,7 @@ class Corpus:
         for phase in self.config.phases:
             samples = self.samples("train", phase.seq_length)
             end = min(consumed, phase.last_step(training.train_iters) * training.global_batch_size)
-            totals = totals + (samples.visited(end) - samples.visited(begin)) / samples.sizes
+            totals = totals + (samples.count_visits(end) - samples.count_visits(begin)) / samples.sizes
             begin = end
         return totals.tolist()
 
@@ -248,7 +247,7 @@ def tokenizer_flags(config: Config) -> TokenizerFlags:
 
 def with_tokenizer(config: Config, prefixes: Sequence[str]) -> Config:
     """Return `config` with the flags of the tokenizer completed from the manifests of the datasets."""
-    return config.replace(data=completed(tokenizer_flags(config), prefixes)._asdict())
+    return config.replace(data=complete(tokenizer_flags(config), prefixes)._asdict())
 
 
 def has_split(config: Config, split: str) -> bool:

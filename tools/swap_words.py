@@ -65,7 +65,7 @@ def swap(sentence: str, rng: random.Random) -> str | None:
     return " ".join(words)
 
 
-def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> Rows:
+def label_rows(documents: Iterable[list[str]], rng: random.Random, limit: int) -> Rows:
     """Return at most `limit` rows in random order: each sentence as it is and with two words swapped.
 
     Both forms have the same words, so that nothing but their order tells the label.
@@ -102,7 +102,7 @@ def make_task(texts: Iterable[str], train: int, dev: int, seed: int) -> tuple[Ro
     while documents and held < wanted:
         dev_documents.append(documents.pop())
         held += len(dev_documents[-1])
-    return labelled(documents, rng, train), labelled(dev_documents, rng, dev)
+    return label_rows(documents, rng, train), label_rows(dev_documents, rng, dev)
 
 
 def write_rows(path: Path, rows: Rows) -> None:

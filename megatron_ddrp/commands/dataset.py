@@ -26,9 +26,15 @@ from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
-from megatron_ddrp.data.dataset.manifest import entry, read_manifest
+from megatron_ddrp.data.dataset.manifest import (
+    TokenizerFlags,
+    complete,
+    entry,
+    read_manifest,
+    recorded_flags,
+    training_command,
+)
 from megatron_ddrp.data.dataset.merging import merge, shuffle
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags, training_command
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.progress import reading_progress
@@ -128,11 +134,11 @@ SUBCOMMANDS = {
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or None where they name none."""
-    flags = TokenizerFlags.given(arguments)
+    flags = TokenizerFlags.from_arguments(arguments)
     if flags is None:
         return None
     with contextlib.suppress(UserError):  # verify says it better
-        flags = completed(flags, [arguments.prefix])
+        flags = complete(flags, [arguments.prefix])
     return flags.build()
 
 

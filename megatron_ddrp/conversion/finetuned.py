@@ -22,7 +22,7 @@ from megatron_ddrp.conversion.families import FAMILIES, Family, leaving_family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.heads_ddrp import Pooler, TaskHead
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
-from megatron_ddrp.conversion.to_huggingface import renamed
+from megatron_ddrp.conversion.to_huggingface import rename_tensors
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -108,7 +108,7 @@ def _weights(model: Encoder, family: Family, head: TaskHead, tokenizer: Tokenize
     """Return the encoder's and the head's tensors under the family's names."""
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     encoder = {name: tensor for name, tensor in tensors.items() if name.startswith(ENCODER_PARTS)}
-    weights = renamed(encoder, family, "masked-lm", model.config.vocab_size)
+    weights = rename_tensors(encoder, family, "masked-lm", model.config.vocab_size)
     theirs = family.task_head if family.task_head and isinstance(head.pooler, Pooler) else {}
     for name, tensor in head.state_dict().items():
         module, _, kind = name.rpartition(".")

@@ -20,7 +20,7 @@ from megatron_ddrp.conversion.exported_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.training_record import model_flags, objective_flags
 from megatron_ddrp.conversion.weight_files import INDEX, PICKLED_WEIGHTS, SAFE_WEIGHTS
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 

@@ -123,10 +123,10 @@ def command(config: Config) -> list[str]:
     ):
         words += changed_flags(section, default)
     words += ["--save", config.checkpoint.save or "run"]
-    return _wrapped([_last(word) for word in words])
+    return _wrap([_last(word) for word in words])
 
 
-def _wrapped(words: Sequence[str]) -> list[str]:
+def _wrap(words: Sequence[str]) -> list[str]:
     """Return a command as lines of at most `LINE` characters, broken before flags."""
     lines: list[list[str]] = [[]]
     for place, word in enumerate(words):

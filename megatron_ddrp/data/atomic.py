@@ -44,7 +44,7 @@ def atomic_file(path: AnyPath, mode: int | None = None) -> Iterator[BinaryIO]:
     is no file, or if another process is writing it.
     """
     path = Path(path)
-    with _refused(path):
+    with _name_refusals(path):
         target, status = _place(path)
         if status is not None and not stat.S_ISREG(status.st_mode):
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
@@ -93,14 +93,14 @@ def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Ite
 
     A folder that is there at the end is replaced if `check` does not raise. Raises `UserError` as `atomic_file` does.
     """
-    with _refused(path):
+    with _name_refusals(path):
         target, _ = _place(path)
         temporary, descriptor = _claim(path, target, _new_folder)
     replaced = None
     try:
         yield temporary
         check()
-        with _refused(path):
+        with _name_refusals(path):
             if target.is_dir() and any(target.iterdir()):
                 replaced = _own_name(target, "old")
                 os.rename(target, replaced)
@@ -118,7 +118,7 @@ def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Ite
 
 
 @contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _name_refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -54,7 +54,7 @@ def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: b
     return progress("B", total, doing, show, scale=True)
 
 
-def tracked(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T]:
+def track(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T]:
     """Yield the items under a progress bar."""
     with progress(unit, len(items), doing) as bar:
         for item in items:
@@ -124,9 +124,9 @@ def _end_with_parent() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _made(make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> Callable[[Any], Any]:
+def _make_once(make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> Callable[[Any], Any]:
     return make(settings)
 
 
 def _apply(make: Callable[[Any], Callable[[Any], Any]], settings: Any, chunk: Any) -> Any:
-    return _made(make, settings)(chunk)
+    return _make_once(make, settings)(chunk)

@@ -84,7 +84,7 @@ def test_each_step_of_a_blend_keeps_to_the_weights(parts, tiny_corpus):
         _, indices = samples.visits(consumed + np.arange(32), 1234)
         counts = np.histogram(indices, bounds)[0]
         assert np.all(np.abs(counts - np.array([0.5, 0.2, 0.3]) * 32) < 2)
-    assert samples.visited(3200).tolist() == [1600, 640, 960]
+    assert samples.count_visits(3200).tolist() == [1600, 640, 960]
 
 
 def test_corpora_without_weights_are_as_one_file(parts, tiny_corpus):

@@ -80,7 +80,7 @@ class Blend:
             indices[mine] = self._begins[part] + permute(own, size, seed, purpose, epochs[mine])
         return epochs, indices
 
-    def visited(self, positions: int) -> NDArray[np.int64]:
+    def count_visits(self, positions: int) -> NDArray[np.int64]:
         """Return how many of the first `positions` of the stream belong to each of `sizes`."""
         cycles, rest = divmod(positions, len(self._pattern))
         return cycles * self._slots + np.bincount(self._pattern[:rest], minlength=len(self._slots))

@@ -126,7 +126,7 @@ class SampleIndex:
         expected = self._totals[blocks + 1] - self._totals[blocks]  # [n, 3]
         wrong = np.flatnonzero((expected[:, _SAMPLES] != samples) | (expected[:, _TOKENS] != tokens))
         if wrong.size:
-            raise _damaged(self.dataset, int(blocks[wrong[0]]) * BLOCK)
+            raise _damage(self.dataset, int(blocks[wrong[0]]) * BLOCK)
 
     def _totals_before(self, document: int) -> NDArray[np.int64]:
         """Return the numbers of samples, kept documents and their tokens before a document, `[3]`."""
@@ -195,7 +195,7 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
     bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 2]: sequences
     disordered = (np.diff(bounds) < 0).any(axis=1) | (bounds[:, 0] < 0) | (bounds[:, -1] > len(dataset.sizes))
     if disordered.any():
-        raise _damaged(dataset, int(firsts[disordered][0]))
+        raise _damage(dataset, int(firsts[disordered][0]))
     bounds = bounds[:, :-1]  # includes one document more: if its size is far too large, it would fill the memory
     widths = bounds[:, -1] - bounds[:, 0]  # [n]
     ends = np.cumsum(widths)
@@ -208,7 +208,7 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
     return np.maximum(tokens - dataset.closing_tokens, 0) if dataset.closing_tokens else tokens
 
 
-def _damaged(dataset: IndexedDataset, document: int) -> UserError:
+def _damage(dataset: IndexedDataset, document: int) -> UserError:
     return UserError(
         f"{dataset.prefix}.idx: damaged near document {document}: changed since the sample index was made; "
         f"{MEND}, and see all of it by megatron-ddrp dataset verify"

@@ -38,7 +38,7 @@ _WORD = np.dtype([(name, np.int64) for name in ("count", "sequence", "offset", "
 """A word: its hash, its count and the place of one of its occurrences."""
 
 
-def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _merge_words(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return the different words of all parts `[words]`, sorted by hash, with summed counts."""
     words = np.concatenate(parts)
     _, first, inverse = np.unique(words["hash"], return_index=True, return_inverse=True)
@@ -66,24 +66,24 @@ def count_rare_words(
         words = np.ones(len(first), _WORD)
         words["hash"], words["size"] = finder.hashes(ids, first, sizes), sizes
         words["sequence"], words["offset"] = sequences[row], first - begins[row]
-        fresh.append(_merged([words]))
+        fresh.append(_merge_words([words]))
         waiting += len(fresh[-1])
         if waiting > max(_MERGE_WORDS, len(known)):
-            known, fresh, waiting = _merged([known, *fresh]), [], 0
+            known, fresh, waiting = _merge_words([known, *fresh]), [], 0
         advance(len(ids))
-    known = _merged([known, *fresh])
+    known = _merge_words([known, *fresh])
     known = known[(known["count"] >= bounds[0]) & (known["count"] <= bounds[1])]
     pieces = np.flatnonzero((single >= bounds[0]) & (single <= bounds[1]))
     words_of_one = finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))
     hashes = np.concatenate([known["hash"], words_of_one])
     counts = np.concatenate([known["count"], single[pieces]])
-    spelled = [*_spelled(known, parts), *pieces[:, None]]
+    spelled = [*_read_pieces(known, parts), *pieces[:, None]]
     order = np.argsort(hashes)
     flat = np.concatenate([np.empty(0, np.int64), *(spelled[word] for word in order.tolist())])
     return RareWords(hashes[order], counts[order], flat, np.cumsum([len(spelled[word]) for word in order.tolist()]))
 
 
-def _spelled(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
+def _read_pieces(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
     """Yield the piece ids of each word, read at its place."""
     firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # number of the first sequence of each part
     for word in words:

@@ -96,7 +96,7 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
     Calls `advance` with the bytes read since the last call.
     """
     manifest, manifest_path = read_manifest(prefix), dataset_path(prefix, ".json")
-    recorded = {path: _recorded(manifest, path) for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))}
+    recorded = {path: _recorded_sum(manifest, path) for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))}
     if None in recorded.values():
         reason = "there is no such file" if manifest is None else "it holds no SHA-256"
         raise UserError(
@@ -202,11 +202,11 @@ def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str
 
 
 def _wrong_hash(manifest: dict[str, Any], path: Path, digest: Callable[[], str]) -> Iterator[str]:
-    expected = _recorded(manifest, path)
+    expected = _recorded_sum(manifest, path)
     if expected is not None and (found := digest()) != expected:
         yield f"{path}: SHA-256 {found[:12]}…, but its manifest says {str(expected)[:12]}…: changed since then"
 
 
-def _recorded(manifest: dict[str, Any] | None, path: Path) -> Any:
+def _recorded_sum(manifest: dict[str, Any] | None, path: Path) -> Any:
     """Return the SHA-256 of a dataset's file from its manifest, or None if the manifest lacks it."""
     return entry(entry(manifest, "files"), path.suffix.removeprefix(".")).get("sha256")

@@ -12,7 +12,7 @@ from megatron_ddrp.data.dataset.manifest import refuse_existing
 from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
 from megatron_ddrp.data.preprocess.partition import own_bytes, own_files
-from megatron_ddrp.data.progress import tracked
+from megatron_ddrp.data.progress import track
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedDocuments
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_unknown, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -68,7 +68,7 @@ def estimate(config: PreprocessConfig) -> Estimate:
     found = Estimate(len(files), own_bytes(files) or 0, [KeyCounts() for _ in config.json_keys])
     found.token_bytes = tokenize.tokenizer.dtype.itemsize
     count = min(FILES, len(files))
-    for number in tracked(range(count), "file", "reading"):
+    for number in track(range(count), "file", "reading"):
         _read(files[number * len(files) // count], tokenize, config, found)
     lines = [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]
     for prefix, counts in zip(config.prefixes, found.by_key, strict=True):

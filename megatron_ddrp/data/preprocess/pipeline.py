@@ -18,14 +18,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, relative_path
+from megatron_ddrp.data.dataset.manifest import PATH, refuse_existing, relative_path, tokenizer_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
 from megatron_ddrp.data.preprocess.partition import own_bytes, own_files, partition_entry
 from megatron_ddrp.data.preprocess.records import Chunk
-from megatron_ddrp.data.preprocess.signals import uninterrupted
+from megatron_ddrp.data.preprocess.signals import delay_signals
 from megatron_ddrp.data.progress import map_in_order, progress
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.tokenizers.vocabulary_fit import (
@@ -99,7 +98,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     folder = config.unfinished_folder
     job = _job(config, files, rules)
     with ExitStack() as closing:
-        with uninterrupted():  # a signal between opening and the block would leave empty files
+        with delay_signals():  # a signal between opening and the block would leave empty files
             output = closing.enter_context(UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job))
         if not config.overwrite and not output.published:
             refuse_existing(config.prefixes)
@@ -114,7 +113,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             hint = "make room or choose another --output-prefix, and run the same command again"
             raise UserError(f"{error.filename or folder}: {error.strerror}; {hint}") from None
         except (KeyboardInterrupt, SystemExit):
-            with uninterrupted():
+            with delay_signals():
                 kept = run.keep()
             if kept:
                 done = f"{run.result.total('documents'):,} documents are kept in {folder}"
@@ -154,7 +153,7 @@ class _Run:
                     ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
                 )
                 for chunk in tokenized:
-                    with uninterrupted():
+                    with delay_signals():
                         self._add(chunk)
                         if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
                             self.keep()

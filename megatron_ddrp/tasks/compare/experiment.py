@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ddrp.data.progress import tracked
+from megatron_ddrp.data.progress import track
 from megatron_ddrp.tasks.compare.jobs import Job, log_file
 from megatron_ddrp.tasks.compare.measures import Work
 from megatron_ddrp.tasks.compare.plan import Plan
@@ -96,7 +96,7 @@ class Experiment:
             best = found.get(row["run"], row)  # of two rows of the same worth the later one
             found[row["run"]] = max(row, best, key=lambda one: (self.rank(one), len(one["jobs"])))
         folder = self.rows.path.parent
-        for row in tracked(list(found.values()), "run", "resampling items"):
+        for row in track(list(found.values()), "run", "resampling items"):
             if not samples_file(folder, row).is_file() and (samples := draw_samples(*self._owners[row["run"]])):
                 write_samples(folder, row, samples)
         return [as_run(row, folder) for row in found.values()]
