@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         _origin(len(names), sorted(found.weights.unused), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
-        family_model=FamilyModel.on_top_of,
+        family_model=partial(FamilyModel.on_top_of, folder),
         weights="" if random_init else weights,
     )
 

@@ -74,11 +74,11 @@ class FamilyModel(nn.Module):
         self.encoder_prefix = f"model.{model.base_model_prefix}."
 
     @classmethod
-    def on_top_of(cls, encoder: nn.Module, form: HeadForm, labels: Labels) -> FamilyModel:
-        """Return a model with the encoder's weights and a new head, initialised from torch's generator.
+    def on_top_of(cls, folder: Path, encoder: nn.Module, form: HeadForm, labels: Labels) -> FamilyModel:
+        """Return a model with the weights of the encoder of `folder` and a new head, from torch's generator.
 
         Raises:
-            UserError: the family has no such head.
+            UserError: the family has no such head, or the folder's settings of heads are impossible.
         """
         assert isinstance(encoder, HuggingFaceEncoder)
         config = copy.deepcopy(encoder.model.config)
@@ -88,7 +88,8 @@ class FamilyModel(nn.Module):
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: number for number, name in enumerate(labels.names)}
         config.problem_type = labels.problem_type
-        model = _model_with_head(config, form)
+        with _transformers_errors_in_a_line(folder):
+            model = _model_with_head(config, form)
         base = getattr(model, model.base_model_prefix)
         missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
         if unexpected or [name for name in missing if "pooler" not in name]:
@@ -108,8 +109,8 @@ class FamilyModel(nn.Module):
 def _model_with_head(config: Any, form: HeadForm) -> Any:
     try:
         return model_builder(config.model_type, f"For{form.name}")(config)
-    except ValueError:
-        if config.model_type == OWN_MODEL_TYPE:
+    except ValueError as error:
+        if config.model_type == OWN_MODEL_TYPE or not str(error).startswith("Unrecognized configuration class"):
             raise
         raise UserError(f"transformers has no AutoModelFor{form.name} for {config.model_type} models") from None
 
@@ -184,8 +185,10 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     return Folder(config, model.float(), build, weights, _longest(config), separators)
 
 
-def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, Filled]:
-    """Return the model of a folder with a head of this form, in fp32 on the CPU, and an account of its weights.
+def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, Filled, int]:
+    """Return the model of a folder with a head of this form, in fp32 on the CPU.
+
+    After it come an account of its weights, and the longest sequence in tokens that it has positions for.
 
     Raises:
         UserError: as in `load_folder`.
@@ -193,7 +196,7 @@ def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, 
     _silence_transformers()
     with _transformers_errors_in_a_line(folder):
         config = _read_config(folder, model_type)
-        return fill(folder, config, lambda known: _model_with_head(known, form), finite=False)
+        return *fill(folder, config, lambda known: _model_with_head(known, form), finite=False), _longest(config)
 
 
 def _read_config(folder: Path, model_type: str) -> Any:

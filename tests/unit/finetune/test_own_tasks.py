@@ -245,7 +245,9 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
     model = tmp_path / "out" / "models" / "reviews-815d2790"
     for path, columns in ((model, ["text", None, "label"]), (model.parent / "MNLI-815d2790", None)):
         path.mkdir(parents=True)
-        facts = {"task": {}, "data": "", "score": 0.5, "run": "", "columns": columns}
+        task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
+        facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": columns}
+        facts |= {"max_seq_length": 64, "pair_separators": 1}
         (path / "config.json").write_text(json.dumps({"finetuned": facts}))
     (model.parent / "notes.txt").write_text("")
     for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
@@ -276,6 +278,7 @@ def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp
     out, told = tmp_path / "out", tmp_path / "told.jsonl"
     main(words(topics, bert_folder, out, *GLANCE))
     path = model_of(out) / "model.safetensors"
+    (model_of(out) / "export_sums.json").unlink()
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(path).items()}, path)
     main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl"), "--output", str(told)])
     assert {json.loads(line)["prediction"] for line in told.open()} == {None}
