@@ -15,14 +15,15 @@ from typing import Any, BinaryIO, NamedTuple
 LARGEST_WINDOW = 1 << 31
 """Largest window of Zstandard's format, in bytes: `zstd --long=31` writes it; the library's own limit is 128 MiB."""
 
-_PACKED_BYTES = 1 << 12  # given to a decompressor at once: Zstandard and bzip2 make at most 200 MiB of them
+_PACKED_BYTES = 1 << 13  # given to a decompressor at once: Zstandard makes at most 256 MiB of them
+_UNPACKED_BYTES = 1 << 20  # taken from a decompressor at once
 
 
 class Packing(NamedTuple):
     """Format of packed files."""
 
     begin: Callable[[], Any]
-    """Returns a decompressor of one stream, with `decompress(packed)`, `eof` and `unused_data`."""
+    """Returns a decompressor of one stream, with the methods of `bz2.BZ2Decompressor`."""
     padding: int = 0
     """Unit in bytes of the zeros that may follow a stream; 0 if there may be none."""
     several: bool = True
@@ -60,9 +61,9 @@ def _unpack(raw: BinaryIO, packing: Packing) -> Iterator[bytes]:
     while packed:
         stream = packing.begin()
         while not stream.eof:
-            if not (packed := packed or raw.read(_PACKED_BYTES)):
+            if stream.needs_input and not (packed := packed or raw.read(_PACKED_BYTES)):
                 raise EOFError("the last stream has no end")
-            yield stream.decompress(packed)
+            yield stream.decompress(packed, _UNPACKED_BYTES)
             packed = b""
         if not lzma.is_check_supported(getattr(stream, "check", lzma.CHECK_NONE)):
             raise OSError("its integrity check is of an unknown kind")
@@ -85,16 +86,53 @@ def _behind_padding(packed: bytes, raw: BinaryIO, unit: int) -> bytes:
     return packed
 
 
-def _zstd_frame() -> Any:
-    import zstandard
+class _GzipMember:
+    """Decompressor of one member of a gzip file."""
 
-    return zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16: with gzip's head and check sum
+        self.needs_input = True
+
+    def decompress(self, packed: bytes, most: int) -> bytes:
+        data = self._stream.decompress(self._stream.unconsumed_tail + packed, most)
+        self.needs_input = len(data) < most
+        return data
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._stream.unused_data
+
+
+class _ZstdFrame:
+    """Decompressor of one Zstandard frame. It makes all bytes of its input at once."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        import zstandard
+
+        self._frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+
+    def decompress(self, packed: bytes, most: int) -> bytes:
+        return self._frame.decompress(packed)
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
 
 
 PACKINGS = {
-    ".gz": Packing(lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), padding=1),  # 16: with gzip's head and check sum
+    ".gz": Packing(_GzipMember, padding=1),
     ".xz": Packing(lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=4),
-    ".zst": Packing(_zstd_frame),
+    ".zst": Packing(_ZstdFrame),
     ".bz2": Packing(bz2.BZ2Decompressor),
 }
 """Ending of a file name → its packing."""
