@@ -20,8 +20,8 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import Subcommand, parse_subcommand
-from megatron_ddrp.commands.options import SEED, GivenTokenizer
-from megatron_ddrp.config.option import Section, option, refuse
+from megatron_ddrp.commands.options import GivenTokenizer
+from megatron_ddrp.config.option import SEED, Section, option, refuse
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset

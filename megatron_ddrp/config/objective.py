@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ddrp.config.model import ModelConfig
-from megatron_ddrp.config.option import COUNT, Number, Section, as_words, flag, option, own_numbers, refuse
+from megatron_ddrp.config.option import (
+    COUNT,
+    NOT_NEGATIVE,
+    Number,
+    Section,
+    as_words,
+    flag,
+    option,
+    own_numbers,
+    refuse,
+)
 from megatron_ddrp.config.registry import MASKINGS, OBJECTIVES, objective_class
 from megatron_ddrp.config.schedules import MaskRates, read_rates
 
@@ -33,13 +43,13 @@ class ObjectiveConfig(Section):
         None,
         "factor of TCD, the mean cosine between token representations, in the loss; alpha_1 in the paper's total loss "
         "L = L_MLM + alpha_1 L_TCD + alpha_2 L_HCD (eq. 19) (default: 1.0 under mth, else 0)",
-        within="[0, inf)",
+        within=NOT_NEGATIVE,
     )
     hcd_weight: float | None = option(
         None,
         "factor of HCD, the mean cosine between the attention logits of heads, in the loss; alpha_2 in the paper "
         "(default: 0.01 under mth, else 0)",
-        within="[0, inf)",
+        within=NOT_NEGATIVE,
     )
     tcd_tokens: int = option(
         50,
@@ -71,7 +81,7 @@ class ObjectiveConfig(Section):
         choices=MASKINGS,
     )
     rtd_weight: float | None = option(
-        None, "factor of replaced-token detection in the loss (default: 50; under rtd 10)", within="[0, inf)"
+        None, "factor of replaced-token detection in the loss (default: 50; under rtd 10)", within=NOT_NEGATIVE
     )
     generator_size: float = option(
         1 / 3,

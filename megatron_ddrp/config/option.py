@@ -11,6 +11,10 @@ from megatron_ddrp.errors import UserError
 
 COUNT = "[1, 2147483648)"
 """Range of sizes and numbers of steps. A product of two of them is exact in 64 bits."""
+SEED = "[0, 9223372036854775808)"
+"""Range of seeds."""
+NOT_NEGATIVE, POSITIVE, WAVELENGTH_BASE = "[0, 1e12]", "(0, 1e12]", "[1, 1e12]"
+"""Ranges of real numbers; float32 holds the product of three of them."""
 
 
 class Number(NamedTuple):
@@ -113,7 +117,7 @@ def refused_range(value: Any, within: str) -> str | None:
 
 def _describe(within: str, low: float, high: float) -> str:
     """Return a range in words: `lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
-    if high >= 2**31 and math.isfinite(high):
+    if within[-1] == ")" and 2**31 <= high < math.inf:
         return f"be at least {low:g} and below 2^{math.log2(high):g}"
     if math.isfinite(high):
         return f"lie in {within}"

@@ -7,7 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_ddrp.config.option import COUNT, Number, Section, as_words, flag, option, own_numbers, refuse
+from megatron_ddrp.config.option import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Number,
+    Section,
+    as_words,
+    flag,
+    option,
+    own_numbers,
+    refuse,
+)
 from megatron_ddrp.config.registry import OPTIMIZERS, SCHEDULES
 
 
@@ -29,9 +41,7 @@ class TrainingConfig(Section):
         nargs="+",
         metavar="LENGTH:END[:THETA]",
     )
-    seed: int = option(
-        1234, "seed of initialisation, data order, masks, samples and dropout", within="[0, 9223372036854775808)"
-    )
+    seed: int = option(1234, "seed of initialisation, data order, masks, samples and dropout", within=SEED)
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
     fp16: bool = option(False, "train in float16 with dynamic loss scaling")
     tf32: bool = option(
@@ -75,8 +85,8 @@ class OptimizerConfig(Section):
         nargs="+",
         metavar="NAME=NUMBER",
     )
-    lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
-    min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
+    lr: float = option(1e-4, "peak learning rate", within=NOT_NEGATIVE)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", within=NOT_NEGATIVE)
     lr_decay_style: str = option(
         "linear",
         "shape of the decay after the warm-up; wsd holds the peak and decays over the last --lr-wsd-decay-iters "
@@ -112,11 +122,11 @@ class OptimizerConfig(Section):
         "steps over which the rate rises, independent of --train-iters (default: by --lr-warmup-fraction)",
         within="[0, 2147483648)",
     )
-    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
+    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, "decay of the first moment", within="[0, 1)")
     adam_beta2: float = option(0.999, "decay of the second moment", within="[0, 1)")
-    adam_eps: float = option(1e-6, "number added to the root of the second moment", within="(0, inf)")
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within="[0, inf)")
+    adam_eps: float = option(1e-6, "number added to the root of the second moment", within=POSITIVE)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within=NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

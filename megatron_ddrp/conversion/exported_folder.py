@@ -150,9 +150,9 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
 
     `replaceable` returns whether `--overwrite` may replace a folder; `kind` describes such folders in words.
     """
-    if output.resolve() == Path.cwd():
+    if Path.cwd().is_relative_to(output.resolve()):
         raise UserError(
-            f"--output {output} is the current folder, which cannot be replaced: give the name of a new one",
+            f"--output {output} is or holds the current folder, which cannot be replaced: give the name of a new one",
             WRONG_ARGUMENTS,
         )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):

@@ -6,8 +6,8 @@ Our classes load folders that megatron-ddrp convert wrote; the classes of transf
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
 """Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
@@ -88,7 +89,7 @@ class FamilyModel(nn.Module):
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: number for number, name in enumerate(labels.names)}
         config.problem_type = labels.problem_type
-        with _transformers_errors_in_a_line(folder):
+        with transformers_reading(folder):
             model = _model_with_head(config, form)
         base = getattr(model, model.base_model_prefix)
         missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
@@ -146,7 +147,7 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
-    with _transformers_errors_in_a_line(folder):
+    with transformers_reading(folder):
         return _load(folder, values, masked_lm, random_init)
 
 
@@ -158,17 +159,9 @@ def _silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-@contextmanager
-def _transformers_errors_in_a_line(folder: Path) -> Iterator[None]:
-    """Turn any error of transformers, to which a damaged folder may lead, into a `UserError` of one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        lines = " ".join((str(error) or type(error).__name__).split())
-        reason = lines if len(lines) <= 300 else lines[:297] + "..."
-        raise UserError(f"--load {folder}: transformers cannot load it: {reason}") from None
+def transformers_reading(folder: Path) -> AbstractContextManager[None]:
+    """Return the context in which transformers loads a folder; any error is one line."""
+    return reading(f"--load {folder}", "transformers cannot load it: {error}")
 
 
 def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
@@ -194,21 +187,22 @@ def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, 
         UserError: as in `load_folder`.
     """
     _silence_transformers()
-    with _transformers_errors_in_a_line(folder):
+    with transformers_reading(folder):
         config = _read_config(folder, model_type)
         return *fill(folder, config, lambda known: _model_with_head(known, form), finite=False), _longest(config)
 
 
 def _read_config(folder: Path, model_type: str) -> Any:
     """Return the configuration of a folder as transformers reads it, for a model in fp32."""
-    if model_type == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig
+    with transformers_reading(folder):
+        if model_type == OWN_MODEL_TYPE:
+            from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig
 
-        config: Any = DdrpConfig.from_pretrained(folder)
-    else:
-        from transformers import AutoConfig
+            config: Any = DdrpConfig.from_pretrained(folder)
+        else:
+            from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.dtype = torch.float32  # otherwise models of a half-precision folder would be in half precision
     return config
 

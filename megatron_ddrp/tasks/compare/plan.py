@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
-from megatron_ddrp.config.option import COUNT, option, refuse
+from megatron_ddrp.config.option import COUNT, POSITIVE, SEED, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.scoring import (
@@ -55,8 +55,8 @@ class Budget:
     """Budget of every run: exactly one of steps, minutes and tokens."""
 
     steps: int | None = option(None, "training steps", within="[2, 2147483648)")
-    minutes: float | None = option(None, "minutes of training steps", within="(0, inf)")
-    tokens: int | None = option(None, "batch x sequence length", within="[2, inf)")
+    minutes: float | None = option(None, "minutes of training steps", within=POSITIVE)
+    tokens: int | None = option(None, "batch x sequence length", within="[2, 9223372036854775808)")
 
     def __post_init__(self) -> None:
         if len(self._given) != 1:
@@ -107,22 +107,22 @@ class CorpusPlan:
 class Analyses:
     """Number of validation sentences per analysis, and row lengths of throughput. 0 or none leaves an analysis out."""
 
-    self_similarity: int = option(0, "f(S) and f(H)", within="[0, inf)")
-    triangle: int = option(0, "up-down triangles", within="[0, inf)")
-    attention_maps: int = option(0, "mean attention maps", within="[0, inf)")
-    space: int = option(0, "cosines, IsoScore and effective rank", within="[0, inf)")
-    direction: int = option(0, "left and right", within="[0, inf)")
-    throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, inf)", distinct=True)
+    self_similarity: int = option(0, "f(S) and f(H)", within="[0, 2147483648)")
+    triangle: int = option(0, "up-down triangles", within="[0, 2147483648)")
+    attention_maps: int = option(0, "mean attention maps", within="[0, 2147483648)")
+    space: int = option(0, "cosines, IsoScore and effective rank", within="[0, 2147483648)")
+    direction: int = option(0, "left and right", within="[0, 2147483648)")
+    throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, 2147483648)", distinct=True)
 
 
 @dataclass(frozen=True)
 class Expected:
     """Expected times on the plan's hardware, for the forecast."""
 
-    step_seconds: float | None = option(None, "seconds per step with `workers` runs at once", within="(0, inf)")
-    glue_minutes: float | None = option(None, "minutes to score one checkpoint", within="(0, inf)")
-    minimal_pairs_minutes: float | None = option(None, "minutes to score one checkpoint", within="(0, inf)")
-    task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within="(0, inf)")
+    step_seconds: float | None = option(None, "seconds per step with `workers` runs at once", within=POSITIVE)
+    glue_minutes: float | None = option(None, "minutes to score one checkpoint", within=POSITIVE)
+    minimal_pairs_minutes: float | None = option(None, "minutes to score one checkpoint", within=POSITIVE)
+    task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Alphas:
     """Grid of MTH's weights, α1 of TCD and α2 of HCD."""
 
     models: tuple[str, ...] = option((), "models with objective mth", distinct=True)
-    values: tuple[float, ...] = option((), "weights of TCD and of HCD", within="(0, inf)", distinct=True)
+    values: tuple[float, ...] = option((), "weights of TCD and of HCD", within=POSITIVE, distinct=True)
     seeds: int | None = option(None, "use only the plan's first N seeds (default: all)", within=COUNT)
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class Alphas:
 def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
     """Read a list of seeds, or a number N of seeds, which means `FIRST_SEED` and the N − 1 numbers after it."""
     if isinstance(values, list):
-        rules = {"within": "[0, inf)", "distinct": True}
+        rules = {"within": SEED, "distinct": True}
         return read_value(values, Option(tuple[int, ...], rules, MISSING), place)
     count = read_value(values, Option(int, {"within": COUNT}, MISSING), place)
     return tuple(range(FIRST_SEED, FIRST_SEED + count))

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config import registry
-from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
+from megatron_ddrp.config.option import COUNT, POSITIVE, Section, flag, option, refuse
 from megatron_ddrp.config.reading import Place, load_yaml, read_section
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
@@ -66,7 +66,7 @@ class Search(Section):
         None, "replaces the grid's batch sizes", nargs="+", metavar="N", within=COUNT, distinct=True
     )
     lr: tuple[float, ...] | None = option(
-        None, "replaces the grid's learning rates", nargs="+", metavar="X", within="(0, inf)", distinct=True
+        None, "replaces the grid's learning rates", nargs="+", metavar="X", within=POSITIVE, distinct=True
     )
     epochs: tuple[int, ...] | None = option(
         None, "replaces the grid's epochs", nargs="+", metavar="N", within=COUNT, distinct=True
