@@ -116,9 +116,11 @@ def refused_range(value: Any, within: str) -> str | None:
 
 
 def _describe(within: str, low: float, high: float) -> str:
-    """Return a range in words: `lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
+    """Return a range in words: `lie in [0, 1)`, `be at least 1 and at most 1e+12`, `be above 0 and finite`."""
     if within[-1] == ")" and 2**31 <= high < math.inf:
         return f"be at least {low:g} and below 2^{math.log2(high):g}"
-    if math.isfinite(high):
+    if high < 2**31:
         return f"lie in {within}"
-    return f"be {'at least' if within[0] == '[' else 'above'} {low:g} and finite"
+    return f"be {'at least' if within[0] == '[' else 'above'} {low:g} and " + (
+        f"at most {high:g}" if math.isfinite(high) else "finite"
+    )

@@ -6,8 +6,8 @@ Our classes load folders that megatron-ddrp convert wrote; the classes of transf
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.encoders.filling import Filled, fill
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.foreign import reading
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
@@ -159,9 +159,12 @@ def _silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def transformers_reading(folder: Path) -> AbstractContextManager[None]:
-    """Return the context in which transformers loads a folder; any error is one line."""
-    return reading(f"--load {folder}", "transformers cannot load it: {error}")
+@contextmanager
+def transformers_reading(folder: Path) -> Iterator[None]:
+    """Let transformers load a folder in the block; any error, also a lack of memory, is one line."""
+    advice = f"--load {folder} describes a larger model than this machine can hold: check the sizes in its config.json"
+    with reading(f"--load {folder}", "transformers cannot load it: {error}"), allocations_as_user_errors(advice):
+        yield
 
 
 def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:

@@ -339,10 +339,9 @@ def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values,
         work = open_work(values)
         for run in work.runs:
             for job in work.jobs_of(run):
-                assert (job.command[-2:] == ("--plugin", str(file))) == (run.model.name == "BERT (MTH)"), job
+                assert job.command[-2:] == ("--plugin", str(file)), job
         names = [run.job.name for run in work.runs]
         file.write_text(PLUGIN + "# other code\n")
-        changed = {run.model.name for run in open_work(values).runs if run.job.name not in names}
-        assert changed == {"BERT (MTH)"}
+        assert not {run.job.name for run in open_work(values).runs} & set(names)  # it may bring more than an encoding
     finally:
         PLUGINS.pop(ENCODINGS.pop("near-of-a-plan"))
