@@ -24,7 +24,7 @@ import numpy as np
 from measure import benchmark_parser
 from megatron_ddrp.tasks.glue.metrics import pearson
 
-from megatron_ddrp.tasks.glue.data import Example, read_task
+from megatron_ddrp.tasks.glue.suite import Example, read_task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 SETTINGS = ("load", "batch_size", "lr", "epochs", "max_seq_length")

@@ -94,5 +94,5 @@ def tuned_weights(bench: Bench) -> dict[str, torch.Tensor]:
     torch.manual_seed(SEED)
     model = TaskModel(TrainedEncoder(build_model(config)), sizes.hidden, SEQUENCE, 2).to(DEVICE)
     run = Run("CoLA", 32, 3e-5, 1, 1, 128, encoder="", data="", micro_batch_size=32, precision=precision())
-    result = finetune(run, TASKS["CoLA"], model, rows, {"dev": rows}, show_bar=False)
+    result = finetune(run, TASKS["CoLA"], model, rows, {"dev": rows})
     return {name: weight.cpu() for name, weight in result.model.state_dict().items()}

@@ -19,10 +19,10 @@ import numpy as np
 from measure import benchmark_parser, median_interval, time_rounds
 
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.data.batches.masking import MASKINGS
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
 from megatron_ddrp.data.dataset.dataset_index import DatasetIndex, index_faults
 

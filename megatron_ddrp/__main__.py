@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -47,6 +48,11 @@ def _run_named() -> NoReturn:
     with first_rank_speaks():
         name = build_parser().parse_args(words[:1]).command
     sys.argv[1:] = launchers * COMMANDS[name].on_ranks + words[1:]
+    if name == "ladder":
+        name = "compare"
+        if not {"-h", "--help"} & set(words):
+            new = shlex.join([PROGRAM, name, *words[1:]])
+            print(f"{PROGRAM} ladder will go in the next release; the same is: {new}", file=sys.stderr, flush=True)
     run(name, f"{PROGRAM} {name}")
 
 

@@ -17,7 +17,7 @@ from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
 from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.differences import idle_settings
-from megatron_ddrp.config.option import Section, option, refuse
+from megatron_ddrp.config.option import POSITIVE, Section, option, refuse
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.translation import HINTS, Found, differing_defaults, translate
 from megatron_ddrp.run.launch import launched_world_size
@@ -56,7 +56,7 @@ class Invocation(Section):
     device_memory: float | None = option(
         None,
         "with --dry-run: refuse a layout in which a rank needs more than this many GiB",
-        within="(0, inf)",
+        within=POSITIVE,
         metavar="GIB",
     )
 

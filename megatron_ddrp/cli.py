@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import Option, options_of
-from megatron_ddrp.config.registry import load_plugin
+from megatron_ddrp.config.registry import TABLES, load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
 
 Section = TypeVar("Section")
@@ -95,7 +95,7 @@ class ArgumentParser(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        may_be_brought = ("argument --objective:", "argument --position-encoding:")
+        may_be_brought = tuple(f"argument {table.flag}:" for table in TABLES.values())
         if "invalid choice" in message and message.startswith(may_be_brought):
             message += ", or a name that --plugin FILE.py adds"
         if "required" in message:  # a misspelt flag leaves its right spelling missing
@@ -138,8 +138,8 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 PLUGIN_HELP = (
-    "Python file with your own position encodings or objectives (ENCODINGS = {name: class}, OBJECTIVES = "
-    "{name: class}); its code is run"
+    "Python file with encodings, objectives, maskings, optimizers, schedules, callbacks, metrics or kinds of tasks of "
+    "your own (such as OPTIMIZERS = {name: class}; docs/plugins.md); its code is run"
 )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
@@ -29,8 +30,7 @@ from megatron_ddrp.data.batches.split_shift import shared_remarks, split_remark
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import entry
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags, complete, entry
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class Corpus:
         prefixes = dataset_prefixes(config)
         config = with_tokenizer(config, prefixes)
         tokenizer = tokenizer_flags(config).build()
-        words = objective.notes or objective.masking != "token"
+        words = objective.notes or MASKINGS.find(objective.masking).keeps_words
         sources, remarks = {}, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]
         remarks += [warn_of_unmarked_words(tokenizer)] if words else []
         for prefix in prefixes:
@@ -171,10 +171,11 @@ class Corpus:
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
         seed = training.seed if split == "train" else VALIDATION_SEED
-        masker = Masker(tokenizer, objective.eval_mask_prob, seed, objective.masking, **objective.mask_shares)
+        masking = MASKINGS.find(objective.masking)()
+        masker = Masker(tokenizer, objective.eval_mask_prob, seed, masking, **objective.mask_shares)
         mark = None
         if objective.notes:
-            finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+            finder = WordFinder(tokenizer)
             mark = partial(finder.number, self.rare_words[0])
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {
@@ -209,7 +210,7 @@ class Corpus:
         for phase in self.config.phases:
             samples = self.samples("train", phase.seq_length)
             end = min(consumed, phase.last_step(training.train_iters) * training.global_batch_size)
-            totals = totals + (samples.visited(end) - samples.visited(begin)) / samples.sizes
+            totals = totals + (samples.count_visits(end) - samples.count_visits(begin)) / samples.sizes
             begin = end
         return totals.tolist()
 
@@ -246,7 +247,7 @@ def tokenizer_flags(config: Config) -> TokenizerFlags:
 
 def with_tokenizer(config: Config, prefixes: Sequence[str]) -> Config:
     """Return `config` with the flags of the tokenizer completed from the manifests of the datasets."""
-    return config.replace(data=completed(tokenizer_flags(config), prefixes)._asdict())
+    return config.replace(data=complete(tokenizer_flags(config), prefixes)._asdict())
 
 
 def has_split(config: Config, split: str) -> bool:

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron_ddrp.config import Config, encoding_class, flag
+from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
 from megatron_ddrp.engine.deepspeed_file import offload_device
-from megatron_ddrp.engine.muon import hidden_matrices
 from megatron_ddrp.model import Encoder, on_meta_device
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.objectives.contract import make_objective
@@ -34,7 +34,6 @@ from megatron_ddrp.parallel.pipeline import split_stages
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
 
 FP32 = 4
-ADAM_MOMENTS = 2
 
 PERSISTENT = 100_000
 PREFETCHED = 50_000_000
@@ -48,7 +47,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    """Bytes of the optimizer's moments (two per parameter, one for Muon) and, with ZeRO, of the fp32 weights."""
+    """Bytes of the optimizer's moments and, with ZeRO, of the fp32 weights."""
     activations_estimate: int
     buffers: int
     """Bytes of DeepSpeed's buffers to reduce gradients and, at ZeRO 3, to gather weights."""
@@ -71,8 +70,10 @@ class Part:
     layer_widths: tuple[int, ...]
     """Hidden sizes of its layers."""
     has_head: bool
-    muon: int
-    """Number of elements of the matrices that Muon updates."""
+    moments: int
+    """Number of elements of the optimizer's moments."""
+    moments_per_element: int
+    """Number of moments of each element, where ZeRO has flattened the parameters."""
     in_flight: int
     """Number of micro-batches whose activations it holds at once."""
 
@@ -89,6 +90,7 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
     name_parameters(model)
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     stages = split_stages(model.stages(), pipeline) if pipeline > 1 else [[model]]
+    chosen = OPTIMIZERS.find(config.optimizer.optimizer)
     parts = []
     for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
@@ -101,9 +103,9 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
             sizes[1 if name in spared else 0].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
         in_flight = min(pipeline - place, micro_batches)
-        matrices = hidden_matrices(modules) if config.optimizer.optimizer == "muon" else {}
-        muon = sum(held[name] for name in matrices)
-        parts.append(Part((tuple(sizes[0]), tuple(sizes[1])), widths, place == pipeline - 1, muon, in_flight))
+        moments = sum(held[name] * len(names) for name, names in chosen.moments_of(modules).items())
+        groups, has_head = (tuple(sizes[0]), tuple(sizes[1])), place == pipeline - 1
+        parts.append(Part(groups, widths, has_head, moments, len(chosen.moments), in_flight))
     return parts
 
 
@@ -155,19 +157,19 @@ def held_elements(
     """
     whole = sum(part.sizes)
     if stage == 0:
-        return Elements(whole, whole, ADAM_MOMENTS * whole - part.muon)  # Muon has one moment, not two
+        return Elements(whole, whole, part.moments)
     if stage == 3:
         own = sum(math.ceil(size / data_size) for size in part.sizes)
         persistent = int(zero.get("stage3_param_persistence_threshold", PERSISTENT))
         kept_whole = sum(size for size in part.sizes if size <= persistent)
-        return Elements(own + kept_whole, own, (1 + ADAM_MOMENTS) * own)
+        return Elements(own + kept_whole, own, (1 + part.moments_per_element) * own)
     flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
     own = sum(flat) // data_size
     gradients = whole if stage == 1 else own
     if stage == 2 and not adds_in_fp32:
         cuts = zip(part.groups, flat, strict=True)
         gradients = sum(_size_in_block(sizes, data_rank, length // data_size) for sizes, length in cuts)
-    return Elements(sum(flat), gradients, (1 + ADAM_MOMENTS) * own)
+    return Elements(sum(flat), gradients, (1 + part.moments_per_element) * own)
 
 
 def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, sums: int) -> int:
@@ -229,8 +231,8 @@ def by_zero_stage(
     `device_type` decides the size of buckets.
     """
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
-    last = 0 if config.optimizer.optimizer == "muon" else 1 if has_pipeline else 3
-    stages = range(config.training.precision != "fp32", last + 1)
+    least, most = config.training.precision != "fp32", 1 if has_pipeline else 3
+    stages = [s for s in OPTIMIZERS.find(config.optimizer.optimizer).zero_stages if least <= s <= most]
     parts = cut_up(model, config, micro_batches)
     settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes), device_type) for part in parts]
     return {

@@ -15,6 +15,7 @@ import torch
 from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine, release
@@ -29,7 +30,6 @@ from megatron_ddrp.engine.device import (
     rows_for,
     unused_devices,
 )
-from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
     allocations_as_user_errors,
@@ -69,6 +69,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
+    own_callbacks = agree(lambda: callbacks_of(config.logging))
     verified = verify_data(config, ranks.first_on_host, agree_on_long_work)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
@@ -76,7 +77,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
     sizes = count_parameters(model)
-    about_optimizer = optimizer_remarks(model, config.optimizer.optimizer)
+    about_optimizer = OPTIMIZERS.find(config.optimizer.optimizer).remarks(model)
     advice = partial(need_less_memory, config, ranks.world_size, ranks.device.type)
     first = ranks.rank == 0
     with ExitStack() as stack:
@@ -94,7 +95,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
         requests = StopRequests(config.checkpoint.exit_duration_in_mins, began, alone).heed()
-        listeners = Callbacks([*callbacks_of(config.logging), *callbacks] if first else [], requests)
+        listeners = Callbacks([*own_callbacks, *callbacks] if first else [], requests)
         log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
@@ -150,7 +151,6 @@ def allocate_model(config: Config) -> Encoder:
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
-    callbacks_of(config.logging)
     read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
     place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))

@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import on_error
 from megatron_ddrp.config.option import Section, option
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
@@ -71,7 +71,7 @@ def main() -> None:
                 WRONG_ARGUMENTS,
             )
     written = skipped = empty = characters = 0
-    with AtomicFile(arguments.output) as stream, reading_progress([file.path for file in files]) as bar:
+    with atomic_file(arguments.output) as stream, reading_progress([file.path for file in files]) as bar:
         for file in files:
             text = read_book(file, arguments.on_error == "skip")
             bar.update(os.path.getsize(file.path))

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.errors import UserError, run_command
 
 PACKAGES = ("numpy", "torch", "scipy", "sklearn", "matplotlib", "transformers")
@@ -142,7 +142,7 @@ def main() -> None:
     documents, used = collect(arguments.packages, arguments.megabytes)
     if not documents:
         raise UserError("no documentation found in this Python; use a corpus of your own")
-    with AtomicFile(arguments.output) as stream:
+    with atomic_file(arguments.output) as stream:
         for document in documents:
             stream.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
     size = sum(len(document["text"].encode()) for document in documents)

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.errors import UserError, run_command
@@ -65,7 +65,7 @@ def swap(sentence: str, rng: random.Random) -> str | None:
     return " ".join(words)
 
 
-def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> Rows:
+def label_rows(documents: Iterable[list[str]], rng: random.Random, limit: int) -> Rows:
     """Return at most `limit` rows in random order: each sentence as it is and with two words swapped.
 
     Both forms have the same words, so that nothing but their order tells the label.
@@ -102,15 +102,14 @@ def make_task(texts: Iterable[str], train: int, dev: int, seed: int) -> tuple[Ro
     while documents and held < wanted:
         dev_documents.append(documents.pop())
         held += len(dev_documents[-1])
-    return labelled(documents, rng, train), labelled(dev_documents, rng, dev)
+    return label_rows(documents, rng, train), label_rows(dev_documents, rng, dev)
 
 
 def write_rows(path: Path, rows: Rows) -> None:
     """Write rows below the header text,label."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("text", "label"), *rows])
-    with AtomicFile(path) as stream:
-        stream.write(text.getvalue().encode())
+    write_text(path, text.getvalue())
 
 
 def main() -> None:

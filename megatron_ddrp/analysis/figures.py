@@ -13,8 +13,8 @@ from megatron_ddrp.pages.plotting import (
     FONT_SIZE,
     GREY,
     handles_by_label,
-    hide_rest,
     legend_below,
+    panel_grid,
     pyplot,
     run_style,
     save_figure,
@@ -22,9 +22,6 @@ from megatron_ddrp.pages.plotting import (
 )
 from megatron_ddrp.tasks import measures
 from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, TOKEN_SIMILARITY
-
-Curve = Sequence[tuple[float | None, float]]
-"""(step or None, value) pairs."""
 
 SPACE = {
     "token_similarity": TOKEN_SIMILARITY,
@@ -46,14 +43,19 @@ LOOKS: dict[str, dict[str, str]] = {
 """Key of a measurement of the probe → style that sets it apart."""
 
 
-def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
-    """Draw f(S) and f(H) of runs over their steps, side by side. A model of unknown step becomes a horizontal line."""
+def draw_similarity(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw f(S) and f(H) of runs over their steps, side by side. A model of unknown step becomes a horizontal line.
+
+    `rows` are those of the JSON.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    steps = {step for curve in (*tokens.values(), *heads.values()) for step, _ in curve if step is not None}
-    panels = ((axes[0], "f(S): tokens", tokens), (axes[1], "f(H): heads of a layer", heads))
-    for axis, title, curves in panels:
-        for number, (run, curve) in enumerate(curves.items()):
+    steps = {row["iteration"] for row in rows} - {None}
+    runs = dict.fromkeys(row["run"] for row in rows)
+    panels = ((axes[0], "f(S): tokens", "token_similarity"), (axes[1], "f(H): heads of a layer", "head_similarity"))
+    for axis, title, key in panels:
+        for number, run in enumerate(runs):
+            curve = [(row["iteration"], row[key]) for row in rows if row["run"] == run]
             style = run_style(number)
             if any(step is None for step, _ in curve):
                 axis.axhline(curve[-1][1], label=run, color=style["color"], linestyle=":", linewidth=2)
@@ -64,7 +66,7 @@ def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], pat
             axis.set_xticks(sorted(steps))
         axis.grid(alpha=0.3)
     legend_below(figure, handles_by_label(axes[0]))
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
@@ -80,7 +82,7 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
     axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
     axis.grid(alpha=0.3)
     legend_below(figure, handles_by_label(axis))
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -100,7 +102,7 @@ def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     lines = {name: plt.Line2D([], [], color=GREY, marker="o", linewidth=2, **look) for name, look in looks}
     chance = {"chance": plt.Line2D([], [], color=GREY, linestyle=":", linewidth=2)}
     legend_below(figure, handles_by_label(axis) | lines | chance)
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -127,7 +129,7 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     legend_below(figure, {run: plt.Line2D([], [], **run_style(number)) for number, run in enumerate(runs)})
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def _draw_known(axis: Any, points: Sequence[tuple[float | None, float | None]], style: Mapping[str, Any]) -> None:
@@ -167,26 +169,20 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)) if highest > 8 * lowest else plt.MaxNLocator(6))
         axis.yaxis.minorticks_off()
     legend_below(figure, handles_by_label(axes[0]))
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     """Draw mean attention maps side by side on one logarithmic colour scale."""
-    plt = pyplot()
+    figure, axes = panel_grid(len(maps), min(len(maps), 4), 4.2, 4.6, (1.2, 0.4))
     from matplotlib.colors import LogNorm
 
-    columns = min(len(maps), 4)
-    rows = -(-len(maps) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, squeeze=False, figsize=(4.2 * columns + 1.2, 4.6 * rows + 0.4), layout="constrained"
-    )
     values = np.concatenate([panel.map.ravel() for panel in maps])
     positive = values[values > 0]
     lowest, highest = np.quantile(positive, (0.02, 0.998))  # a few cells, such as [SEP]'s column, exceed all others
     even = np.sqrt(lowest * highest)
     lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # noise in a nearly even map stays pale
     scale = LogNorm(lowest, highest)
-    hide_rest(axes, len(maps))
     for axis, panel in zip(axes.flat, maps, strict=False):
         end = len(panel.map) + 0.5
         image = axis.imshow(panel.map, cmap="cividis", norm=scale, extent=(0.5, end, end, 0.5), interpolation="nearest")
@@ -199,4 +195,4 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
     bar.minorticks_off()
     figure.suptitle(title, fontsize=FONT_SIZE)
-    save_figure(plt, figure, path)
+    save_figure(figure, path)

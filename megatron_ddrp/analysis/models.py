@@ -124,15 +124,12 @@ def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
 def beside_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapshot]:
     """Return the models and, after the last one of each run, that model with random weights."""
     last = {snapshot.run: snapshot for snapshot in snapshots}
-    return [
-        added
-        for snapshot in snapshots
-        for added in (
-            (snapshot, Snapshot(with_random_weights(snapshot.run), snapshot.path, random_seed=seed))
-            if snapshot is last[snapshot.run]
-            else (snapshot,)
-        )
-    ]
+    found: list[Snapshot] = []
+    for snapshot in snapshots:
+        found.append(snapshot)
+        if snapshot is last[snapshot.run]:
+            found.append(Snapshot(with_random_weights(snapshot.run), snapshot.path, random_seed=seed))
+    return found
 
 
 def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:

@@ -18,7 +18,7 @@ from megatron_ddrp.checkpoint import BESIDE, TOKENIZER, choose_checkpoint
 from megatron_ddrp.checkpoint.note_files import read_notes
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.progress import tracked
+from megatron_ddrp.data.progress import track
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -52,11 +52,11 @@ def share_of_sentences(
     dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
 ) -> dict[str, Any]:
     """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence."""
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
+    finder = WordFinder(tokenizer)
     ends = np.array([piece.strip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
     sentences = with_one = 0
     low, high = 0, int(dataset.document_indices[min(documents, dataset.num_documents)])
-    for sequence in tracked(range(low, high), "sequence"):
+    for sequence in track(range(low, high), "sequence"):
         ids = np.asarray(dataset[sequence], np.int64)
         if not len(ids):
             continue

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ddrp.analysis.direction import layer_logits
+from megatron_ddrp.analysis.attention_maps import layer_logits
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS
 from megatron_ddrp.errors import UserError

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +14,12 @@ from megatron_ddrp.analysis.attention_maps import measure_maps, measure_triangle
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
-from megatron_ddrp.analysis.probe import Probe, measure_probe, shuffle_text
+from megatron_ddrp.analysis.probe import measure_probe, shuffle_text
 from megatron_ddrp.analysis.session import Output, Session, View, find_device
 from megatron_ddrp.analysis.similarity import measure_similarity, near_and_far, table_cosines
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.pages import machine
@@ -51,17 +47,13 @@ def report_similarity(arguments: argparse.Namespace) -> None:
             }
         )
     for row in rows:
-        step = "" if row["iteration"] is None else f" step {row['iteration']:,}"
-        print(f"{row['run']}{step}: f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}")
+        print(f"{_name(row)}: f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}")
+    session.write({"checkpoints": rows}, lambda path: figures.draw_similarity(rows, path))
 
-    def curves(key: str) -> dict[str, figures.Curve]:
-        names = dict.fromkeys(row["run"] for row in rows)
-        return {name: [(row["iteration"], row[key]) for row in rows if row["run"] == name] for name in names}
 
-    def draw(path: Path) -> None:
-        figures.draw_similarity(curves("token_similarity"), curves("head_similarity"), path)
-
-    session.write({"checkpoints": rows}, draw)
+def _name(row: dict[str, Any]) -> str:
+    """Return the run and the step of a row."""
+    return row["run"] + ("" if row["iteration"] is None else f" step {row['iteration']:,}")
 
 
 def report_space(arguments: argparse.Namespace) -> None:
@@ -73,10 +65,9 @@ def report_space(arguments: argparse.Namespace) -> None:
         found = measure_space(view.model, view.batches, specials)
         rows.append(view.facts() | {"tokens": found.tokens, "layers": [asdict(layer) for layer in found.layers]})
     for row in rows:
-        step = "" if row["iteration"] is None else f" step {row['iteration']:,}"
         last = row["layers"][-1]
         values = ", ".join(f"{name} {_shown(last[key])}" for key, name in figures.SPACE.items())
-        print(f"{row['run']}{step}, layer {last['layer']}: {values}")
+        print(f"{_name(row)}, layer {last['layer']}: {values}")
     session.write({"checkpoints": rows}, lambda path: figures.draw_space(rows, path))
 
 
@@ -127,11 +118,7 @@ def report_triangles(arguments: argparse.Namespace) -> None:
 def report_direction(arguments: argparse.Namespace) -> None:
     """Report how well the newest checkpoint of each folder tells left from right."""
     session = Session(arguments, every_checkpoint=False, passes=2 * PROBE_PASSES)
-    rows = []
-    for view in session.views():
-        text = measure_probe(view.model, view.batches)
-        shuffled = measure_probe(view.model, partial(_shuffled, view, arguments.seed))
-        rows.append(view.facts() | _cosine_fields(table_cosines(view.model)) | _probe_fields(text, shuffled))
+    rows = [view.facts() | _direction_fields(view, arguments.seed) for view in session.views()]
     for row in rows:
         cosine = "no table" if row["near"] is None else f"cosine {row['near']:.3f} near, {row['far']:.3f} far"
         probes = (f"{name} {row[key]:.2%}{_margin(row[error])}" for name, key, error in PROBES)
@@ -139,23 +126,21 @@ def report_direction(arguments: argparse.Namespace) -> None:
     session.write({"models": rows}, lambda path: figures.draw_direction(rows, path))
 
 
-def _shuffled(view: View, seed: int) -> Iterator[Batch]:
-    return shuffle_text(view.batches(), seed)
-
-
-def _cosine_fields(cosines: list[float] | None) -> dict[str, Any]:
+def _direction_fields(view: View, seed: int) -> dict[str, Any]:
+    """Measure a model, and return the fields of its row about cosines of the table and about the probe."""
+    text = measure_probe(view.model, view.batches)
+    shuffled = measure_probe(view.model, lambda: shuffle_text(view.batches(), seed))
+    cosines = table_cosines(view.model)
     near, far = near_and_far(cosines)
-    return {"cosines": cosines, "near": near, "far": far}
-
-
-def _probe_fields(text: Probe, shuffled: Probe) -> dict[str, Any]:
-    """Return the fields of a row that hold the probe's results."""
 
     def by(key: str, ours: list[float | None], theirs: list[float | None]) -> list[dict[str, Any]]:
         pairs = zip(ours, theirs, strict=True)
         return [{key: number, "probe": own, "shuffled": other} for number, (own, other) in enumerate(pairs, 1)]
 
     return {
+        "cosines": cosines,
+        "near": near,
+        "far": far,
         "probe": text.accuracy,
         "probe_error": text.error,
         "shuffled": shuffled.accuracy,

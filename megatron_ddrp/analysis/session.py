@@ -170,7 +170,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # fails on "meta", which holds no numbers
     except (RuntimeError, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         allowed = "expected cpu, or cuda where torch sees a GPU"

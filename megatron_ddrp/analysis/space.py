@@ -16,6 +16,7 @@ first principal component. Sums are float64.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.encoders.layers import layer_states
+from megatron_ddrp.encoders.layers import LayerStates, layer_states
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask, token_cosine
 
@@ -103,27 +104,29 @@ class _Layer:
 
     def __init__(self) -> None:
         self.plain, self.centred = CosineSums(), CosineSums()
-        self.f_s = 0.0
+        self.sentences, self.f_s = 0, 0.0
         self.f_h: float | None = None
         self.sum: Tensor | float = 0.0  # [hidden]
         self.covariance: Tensor | float = 0.0  # [hidden, hidden], times the number of tokens
         self.fourth_powers = 0.0  # Σ z⁴, z the places of the tokens on the first principal component
 
-    def first(self, hidden: Tensor, head_cosine: Tensor | None, batch: Batch, text: Tensor) -> None:
+    def first(self, state: LayerStates, batch: Batch, text: Tensor) -> None:
+        hidden = state.hidden.double()
+        self.sentences += len(text)
         self.plain.add(hidden, text)
         self.sum = self.sum + hidden[text].sum(0)
         self.f_s += float(token_cosine(hidden, document_mask(batch.document_ids, 1).long()).sum())
-        if head_cosine is not None:
-            self.f_h = (self.f_h or 0.0) + float(head_cosine)
+        if state.head_cosine is not None:
+            self.f_h = (self.f_h or 0.0) + float(state.head_cosine)
 
-    def second(self, hidden: Tensor, text: Tensor) -> None:
-        centred = hidden - self.sum / self.plain.tokens
+    def second(self, state: LayerStates, batch: Batch, text: Tensor) -> None:
+        centred = state.hidden.double() - self.sum / self.plain.tokens
         self.centred.add(centred, text)
         tokens = centred[text]  # [tokens, hidden]
         self.covariance = self.covariance + tokens.T @ tokens
 
-    def third(self, hidden: Tensor, text: Tensor) -> None:
-        places = (hidden[text] - self.sum / self.plain.tokens) @ self.axes[:, -1]  # [tokens]
+    def third(self, state: LayerStates, batch: Batch, text: Tensor) -> None:
+        places = (state.hidden.double()[text] - self.sum / self.plain.tokens) @ self.axes[:, -1]  # [tokens]
         self.fourth_powers += float(places.pow(4).sum())
 
     @cached_property
@@ -135,14 +138,14 @@ class _Layer:
         if not torch.as_tensor(self.covariance).isfinite().all():
             raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
 
-    def result(self, number: int, sentences: int) -> LayerSpace:
+    def result(self, number: int) -> LayerSpace:
         covariance = torch.as_tensor(self.covariance)
         largest = float(torch.linalg.eigvalsh(covariance)[-1])  # Σ z²
         return LayerSpace(
             number,
             len(covariance),
-            self.f_s / sentences,
-            None if self.f_h is None else self.f_h / sentences,
+            self.f_s / self.sentences,
+            None if self.f_h is None else self.f_h / self.sentences,
             self.plain.mean_within,
             self.plain.mean_between,
             self.centred.mean_within,
@@ -161,28 +164,22 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
     transformers. `specials`, int64 `[n]`, are the ids of special tokens such as [CLS]. Raises `UserError` for fewer
     than two tokens of text, and for states that are not finite.
     """
-    layers: list[_Layer] = []
-    sentences = 0
-    for batch in batches():
-        text = text_mask(batch, specials)
-        for number, (hidden, head_cosine) in enumerate(layer_states(model, batch)):
-            if number == len(layers):
-                layers.append(_Layer())
-            layers[number].first(hidden.double(), head_cosine, batch, text)
-        sentences += len(batch.input_ids)
+    layers: dict[int, _Layer] = defaultdict(_Layer)
+
+    def read(add: Callable[[_Layer, LayerStates, Batch, Tensor], None]) -> None:
+        for batch in batches():
+            text = text_mask(batch, specials)
+            for number, state in enumerate(layer_states(model, batch)):
+                add(layers[number], state, batch, text)
+
+    read(_Layer.first)
     if not layers or layers[0].plain.tokens < 2:
         raise UserError("the sentences hold fewer than two tokens of text: give more sentences, or longer ones")
-    for batch in batches():
-        text = text_mask(batch, specials)
-        for layer, states in zip(layers, layer_states(model, batch), strict=True):
-            layer.second(states.hidden.double(), text)
-    for number, layer in enumerate(layers):
+    read(_Layer.second)
+    for number, layer in layers.items():
         layer.check(number)
-    for batch in batches():
-        text = text_mask(batch, specials)
-        for layer, states in zip(layers, layer_states(model, batch), strict=True):
-            layer.third(states.hidden.double(), text)
-    return Space(tuple(layer.result(n, sentences) for n, layer in enumerate(layers)), layers[0].plain.tokens)
+    read(_Layer.third)
+    return Space(tuple(layer.result(number) for number, layer in layers.items()), layers[0].plain.tokens)
 
 
 def text_mask(batch: Batch, specials: Tensor) -> Tensor:

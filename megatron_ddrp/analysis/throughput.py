@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.analysis.models import Snapshot
 from megatron_ddrp.config import load_plugin
-from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import Encoder, load_encoder
@@ -119,7 +119,7 @@ def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
     """
     if setting.device.type != "cuda":
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            plugins = set(PLUGINS.values())
+            plugins = plugin_files()
             return fresh.submit(_peak_in_this_process, timed.snapshot.path, length, setting, plugins).result()
     batch = full_batch(timed.encoder.tokenizer, setting.rows(length), length, setting)
     start = torch.cuda.memory_allocated(setting.device)
@@ -128,7 +128,7 @@ def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
     return torch.cuda.max_memory_allocated(setting.device) - start
 
 
-def _peak_in_this_process(path: Path, length: int, setting: Setting, plugins: set[Path]) -> int | None:
+def _peak_in_this_process(path: Path, length: int, setting: Setting, plugins: tuple[Path, ...]) -> int | None:
     return_freed_memory()
     for plugin in plugins:
         load_plugin(plugin)

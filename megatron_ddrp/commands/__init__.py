@@ -30,5 +30,5 @@ COMMANDS = {
         "megatron_ddrp.tasks.minimal_pairs.command", "score masked language models without fine-tuning"
     ),
     "compare": Command("megatron_ddrp.tasks.compare.command", "train and score a plan's models, write one page"),
-    "ladder": Command("megatron_ddrp.tasks.compare.ladder", "earlier name of compare ROWS.jsonl"),
+    "ladder": Command("megatron_ddrp.tasks.compare.command", "earlier name of compare ROWS.jsonl"),
 }

@@ -20,8 +20,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import Subcommand, parse_subcommand
-from megatron_ddrp.commands.options import SEED
-from megatron_ddrp.config.option import COUNT, Section, option, refuse
+from megatron_ddrp.config.option import COUNT, SEED, Section, option, refuse
 from megatron_ddrp.errors import allocations_as_user_errors
 
 SIMILARITY = """\

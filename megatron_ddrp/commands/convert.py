@@ -42,7 +42,7 @@ from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import GivenTokenizer
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.option import Section, option, refuse
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
 
-        flags = TokenizerFlags.given(arguments)
+        flags = TokenizerFlags.from_arguments(arguments)
         tokenizer = flags.build() if flags else None
         imported = import_folder(
             arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator, tokenizer

@@ -20,15 +20,21 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import Subcommand, parse_subcommand
-from megatron_ddrp.commands.options import SEED, GivenTokenizer
-from megatron_ddrp.config.option import Section, option, refuse
+from megatron_ddrp.commands.options import GivenTokenizer
+from megatron_ddrp.config.option import SEED, Section, option, refuse
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
-from megatron_ddrp.data.dataset.manifest import entry, read_manifest
+from megatron_ddrp.data.dataset.manifest import (
+    TokenizerFlags,
+    complete,
+    entry,
+    read_manifest,
+    recorded_flags,
+    training_command,
+)
 from megatron_ddrp.data.dataset.merging import merge, shuffle
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags, training_command
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.progress import reading_progress
@@ -128,11 +134,11 @@ SUBCOMMANDS = {
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or None where they name none."""
-    flags = TokenizerFlags.given(arguments)
+    flags = TokenizerFlags.from_arguments(arguments)
     if flags is None:
         return None
     with contextlib.suppress(UserError):  # verify says it better
-        flags = completed(flags, [arguments.prefix])
+        flags = complete(flags, [arguments.prefix])
     return flags.build()
 
 
@@ -174,7 +180,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.pages.plotting import COLORS, pyplot, save_figure, thousands, wrapped
+    from megatron_ddrp.pages.plotting import COLORS, pyplot, save_figure, thousands, wrap_title
 
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
@@ -184,8 +190,8 @@ def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     axes.margins(y=0.12)
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
-    axes.set(title=wrapped(title, 8), xlabel="tokens per document", ylabel="documents")
-    save_figure(plt, figure, path)
+    axes.set(title=wrap_title(title, 8), xlabel="tokens per document", ylabel="documents")
+    save_figure(figure, path)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:

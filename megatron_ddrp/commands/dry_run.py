@@ -11,11 +11,10 @@ import torch
 
 from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, concerns, flag
 from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.config.registry import OPTIMIZERS, plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.device import precision_fault
-from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
@@ -101,7 +100,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if fault:
         print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
     needed = memory_table(needs, parallel.zero_stage)
-    remarks = optimizer_remarks(model, config.optimizer.optimizer)
+    remarks = OPTIMIZERS.find(config.optimizer.optimizer).remarks(model)
     lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)
     print("\n".join(lines))
     print(json.dumps(facts))
@@ -209,7 +208,7 @@ def settings(config: Config) -> list[str]:
             for name, value in values.items()
             if name in flags
         ]
-    return [*lines, *(f"--plugin {path}" for path in sorted(set(PLUGINS.values())))]
+    return [*lines, *(f"--plugin {path}" for path in plugin_files())]
 
 
 def setting(name: str, value: Any, model: ModelConfig) -> str:

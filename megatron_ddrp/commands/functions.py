@@ -193,7 +193,12 @@ def report(**settings: Any) -> Path:
 def results_of(
     name: str, settings: Mapping[str, Any], page: str, rows: str, summary: str, words: Iterable[str] = ()
 ) -> Results:
-    """Run a command and return what it wrote; a file that it left out counts as empty, as after a dry run."""
+    """Run a command and return what it wrote; a file that it left out counts as empty, as after a dry run.
+
+    Raises `UserError` on the ranks of a launcher, where its runs would end their script.
+    """
+    if is_launched():
+        raise UserError(f"{name} is for one process: on ranks, start the command {PROGRAM} {name} by the launcher")
     run_command(name, settings, words)
     folder = Path(settings["output_dir"])
     text, lines, numbers = ((folder / file) for file in (page, rows, summary))

@@ -9,9 +9,6 @@ from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 
-SEED = "[0, 9223372036854775808)"
-"""Range of seeds."""
-
 
 def on_error(record: str) -> Any:
     """Return the option `on_error` for records that cannot be read."""

@@ -21,7 +21,7 @@ from dataclasses import MISSING, dataclass
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import GivenTokenizer, TextInput
 from megatron_ddrp.config.option import Section, option
-from megatron_ddrp.data.dataset.recorded_tokenizer import training_command
+from megatron_ddrp.data.dataset.manifest import training_command
 from megatron_ddrp.data.preprocess.estimate import estimate
 from megatron_ddrp.data.preprocess.partition import Partition, parse_partition
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, PreprocessResult, preprocess

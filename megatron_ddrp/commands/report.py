@@ -26,7 +26,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
-from megatron_ddrp.run_report.curves import LEARNING, LOSS, MetricsRows, logged_panels
+from megatron_ddrp.run_report.figures import LOSS, MetricsRows, draw_losses, draw_speed, learning_panels, logged_panels
 
 LOSSES, SPEED = "losses.png", "speed.png"
 
@@ -53,7 +53,7 @@ def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, MetricsRows]:
             continue
         runs[folder] = read_metrics(folder, "--beside")
     for folder, rows in runs.items():
-        if not logged_panels([LOSS, *LEARNING], {"": rows}):
+        if not logged_panels([LOSS], {"": rows}) and not learning_panels({"": rows}):
             say(f"{folder / METRICS}: no losses in it; the figure has no curve of this run")
     return runs
 
@@ -114,12 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     scores = read_text(arguments.scores_dir / "table.md") if arguments.scores_dir else None
     commands = read_text(arguments.commands) if arguments.commands else None
 
-    from megatron_ddrp.run_report.figures import draw_losses, draw_speed
-    from megatron_ddrp.run_report.page import (
-        Extras,
-        facts,  # loads torch
-        page,
-    )
+    from megatron_ddrp.run_report.page import facts, page  # loads torch
 
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir
@@ -129,5 +124,5 @@ def main(words: Sequence[str] | None = None) -> None:
     if draw_speed(runs, output / SPEED):
         figures["Learning rate, gradient norm, speed and memory"] = SPEED
     head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
-    write_text(output / "report.md", page(runs, head, figures, Extras(unigram, scores, arguments.note, commands)))
+    write_text(output / "report.md", page(runs, head, figures, unigram, scores, arguments.note, commands))
     print(f"{output / 'report.md'} written")

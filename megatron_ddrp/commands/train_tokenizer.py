@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import TextInput
 from megatron_ddrp.config.option import COUNT, Section, option, refuse
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import reading_progress
@@ -63,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> None:
     paths = [file.path for file in files]
     skipped: list[str] = []
     cut, warning = "", None
-    with AtomicFile(arguments.output) as stream, reading_progress(paths) as progress:
+    with atomic_file(arguments.output) as stream, reading_progress(paths) as progress:
         documents = iter_documents(paths, arguments.json_keys, arguments.on_error, skipped.append, progress.update)
         texts = (text for document in documents for text in document)
         if arguments.type == "wordpiece":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
+from megatron_ddrp.config.option import COUNT, POSITIVE, Section, flag, option, refuse
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class LoggingConfig(Section):
         None,
         "dense peak of a device in TFLOP/s, in the run's precision, to compute MFU, the share of the peak that is used "
         "(default: the maker's figure for known GPUs; otherwise no MFU is shown)",
-        within="(0, inf)",
+        within=POSITIVE,
     )
     profile: bool = option(
         False,

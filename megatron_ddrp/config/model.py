@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, Section, check_range, option, refuse
+from megatron_ddrp.config.option import COUNT, POSITIVE, WAVELENGTH_BASE, Section, check_range, option, refuse
 from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_class
 
 VOCABULARY_MULTIPLE = 128
@@ -65,7 +65,7 @@ class ModelConfig(Section):
     layernorm_epsilon: float = option(
         1e-12, "number added to the variance (or mean square) in every norm", within="(0, 1]"
     )
-    init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
+    init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within=POSITIVE)
     position_encoding: str = option(
         "ddrp",
         f"position encoding ({ENCODING_WORDS})",
@@ -105,10 +105,10 @@ class ModelConfig(Section):
         3, "with --local-attention, layers 0, N, 2N, … attend to the whole document", within=COUNT
     )
     rope_theta: float = option(
-        10_000.0, "base of the wavelengths of rope; other encodings ignore it", within="[1, inf)"
+        10_000.0, "base of the wavelengths of rope; other encodings ignore it", within=WAVELENGTH_BASE
     )
     local_rope_theta: float | None = option(
-        None, "the same for the layers of --local-attention (default: --rope-theta)", within="[1, inf)"
+        None, "the same for the layers of --local-attention (default: --rope-theta)", within=WAVELENGTH_BASE
     )
     attention_backend: str = option(
         "auto",

@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ddrp.config.model import ModelConfig
-from megatron_ddrp.config.option import COUNT, Number, Section, check_range, flag, option, refuse
-from megatron_ddrp.config.registry import OBJECTIVES, objective_class
+from megatron_ddrp.config.option import (
+    COUNT,
+    NOT_NEGATIVE,
+    Number,
+    Section,
+    as_words,
+    flag,
+    option,
+    own_numbers,
+    refuse,
+)
+from megatron_ddrp.config.registry import MASKINGS, OBJECTIVES, objective_class
 from megatron_ddrp.config.schedules import MaskRates, read_rates
 
 
@@ -33,13 +43,13 @@ class ObjectiveConfig(Section):
         None,
         "factor of TCD, the mean cosine between token representations, in the loss; alpha_1 in the paper's total loss "
         "L = L_MLM + alpha_1 L_TCD + alpha_2 L_HCD (eq. 19) (default: 1.0 under mth, else 0)",
-        within="[0, inf)",
+        within=NOT_NEGATIVE,
     )
     hcd_weight: float | None = option(
         None,
         "factor of HCD, the mean cosine between the attention logits of heads, in the loss; alpha_2 in the paper "
         "(default: 0.01 under mth, else 0)",
-        within="[0, inf)",
+        within=NOT_NEGATIVE,
     )
     tcd_tokens: int = option(
         50,
@@ -68,10 +78,10 @@ class ObjectiveConfig(Section):
     masking: str = option(
         "whole-word",
         "unit of masking: whole words, single tokens, or n-grams of up to three words with p(n) proportional to 1/n",
-        choices=("whole-word", "token", "ngram"),
+        choices=MASKINGS,
     )
     rtd_weight: float | None = option(
-        None, "factor of replaced-token detection in the loss (default: 50; under rtd 10)", within="[0, inf)"
+        None, "factor of replaced-token detection in the loss (default: 50; under rtd 10)", within=NOT_NEGATIVE
     )
     generator_size: float = option(
         1 / 3,
@@ -109,7 +119,7 @@ class ObjectiveConfig(Section):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(chosen, name))
         numbers = self.numbers(chosen.options)  # stored with the defaults, so that a changed default shows
-        object.__setattr__(self, "objective_options", tuple(f"{name}={number!r}" for name, number in numbers.items()))
+        object.__setattr__(self, "objective_options", as_words(numbers))
         for name in ("tcd_tokens", "hcd_heads"):
             if getattr(self, name) == 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
@@ -148,24 +158,8 @@ class ObjectiveConfig(Section):
         return {"mask_share": chosen.mask_share, "random_share": chosen.random_share}
 
     def numbers(self, declared: Mapping[str, Number]) -> dict[str, float]:
-        """Return the numbers that an objective declares, with `--objective-options` in place of their defaults.
-
-        Raises `UserError` for an undeclared name, for text that is not a number, and for a number out of its range.
-        """
-        numbers = {name: float(number.default) for name, number in declared.items()}
-        for word in self.objective_options:
-            name, _, text = word.partition("=")
-            if name not in declared:
-                takes = f"takes {', '.join(declared)}, as name=number" if declared else "has no options"
-                refuse(f"--objective-options {word}: --objective {self.objective} {takes}")
-            if sum(other.partition("=")[0] == name for other in self.objective_options) > 1:
-                refuse(f"--objective-options {word}: {name} is given twice; give it once")
-            try:
-                numbers[name] = float(text)
-            except ValueError:
-                refuse(f"--objective-options {word}: {text!r} is not a number; give {name}={declared[name].default}")
-            check_range(f"objective_options {name}", numbers[name], declared[name].within)
-        return numbers
+        """Return the numbers that an objective declares, with `--objective-options` in place of their defaults."""
+        return own_numbers(f"--objective {self.objective}", "objective_options", self.objective_options, declared)
 
     @property
     def notes_share(self) -> float:

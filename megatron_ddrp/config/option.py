@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
@@ -11,10 +11,14 @@ from megatron_ddrp.errors import UserError
 
 COUNT = "[1, 2147483648)"
 """Range of sizes and numbers of steps. A product of two of them is exact in 64 bits."""
+SEED = "[0, 9223372036854775808)"
+"""Range of seeds."""
+NOT_NEGATIVE, POSITIVE, WAVELENGTH_BASE = "[0, 1e12]", "(0, 1e12]", "[1, 1e12]"
+"""Ranges of real numbers; float32 holds the product of three of them."""
 
 
 class Number(NamedTuple):
-    """A number that an objective declares for `--objective-options`."""
+    """A number that an objective or an optimizer declares, for `--objective-options` and `--optimizer-options`."""
 
     default: float
     within: str
@@ -61,6 +65,34 @@ def check_ranges(section: Any) -> None:
                 check_range(f.name, number, f.metadata["within"])
 
 
+def own_numbers(owner: str, name: str, words: Iterable[str], declared: Mapping[str, Number]) -> dict[str, float]:
+    """Return the numbers that an objective or an optimizer declares, with those given as NAME=NUMBER in their place.
+
+    `owner` is its flag with its name, and `name` the field of the `words`. Raises `UserError` for an undeclared name,
+    for text that is not a number, and for a number out of its range.
+    """
+    numbers = {key: float(number.default) for key, number in declared.items()}
+    given = [word.partition("=") for word in words]
+    for key, _, text in given:
+        word = f"{flag(name)} {key}={text}" if text else f"{flag(name)} {key}"
+        if key not in declared:
+            takes = f"takes {', '.join(declared)}, as name=number" if declared else "has no options"
+            refuse(f"{word}: {owner} {takes}")
+        if sum(other == key for other, *_ in given) > 1:
+            refuse(f"{word}: {key} is given twice; give it once")
+        try:
+            numbers[key] = float(text)
+        except ValueError:
+            refuse(f"{word}: {text!r} is not a number; give {key}={declared[key].default}")
+        check_range(f"{name} {key}", numbers[key], declared[key].within)
+    return numbers
+
+
+def as_words(numbers: Mapping[str, float]) -> tuple[str, ...]:
+    """Return numbers as the words that `own_numbers` takes."""
+    return tuple(f"{name}={number!r}" for name, number in numbers.items())
+
+
 class Section:
     """Base of the dataclasses of flags: refuses numbers outside their options' ranges."""
 
@@ -85,7 +117,7 @@ def refused_range(value: Any, within: str) -> str | None:
 
 def _describe(within: str, low: float, high: float) -> str:
     """Return a range in words: `lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
-    if high >= 2**31 and math.isfinite(high):
+    if within[-1] == ")" and 2**31 <= high < math.inf:
         return f"be at least {low:g} and below 2^{math.log2(high):g}"
     if math.isfinite(high):
         return f"lie in {within}"

@@ -1,23 +1,77 @@
-"""The registry of position encodings and objectives: for each name that a flag accepts, the place of its class.
+"""The registry of all that has a name on the command line and may come from a plug-in: name → place of its class.
 
 The tables hold text, so that the command line and `--help` need no torch; a class is imported on first use.
-`--plugin FILE.py` adds the classes of a file to them. Such a file names its classes in one or both of these tables:
+`--plugin FILE.py` adds to them what the file names in dictionaries of the same names (docs/plugins.md):
 
-    ENCODINGS = {"my-encoding": MyEncoding}     # subclasses of megatron_ddrp.model.positions.PositionEncoding
-    OBJECTIVES = {"my-objective": MyObjective}  # subclasses of megatron_ddrp.objectives.contract.Objective
+    ENCODINGS = {"my-encoding": MyEncoding}     OPTIMIZERS = {"lion": Lion}     SCHEDULES = {"square": square}
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import inspect
+import itertools
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
+PLUGINS: dict[str, Path] = {}
+"""Place in a table that a plug-in added → the plug-in's file."""
+
+
+class NotRegistered(UserError):
+    """Error for a name that this process does not know."""
+
+
+class Table(dict[str, str]):
+    """Name → "module:Class", or "module:function", of one kind of extension."""
+
+    def __init__(self, flag: str, base: str | None, places: Mapping[str, str], needs: str = "") -> None:
+        """Keep the flag that takes the names, the place of the base of the classes, None for functions, and the name
+        of an attribute that each needs."""
+        super().__init__(places)
+        self.flag, self.base, self.needs = flag, base, needs
+
+    def find(self, name: str) -> Any:
+        """Return the class or function of a name. Raises `NotRegistered` for an unknown one."""
+        if name not in self:
+            raise NotRegistered(
+                f"{self.flag} {name} is not known: expected one of {', '.join(self)}, or a name that --plugin FILE.py "
+                "adds",
+                WRONG_ARGUMENTS,
+            )
+        return _at(self[name])
+
+    def has_own(self, name: str) -> bool:
+        """Return whether a name is the package's: known, and not from a plug-in."""
+        return name in self and self[name] not in PLUGINS
+
+    def code(self, name: str) -> list[str]:
+        """Return the SHA-256 of the plug-in that brought a name; none for the package's own and for unknown names."""
+        file = PLUGINS.get(self.get(name, ""))
+        return [hashlib.sha256(file.read_bytes()).hexdigest()] if file else []
+
+    def fault(self, found: Any) -> str | None:
+        """Return the words for a value that a plug-in may not bring; None if it fits."""
+        if self.base is None:
+            words = f"expected a function with an attribute {self.needs}" if self.needs else "expected a function"
+            return None if inspect.isfunction(found) and hasattr(found, self.needs or "__name__") else words
+        base = _at(self.base)
+        fits = isinstance(found, type) and issubclass(found, base)
+        return None if fits else f"expected a class derived from {base.__name__}"
+
+
 _POSITIONS = "megatron_ddrp.model.positions"
+_OBJECTIVES = "megatron_ddrp.objectives"
+_UNITS = "megatron_ddrp.data.batches.units"
+_OPTIMIZERS = "megatron_ddrp.engine.optimizers"
+_KINDS = "megatron_ddrp.tasks.finetune.kinds"
 
 _ENCODINGS = {
     "absolute": ("absolute:Absolute", "one learned vector per position, as in BERT"),
@@ -35,68 +89,100 @@ _ENCODINGS = {
 }
 """Value of `--position-encoding` → (file and class in model/positions/, description for `--help`)."""
 
-ENCODINGS = {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.items()}
-"""Value of `--position-encoding` → "module:Class"."""
-
 ENCODING_WORDS = "; ".join(f"{name}: {words}" for name, (_, words) in _ENCODINGS.items())
 """Description of every encoding for `--help`."""
 
-OBJECTIVES = {
-    "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
-    "mth": "megatron_ddrp.objectives.mth:Mth",
-    "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
-    "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
-    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
-    "head-disagreement": "megatron_ddrp.objectives.head_disagreement:HeadDisagreement",
+ENCODINGS = Table(
+    "--position-encoding",
+    f"{_POSITIONS}:PositionEncoding",
+    {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.items()},
+)
+OBJECTIVES = Table(
+    "--objective",
+    f"{_OBJECTIVES}.contract:Objective",
+    {
+        "mlm": f"{_OBJECTIVES}.mlm:MaskedLM",
+        "mth": f"{_OBJECTIVES}.mth:Mth",
+        "electra": f"{_OBJECTIVES}.electra:ReplacedTokenDetection",
+        "token-contrast": f"{_OBJECTIVES}.token_contrast:TokenContrast",
+        "rtd": f"{_OBJECTIVES}.rtd:DisentangledDetection",
+        "head-disagreement": f"{_OBJECTIVES}.head_disagreement:HeadDisagreement",
+    },
+)
+MASKINGS = Table(
+    "--masking",
+    f"{_UNITS}:Masking",
+    {"whole-word": f"{_UNITS}:WholeWord", "token": f"{_UNITS}:Token", "ngram": f"{_UNITS}:Ngram"},
+)
+OPTIMIZERS = Table(
+    "--optimizer",
+    f"{_OPTIMIZERS}.contract:Optimizer",
+    {"adamw": f"{_OPTIMIZERS}.adamw:AdamW", "muon": f"{_OPTIMIZERS}.muon:Muon"},
+)
+SCHEDULES = Table(
+    "--lr-decay-style",
+    None,
+    {
+        name: f"megatron_ddrp.engine.schedules:{name.replace('-', '_')}"
+        for name in ("linear", "cosine", "constant", "inverse-square-root", "wsd")
+    },
+)
+CALLBACKS = Table("--plugin", "megatron_ddrp.run.callbacks:Callback", {})
+METRICS = Table("--metric", None, {}, needs="kinds")
+"""Metrics of plug-ins; the package's stand in each kind of task."""
+KINDS = Table(
+    "--kind",
+    f"{_KINDS}.contract:Kind",
+    {
+        "classification": f"{_KINDS}.sequences:Classification",
+        "multi-label": f"{_KINDS}.multi_label:MultiLabel",
+        "regression": f"{_KINDS}.regression:Regression",
+        "tokens": f"{_KINDS}.tokens:Tokens",
+        "qa": f"{_KINDS}.qa:QuestionAnswering",
+    },
+)
+"""Kinds of tasks. The last one that is likely for a file is its kind, if the command line does not name one."""
+
+TABLES = {
+    "ENCODINGS": ENCODINGS,
+    "OBJECTIVES": OBJECTIVES,
+    "MASKINGS": MASKINGS,
+    "OPTIMIZERS": OPTIMIZERS,
+    "SCHEDULES": SCHEDULES,
+    "CALLBACKS": CALLBACKS,
+    "METRICS": METRICS,
+    "KINDS": KINDS,
 }
-"""Value of `--objective` → "module:Class"."""
+"""Name of a dictionary in a plug-in → the table that it adds to."""
 
-PLUGINS: dict[str, Path] = {}
-"""Value in `ENCODINGS` or `OBJECTIVES` that a plug-in added → the plug-in's file."""
-
-_BASES = {
-    "ENCODINGS": f"{_POSITIONS}:PositionEncoding",
-    "OBJECTIVES": "megatron_ddrp.objectives.contract:Objective",
-}
-"""Name of a table → base class of its classes."""
+encoding_class, objective_class = ENCODINGS.find, OBJECTIVES.find
 
 
-class NotRegistered(UserError):
-    """Error for the name of an encoding or objective that this process does not know."""
+def plugin_files() -> tuple[Path, ...]:
+    """Return the files of all loaded plug-ins, in the order of loading."""
+    return tuple(dict.fromkeys(PLUGINS.values()))
 
 
-def plugin_files(encoding: str, objective: str) -> tuple[Path, ...]:
-    """Return the plug-ins that brought an encoding and an objective, each file once; empty for those of the package."""
-    places = ENCODINGS.get(encoding, ""), OBJECTIVES.get(objective, "")
-    return tuple(dict.fromkeys(PLUGINS[place] for place in places if place in PLUGINS))
+@contextmanager
+def plugins_forgotten_after() -> Iterator[None]:
+    """Forget at the end of the block the plug-ins that it loads."""
+    tables: tuple[dict[str, Any], ...] = (PLUGINS, *TABLES.values())
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
 
 
-def encoding_class(name: str) -> Any:
-    """Return the class of a position encoding; raise `UserError` for an unknown name."""
-    return _find_class(name, ENCODINGS, "--position-encoding")
-
-
-def objective_class(name: str) -> Any:
-    """Return the class of an objective; raise `UserError` for an unknown name."""
-    return _find_class(name, OBJECTIVES, "--objective")
-
-
-def _find_class(name: str, table: dict[str, str], flag: str) -> Any:
-    if name not in table:
-        raise NotRegistered(
-            f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py adds",
-            WRONG_ARGUMENTS,
-        )
-    return _class_at(table[name])
-
-
-def _class_at(place: str) -> Any:
-    module, _, class_name = place.partition(":")
-    return getattr(importlib.import_module(module), class_name)
+def _at(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def load_plugin(path: Path) -> None:
-    """Run a Python file and add the encodings and objectives that it names to the tables.
+    """Run a Python file and add what it names to the tables.
 
     Loading the same file twice has no further effect. Raises `UserError` if the file cannot be run, adds nothing, or
     uses a name that is already taken.
@@ -106,18 +192,16 @@ def load_plugin(path: Path) -> None:
         return
     brought = []
     module = _run(path)
-    for table_name, table in (("ENCODINGS", ENCODINGS), ("OBJECTIVES", OBJECTIVES)):
-        for name, own_class in getattr(module, table_name, {}).items():
+    for table_name, table in TABLES.items():
+        for name, found in getattr(module, table_name, {}).items():
             if name in table:
                 raise _refusal(path, f"{table_name} names {name!r}, which is taken: choose another name")
-            base = _class_at(_BASES[table_name])
-            if not (isinstance(own_class, type) and issubclass(own_class, base)):
-                wanted = f"expected a class derived from {base.__name__}"
-                raise _refusal(path, f"{table_name}[{name!r}] is {own_class!r:.60}: {wanted}")
-            setattr(module, f"{table_name}.{name}", own_class)  # two classes may have the same __name__
+            if expected := table.fault(found):
+                raise _refusal(path, f"{table_name}[{name!r}] is {found!r:.60}: {expected}")
+            setattr(module, f"{table_name}.{name}", found)  # two classes may have the same __name__
             brought.append((table, name, f"{module.__name__}:{table_name}.{name}"))
     if not brought:
-        raise _refusal(path, "adds nothing: expected ENCODINGS = {name: class} or OBJECTIVES = {name: class} in it")
+        raise _refusal(path, f"adds nothing: expected one of {', '.join(TABLES)} = {{name: class}} in it")
     for table, name, place in brought:
         table[name] = place
         PLUGINS[place] = path
@@ -125,7 +209,8 @@ def load_plugin(path: Path) -> None:
 
 def _run(path: Path) -> Any:
     """Import a file as a module and return it."""
-    name = f"megatron_ddrp_plugin_{len(PLUGINS)}_{path.stem}"
+    names = (f"megatron_ddrp_plugin_{number}_{path.stem}" for number in itertools.count())
+    name = next(free for free in names if free not in sys.modules)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise _refusal(path, "cannot be read: expected a Python file")

@@ -18,7 +18,7 @@ from megatron_ddrp.config.data import CheckpointConfig, DataConfig, LoggingConfi
 from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.option import refuse
-from megatron_ddrp.config.registry import OBJECTIVES, objective_class
+from megatron_ddrp.config.registry import OBJECTIVES, OPTIMIZERS, objective_class
 from megatron_ddrp.config.schedules import LengthPhase, idle_phases, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.data.atomic import write_text
@@ -93,11 +93,7 @@ class Config:
                 "weights there): use --zero-stage 1 or higher"
             )
         self._check_layout()
-        if self.optimizer.optimizer == "muon" and self.parallel.zero_stage:
-            refuse(
-                f"--optimizer muon with --zero-stage {self.parallel.zero_stage}: Muon needs whole matrices, and ZeRO "
-                "cuts them into flat parts; use --zero-stage 0"
-            )
+        self._check_optimizer()
         self._check_schedules()
         if self.parallel.cuda_graphs == "on" and self.graphs_fault is not None:
             refuse(
@@ -178,6 +174,17 @@ class Config:
         padded = config.model.padded_vocab_size
         self._check_cut(f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", padded)
         return config
+
+    def _check_optimizer(self) -> None:
+        name, stage = self.optimizer.optimizer, self.parallel.zero_stage
+        if name not in OPTIMIZERS:  # settings of a run with a plug-in load without the plug-in
+            return
+        chosen = OPTIMIZERS.find(name)
+        if stage not in chosen.zero_stages:
+            refuse(
+                f"--optimizer {name} with --zero-stage {stage}: {chosen.why_zero_stages}; use --zero-stage "
+                f"{' or '.join(map(str, chosen.zero_stages))}"
+            )
 
     @property
     def graphs_fault(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_ddrp.config.option import check_range, refuse
+from megatron_ddrp.config.option import WAVELENGTH_BASE, check_range, refuse
 from megatron_ddrp.errors import UserError
 
 LENGTHS = "[3, 2147483648)"
@@ -83,7 +83,7 @@ class LengthPhase(NamedTuple):
         check_range("seq_length_phases", phase.seq_length, LENGTHS)
         check_range("seq_length_phases", phase.share, "(0, 1]")
         if phase.rope_theta is not None:
-            check_range("seq_length_phases", phase.rope_theta, "[1, inf)")
+            check_range("seq_length_phases", phase.rope_theta, WAVELENGTH_BASE)
         return phase
 
     def last_step(self, total_steps: int) -> int:

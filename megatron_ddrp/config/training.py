@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
+from megatron_ddrp.config.option import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Number,
+    Section,
+    as_words,
+    flag,
+    option,
+    own_numbers,
+    refuse,
+)
+from megatron_ddrp.config.registry import OPTIMIZERS, SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -27,9 +41,7 @@ class TrainingConfig(Section):
         nargs="+",
         metavar="LENGTH:END[:THETA]",
     )
-    seed: int = option(
-        1234, "seed of initialisation, data order, masks, samples and dropout", within="[0, 9223372036854775808)"
-    )
+    seed: int = option(1234, "seed of initialisation, data order, masks, samples and dropout", within=SEED)
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
     fp16: bool = option(False, "train in float16 with dynamic loss scaling")
     tf32: bool = option(
@@ -65,16 +77,22 @@ class OptimizerConfig(Section):
         "adamw, or muon: orthogonalised updates for the matrices of the layers and of position projections, AdamW for "
         "all other parameters, with one --lr and --weight-decay for both (torch.optim.Muon, match_rms_adamw of "
         "Moonlight, arXiv:2502.16982); needs --zero-stage 0 and torch 2.9",
-        choices=("adamw", "muon"),
+        choices=OPTIMIZERS,
     )
-    lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
-    min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
+    optimizer_options: tuple[str, ...] = option(
+        (),
+        "the optimizer's own numbers, such as beta2=0.99 (default: those that a plug-in's optimizer declares)",
+        nargs="+",
+        metavar="NAME=NUMBER",
+    )
+    lr: float = option(1e-4, "peak learning rate", within=NOT_NEGATIVE)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", within=NOT_NEGATIVE)
     lr_decay_style: str = option(
         "linear",
         "shape of the decay after the warm-up; wsd holds the peak and decays over the last --lr-wsd-decay-iters "
         "(warm-up, stable, decay: MiniCPM, arXiv:2404.06395), so that a decay can start from any checkpoint of a "
         "stable run: --load RUN/iter_N --save BRANCH and --train-iters N + decay",
-        choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
+        choices=SCHEDULES,
     )
     lr_wsd_decay_iters: int | None = option(
         None,
@@ -104,22 +122,33 @@ class OptimizerConfig(Section):
         "steps over which the rate rises, independent of --train-iters (default: by --lr-warmup-fraction)",
         within="[0, 2147483648)",
     )
-    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
+    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, "decay of the first moment", within="[0, 1)")
     adam_beta2: float = option(0.999, "decay of the second moment", within="[0, 1)")
-    adam_eps: float = option(1e-6, "number added to the root of the second moment", within="(0, inf)")
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within="[0, inf)")
+    adam_eps: float = option(1e-6, "number added to the root of the second moment", within=POSITIVE)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within=NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_lr > self.lr:
             refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: give a --min-lr of at most --lr")
+        reads_wsd = self.lr_decay_style == "wsd" or not SCHEDULES.has_own(self.lr_decay_style)
         for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "linear")):
-            if getattr(self, name) != default and self.lr_decay_style != "wsd":
+            if getattr(self, name) != default and not reads_wsd:
                 refuse(
                     f"{flag(name)} {getattr(self, name)} with --lr-decay-style {self.lr_decay_style}: it needs "
                     "--lr-decay-style wsd"
                 )
+
+        words = self.optimizer_options  # a string for one number, a list from JSON and YAML
+        object.__setattr__(self, "optimizer_options", (words,) if isinstance(words, str) else tuple(words))
+        if self.optimizer in OPTIMIZERS:  # settings of a run with a plug-in load without the plug-in
+            numbers = self.numbers(OPTIMIZERS.find(self.optimizer).options)
+            object.__setattr__(self, "optimizer_options", as_words(numbers))
+
+    def numbers(self, declared: Mapping[str, Number]) -> dict[str, float]:
+        """Return the numbers that an optimizer declares, with `--optimizer-options` in place of their defaults."""
+        return own_numbers(f"--optimizer {self.optimizer}", "optimizer_options", self.optimizer_options, declared)
 
     def decay_steps(self, total_steps: int) -> int:
         """Return the step at which the decay of a run of `total_steps` reaches `min_lr`."""

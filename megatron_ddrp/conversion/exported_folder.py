@@ -123,15 +123,18 @@ def write_sums(folder: Path) -> None:
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
-def check_sums(folder: Path) -> None:
-    """Raise `UserError` if an export has changed since it was written. Folders without sums are accepted."""
+def check_sums(folder: Path, only: str | None = None) -> None:
+    """Raise `UserError` if an export, or its file `only`, has changed since it was written.
+
+    Folders without sums are accepted.
+    """
     if not (folder / SUMS).exists():
         return
     files = read_object(folder / SUMS).get("files")
     if not isinstance(files, dict) or not files or not all(map(_are_facts, files.values())):
         raise UserError(f"{folder / SUMS}: it holds no sums; export the checkpoint again")
     for name, written in files.items():
-        if reason := file_fault(folder / name, written):
+        if only in (None, name) and (reason := file_fault(folder / name, written)):
             raise UserError(
                 f"{folder}: {reason}: damaged or changed since its export; export the checkpoint again, or delete "
                 f"{SUMS} if you changed the folder yourself"
@@ -147,9 +150,9 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
 
     `replaceable` returns whether `--overwrite` may replace a folder; `kind` describes such folders in words.
     """
-    if output.resolve() == Path.cwd():
+    if Path.cwd().is_relative_to(output.resolve()):
         raise UserError(
-            f"--output {output} is the current folder, which cannot be replaced: give the name of a new one",
+            f"--output {output} is or holds the current folder, which cannot be replaced: give the name of a new one",
             WRONG_ARGUMENTS,
         )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.exported_folder import check_export, whole_folder, write_sums
 from megatron_ddrp.conversion.families import FAMILIES, Family, leaving_family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.heads_ddrp import Pooler, TaskHead
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
-from megatron_ddrp.conversion.to_huggingface import renamed
+from megatron_ddrp.conversion.to_huggingface import rename_tensors
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -81,7 +80,9 @@ def write_finetuned(
     model.merge_embeddings()
     tuned = tuned._replace(head=copy.deepcopy(tuned.head).cpu().float().eval())
     model_config = replace(model.config, deberta_emd=False)  # the mask decoder belongs to the masked-LM head
-    family = _family(model_config, tokenizer)
+    family = leaving_family(model_config, "masked-lm", tokenizer)
+    if family.task_head is None:  # its classes compute other heads
+        family = FAMILIES[OWN_MODEL_TYPE]
     class_name = f"{family.class_name}For{tuned.form.name}"
     weights = _weights(model, family, tuned.head, tokenizer)
     if strange := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
@@ -103,17 +104,11 @@ def write_finetuned(
     return f'AutoModelFor{tuned.form.name}.from_pretrained("{output}"{trust})'
 
 
-def _family(config: ModelConfig, tokenizer: Tokenizer) -> Family:
-    """Return the family of the export: the masked LM's family if it computes our heads, else our own."""
-    family = leaving_family(config, "masked-lm", tokenizer)
-    return family if family.task_head is not None else FAMILIES[OWN_MODEL_TYPE]
-
-
 def _weights(model: Encoder, family: Family, head: TaskHead, tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Return the encoder's and the head's tensors under the family's names."""
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     encoder = {name: tensor for name, tensor in tensors.items() if name.startswith(ENCODER_PARTS)}
-    weights = renamed(encoder, family, "masked-lm", model.config.vocab_size)
+    weights = rename_tensors(encoder, family, "masked-lm", model.config.vocab_size)
     theirs = family.task_head if family.task_head and isinstance(head.pooler, Pooler) else {}
     for name, tensor in head.state_dict().items():
         module, _, kind = name.rpartition(".")

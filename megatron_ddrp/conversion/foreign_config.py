@@ -64,7 +64,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     values = read_object(path)
     if file := values.get("transformers_weights"):
-        raise UserError(f"{path}: transformers_weights is {shown(file)}; rename that file to model.safetensors instead")
+        raise UserError(f"{path}: transformers_weights is {show(file)}; rename that file to model.safetensors instead")
     if values.get("model_type") != OWN_MODEL_TYPE:
         refuse_code(path, values)
     return values
@@ -99,7 +99,7 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
             least = 0 if known[name].metadata.get("within", "").startswith("[0") else 1
             settings[name] = whole_number(path, values, key, least)
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-            raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
+            raise UserError(f"{path}: {key} is {show(value)}, expected a number of at least 0")
         else:
             settings[name] = value
     return settings
@@ -119,7 +119,7 @@ def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, m
     """Return an integer of config.json. Raise `UserError` for any other value."""
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UserError(f"{path}: {key} is {shown(value)}, expected a whole number from {least} to {most}")
+        raise UserError(f"{path}: {key} is {show(value)}, expected a whole number from {least} to {most}")
     return value
 
 
@@ -128,7 +128,7 @@ def refuse_other_head_size(path: Path, values: dict[str, Any], key: str) -> None
     width, heads = (whole_number(path, values, name) for name in ("hidden_size", "num_attention_heads"))
     if values.get(key) not in (None, width // heads):
         raise UserError(
-            f"{path}: {key} is {shown(values[key])}, which is not supported: need hidden_size / num_attention_heads"
+            f"{path}: {key} is {show(values[key])}, which is not supported: need hidden_size / num_attention_heads"
         )
 
 
@@ -137,11 +137,11 @@ def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...
     value = values.get(key)
     if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
         others = ", or a name from --plugin FILE.py" if key == "position_encoding" else ""
-        raise UserError(f"{path}: {key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}{others}")
+        raise UserError(f"{path}: {key} is {show(value)}, expected {' or '.join(map(repr, allowed))}{others}")
     return value
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """Return a value as text for an error, at most 80 characters long."""
     text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -20,6 +20,7 @@ from megatron_ddrp.conversion.exported_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.training_record import model_flags, objective_flags
 from megatron_ddrp.conversion.weight_files import INDEX, PICKLED_WEIGHTS, SAFE_WEIGHTS
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -80,12 +81,12 @@ class Import(ReadFolder):
     def _tokenizer_flags(self) -> list[str]:
         if self.tokenizer is None:
             return []
-        kind, copied = self.tokenizer.tokenizer_type, self.output / checkpoint.TOKENIZER
-        if kind == "HuggingFace":
-            has_rules = (self.source / self.tokenizer.file_name).is_file() and not self.transfer
-            return ["--tokenizer-type", kind, "--tokenizer-model", str(self.source if has_rules else copied)]
-        flag_name = "--tokenizer-model" if kind == "SentencePiece" else "--vocab-file"
-        return ["--tokenizer-type", kind, flag_name, str(copied / self.tokenizer.file_name)]
+        kind, name, path = self.tokenizer.tokenizer_type, self.tokenizer.file_name, self.output / checkpoint.TOKENIZER
+        if kind != "HuggingFace":
+            path = path / name
+        elif (self.source / name).is_file() and not self.transfer:
+            path = self.source  # it has the settings beside the rules
+        return TokenizerFlags(kind).with_path(str(path)).words()
 
 
 def import_folder(

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.conversion.foreign_config import one_of, refuse_code, shown
+from megatron_ddrp.conversion.foreign_config import one_of, refuse_code, show
 from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -46,7 +46,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
         return _convert(folder, "vocab.txt", **{} if kind else {"tokenizer_type": "bert"})
     if vocab.is_file():
         raise UserError(
-            f"{folder}: its vocab.txt belongs to a {shown(kind)}, expected BertTokenizer or another class with BERT's "
+            f"{folder}: its vocab.txt belongs to a {show(kind)}, expected BertTokenizer or another class with BERT's "
             "rules; add the tokenizer.json of this model if there is one, or choose another model"
         )
     for name in OTHER_VOCABULARIES:
@@ -68,7 +68,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     splitter = settings.get("word_tokenizer_type")
     if splitter not in (None, "basic"):
         raise UserError(
-            f"{path}: word_tokenizer_type is {shown(splitter)}, expected basic or none: a tokenizer that finds words "
+            f"{path}: word_tokenizer_type is {show(splitter)}, expected basic or none: a tokenizer that finds words "
             "by such a program cannot be read; choose another model"
         )
     if not settings.get("tokenizer_class"):

@@ -24,8 +24,8 @@ from megatron_ddrp.conversion.training_record import (
     datasets_of,
     facts_table,
     losses,
+    objective_flags,
     progress,
-    settings,
 )
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -65,33 +65,31 @@ class Described:
 
 def write_card(folder: Path, described: Described, publishing: Publishing) -> None:
     """Write README.md into a folder."""
-    write_text(folder / CARD, _card(described, publishing))
-
-
-def _card(described: Described, publishing: Publishing) -> str:
-    config, tokenizer = described.config, described.tokenizer
+    config, family = described.config, described.family
     state = checkpoint.read_state(described.source)
     datasets = list(datasets_of(config.data))
-    return render_card(
+    text = render_card(
         "model_card.md.jinja",
         described.name,
         _metadata(described, publishing),
         _usage(described, publishing),
-        described.family.has_code,
-        kind=_kind(described),
+        family.has_code,
+        fills_masks=described.fills_masks,
         license=publishing.license,
-        model=facts_table(_model_facts(described)),
+        config=config,
+        class_name=family.classes(described.head)[0],
+        parameters=described.parameters,
         data=data_table(datasets),
         unknown_data=[dataset.name for dataset in datasets if dataset.manifest is None],
-        tokenizer=f"Tokenizer: {tokenizer.tokenizer_type} of {tokenizer.vocab_size:,} pieces, fingerprint "
-        f"`{tokenizer.fingerprint[:12]}`.",
+        tokenizer=described.tokenizer,
         trained=not state.get(checkpoint.WEIGHTS_ONLY),
         progress=progress(config, state),
         losses=losses(described.source.resolve().parent, state["iteration"]),
-        settings=facts_table(settings(config, state)),
+        objective=objective_flags(config.objective),
+        ranks=state.get("layout", {}).get("ranks", "unknown"),
         command=command(config),
-        limits=_limits(described),
     )
+    write_text(folder / CARD, text)
 
 
 def render_card(
@@ -153,16 +151,6 @@ def _example(described: Described, publishing: Publishing) -> str | None:
     return None if tokenizer.unk_id in tokenizer.encode_with_masks(example) else example
 
 
-def _kind(described: Described) -> str:
-    model = described.config.model
-    head = "with its masked-LM head" if described.fills_masks else "trained as a discriminator of replaced tokens"
-    return (
-        f"A BERT-class encoder, {head}: {model.position_encoding} positions, {model.num_layers} layers of "
-        f"{model.hidden_size}, {described.parameters:,} parameters, pre-trained under the objective "
-        f"{described.config.objective.objective} with megatron_ddrp."
-    )
-
-
 def _usage(described: Described, publishing: Publishing) -> list[str]:
     """Return lines of Python that load the folder from the hub and use it."""
     has_code = described.family.has_code
@@ -179,27 +167,3 @@ def _usage(described: Described, publishing: Publishing) -> list[str]:
         *loading_lines(described.name, "AutoModel", has_code),
         'states = model(**tokenizer("A sentence.", return_tensors="pt")).last_hidden_state  # [1, tokens, hidden]',
     ]
-
-
-def _model_facts(described: Described) -> dict[str, Any]:
-    model = described.config.model
-    return {
-        "class": described.family.classes(described.head)[0],
-        "position encoding": model.position_encoding,
-        "layers, hidden size, heads": f"{model.num_layers}, {model.hidden_size}, {model.num_attention_heads}",
-        "feed-forward size": f"{model.ffn_size:,}, {model.ffn}",
-        "LayerNorm": {"post": "after each block", "pre": "before each block"}[model.layernorm_position],
-        "longest text": f"{model.seq_length:,} pieces",
-        "vocabulary": f"{model.vocab_size:,} pieces",
-        "parameters in this folder": f"{described.parameters:,}, fp32",
-    }
-
-
-def _limits(described: Described) -> str:
-    model = described.config.model
-    return (
-        "The model is pre-trained only: fine-tune it for a task. Its losses depend on its corpus and vocabulary, so "
-        "compare them only with runs on the same ones. No benchmark was run for this card. Errors, prejudice and "
-        "private facts in the corpus may show in the predictions. The model has not seen texts of more than "
-        f"{model.seq_length:,} pieces."
-    )

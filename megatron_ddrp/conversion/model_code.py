@@ -70,7 +70,7 @@ def write_model_code(folder: Path, encoding: str) -> None:
     waiting = {MODELING, OURS + "model.positions", module}
     while waiting:
         travelling = waiting.pop()
-        codes[travelling], found = _travelling(travelling, slug)
+        codes[travelling], found = _read_module(travelling, slug)
         waiting |= found - set(codes)
     others = sorted(_file(travelling, slug) for travelling in set(codes) - {MODELING})
     codes[MODELING] += MODELING_END.format(imports="\n".join(f"from .{file} import __name__ as _" for file in others))
@@ -88,7 +88,7 @@ def _file(module: str, slug: str) -> str:
     return module.removeprefix(OURS).removeprefix("conversion.").removeprefix("model.").replace(".", "_")
 
 
-def _travelling(module: str, slug: str) -> tuple[str, set[str]]:
+def _read_module(module: str, slug: str) -> tuple[str, set[str]]:
     """Return a module's code with relative imports of this package's modules, and the names of these modules."""
     source = Path(str(find_spec(module).origin))  # type: ignore[union-attr]
     code, imported = source.read_text(encoding="utf-8"), set()

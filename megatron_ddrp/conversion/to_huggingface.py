@@ -108,7 +108,7 @@ def export_checkpoint(
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
-    weights = family.to_folder(renamed(kept, family, head, config.vocab_size), config, tokenizer)
+    weights = family.to_folder(rename_tensors(kept, family, head, config.vocab_size), config, tokenizer)
     with whole_folder(output, refuse) as folder:
         checkpoint.save_weights(weights, folder)
         of_heads = state.get(checkpoint.HEAD_SETTINGS, {})
@@ -136,7 +136,7 @@ def _count(weights: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size: int) -> dict[str, Tensor]:
+def rename_tensors(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size: int) -> dict[str, Tensor]:
     """Return our tensors under a family's names, without the vocabulary's padding; `head` is a key of `HEADS`."""
     padded = ("embeddings.token.weight", "head.decoder.bias")
     return {

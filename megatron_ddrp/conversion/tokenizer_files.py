@@ -18,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import Metaspace
 
 from megatron_ddrp.data.tokenizers.huggingface import make_exact, read_backend
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer, read_model
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, WORD_START, Tokenizer
+from megatron_ddrp.data.tokenizers.wordpiece import bert_backend
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 PROBED_PIECES = 2000
@@ -78,11 +79,7 @@ def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
         return unigram_tokenizer(content, tokenizer.pieces, tokenizer.unk_id)
     lower = tokenizer.tokenizer_type == "BertWordPieceLowerCase"
     ids = {piece: i for i, piece in enumerate(tokenizer.pieces)}
-    made = RustTokenizer(models.WordPiece(ids, unk_token=tokenizer.pieces[tokenizer.unk_id]))
-    made.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    return made
+    return bert_backend(ids, tokenizer.pieces[tokenizer.unk_id], lower)
 
 
 def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:

@@ -108,29 +108,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def settings(config: Config, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that decided the training, in words."""
-    training, optimizer, objective = config.training, config.optimizer, config.objective
-    laid_out = state.get("layout", {})
-    warmup = optimizer.lr_warmup_iters
-    warmup_words = f"{warmup:,} steps" if warmup is not None else f"{optimizer.lr_warmup_fraction:g} of the steps"
-    return {
-        "objective": " ".join(objective_flags(objective)),
-        "masked": f"{objective.mask_prob} of the tokens, {objective.masking}",
-        "sequences per step": f"{training.global_batch_size:,}, of up to {config.model.seq_length:,} tokens",
-        "optimizer": f"{optimizer.optimizer}, beta {optimizer.adam_beta1:g} and {optimizer.adam_beta2:g}, eps "
-        f"{optimizer.adam_eps:g}, weight decay {optimizer.weight_decay:g}",
-        "gradients": f"clipped at a norm of {optimizer.clip_grad:g}" if optimizer.clip_grad else "not clipped",
-        "learning rate": f"{optimizer.lr:g}, warm-up {warmup_words}, {optimizer.lr_decay_style} decay to "
-        f"{optimizer.min_lr:g}",
-        "dropout": f"{config.model.hidden_dropout:g}, of attention {config.model.attention_dropout:g}",
-        "precision": training.precision,
-        "seed": training.seed,
-        "ranks": laid_out.get("ranks", "unknown"),
-        "data split": config.data.split or "training and validation data apart",
-    }
-
-
 def command(config: Config) -> list[str]:
     """Return the run's command line, without paths, outputs and the launcher's own settings."""
     optimizer = config.optimizer
@@ -146,10 +123,10 @@ def command(config: Config) -> list[str]:
     ):
         words += changed_flags(section, default)
     words += ["--save", config.checkpoint.save or "run"]
-    return _wrapped([_last(word) for word in words])
+    return _wrap([_last(word) for word in words])
 
 
-def _wrapped(words: Sequence[str]) -> list[str]:
+def _wrap(words: Sequence[str]) -> list[str]:
     """Return a command as lines of at most `LINE` characters, broken before flags."""
     lines: list[list[str]] = [[]]
     for place, word in enumerate(words):

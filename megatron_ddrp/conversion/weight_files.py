@@ -103,7 +103,11 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds a {type(loaded).__name__}; expected named tensors")
-    return {name: value for name, value in loaded.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors = {name: value for name, value in loaded.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    for kind in {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}:
+        with reading(path, f"cannot be read: torch stores {kind} but computes nothing with it; save it in float32"):
+            torch.zeros(kind.itemsize, dtype=torch.uint8).view(kind).float()
+    return tensors
 
 
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"

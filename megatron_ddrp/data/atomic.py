@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, BinaryIO
 
 from megatron_ddrp.errors import UserError
 
@@ -35,61 +35,46 @@ class BeingWritten(UserError):
     """Error for an output that another process is writing."""
 
 
-class AtomicFile:
-    """A file of bytes that gets its name when its `with` block ends, and is removed if the block raises.
+@contextlib.contextmanager
+def atomic_file(path: AnyPath, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Provide a file of bytes that gets its name when the block ends, and is removed if the block raises.
 
     A file that it replaces keeps its permission bits; a new one has those of the umask, or `mode`. Other names of a
     hard-linked file keep the old content. Raises `UserError` if the folder cannot be made, if the output is there and
     is no file, or if another process is writing it.
-
-    Attributes:
-        stream: the open file, for libraries that write into one.
     """
-
-    def __init__(self, path: AnyPath, mode: int | None = None):
-        self.path = Path(path)
-        with _refused(self.path):
-            self._target, status = _place(self.path)
-            if status is not None and not stat.S_ISREG(status.st_mode):
-                kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-                raise UserError(f"{self.path}: cannot be written: it is {kind}; give the name of a file")
-            if status is not None and _is_protected(self._target):
-                raise UserError(f"{self.path}: cannot be written: it is write-protected; choose another name")
-            self._temporary, descriptor = _claim(self.path, self._target, _new_file)
-            if mode is None and status is not None:
-                mode = status.st_mode & 0o777
-            if mode is not None:
-                os.fchmod(descriptor, mode)
-        self.stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        self.stream.write(data)
-
-    def __enter__(self) -> AtomicFile:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        try:
-            if error is None:
-                sync(self.stream)
-                os.replace(self._temporary, self._target)
-                sync_folder(self._target.parent)
-        except OSError as refusal:
-            error = refusal
-            raise
-        finally:
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(self.path)  # a full disk says no name
-            if error is not None:
-                with contextlib.suppress(OSError):
-                    self._temporary.unlink()
-            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
-                self.stream.close()
+    path = Path(path)
+    with _name_refusals(path):
+        target, status = _place(path)
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+            raise UserError(f"{path}: cannot be written: it is {kind}; give the name of a file")
+        if status is not None and _is_protected(target):
+            raise UserError(f"{path}: cannot be written: it is write-protected; choose another name")
+        temporary, descriptor = _claim(path, target, _new_file)
+        if mode is None and status is not None:
+            mode = status.st_mode & 0o777
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+    stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
+    try:
+        yield stream
+        sync(stream)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk says no name
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+            stream.close()
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a file of text in UTF-8, whole or not at all. Raises `UserError` as `AtomicFile` does.
+    """Write a file of text in UTF-8, whole or not at all. Raises `UserError` as `atomic_file` does.
 
     Names of files in the text are written as the bytes that they have on the disk, also if these are not UTF-8.
     """
@@ -97,8 +82,8 @@ def write_text(path: AnyPath, text: str) -> None:
 
 
 def write_bytes(path: AnyPath, content: bytes) -> None:
-    """Write a file, whole or not at all. Raises `UserError` as `AtomicFile` does."""
-    with AtomicFile(path) as file:
+    """Write a file, whole or not at all. Raises `UserError` as `atomic_file` does."""
+    with atomic_file(path) as file:
         file.write(content)
 
 
@@ -106,16 +91,16 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
 def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
     """Provide a new folder to write into; it is renamed to `path` when the block ends, and removed if that raises.
 
-    A folder that is there at the end is replaced if `check` does not raise. Raises `UserError` as `AtomicFile` does.
+    A folder that is there at the end is replaced if `check` does not raise. Raises `UserError` as `atomic_file` does.
     """
-    with _refused(path):
+    with _name_refusals(path):
         target, _ = _place(path)
         temporary, descriptor = _claim(path, target, _new_folder)
     replaced = None
     try:
         yield temporary
         check()
-        with _refused(path):
+        with _name_refusals(path):
             if target.is_dir() and any(target.iterdir()):
                 replaced = _own_name(target, "old")
                 os.rename(target, replaced)
@@ -133,7 +118,7 @@ def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Ite
 
 
 @contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _name_refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

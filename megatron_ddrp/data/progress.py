@@ -5,16 +5,23 @@ Work done ahead of its use by threads or processes, with the results in the orde
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
-
-from tqdm import tqdm
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.errors import UserError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -34,6 +41,8 @@ def progress(
     In a log file it appears for long runs only, and updates every 10 seconds. `doing` stands in front of it; without
     `show` it is silent; with `scale` large numbers are shortened.
     """
+    from tqdm import tqdm
+
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "disable": not show, **seldom}
     return tqdm(desc=doing, total=total, dynamic_ncols=True, leave=False, file=sys.stderr, **how)
@@ -42,15 +51,10 @@ def progress(
 def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
     """Return a progress bar over the bytes of the files on disk."""
     total = sum(map(os.path.getsize, paths)) if all(map(os.path.isfile, paths)) else None  # unknown for pipes
-    return byte_progress(total, doing, show)
-
-
-def byte_progress(total: int | None, doing: str | None = None, show: bool = True) -> tqdm:
-    """Return a progress bar over `total` bytes."""
     return progress("B", total, doing, show, scale=True)
 
 
-def tracked(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T]:
+def track(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T]:
     """Yield the items under a progress bar."""
     with progress(unit, len(items), doing) as bar:
         for item in items:
@@ -76,3 +80,53 @@ def results_in_order(
             yield pending.popleft().result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+AHEAD = 4
+"""Chunks in progress per worker: enough to keep it busy, few enough to bound memory."""
+
+
+def map_in_order(
+    make: Callable[[Any], Callable[[Any], Any]],
+    settings: Any,
+    made: Callable[[Any], Any],
+    chunks: Iterable[Any],
+    workers: int,
+) -> Iterator[Any]:
+    """Yield `made(chunk)` for every chunk, in order. Several `workers` each call `make(settings)` instead.
+
+    `make` and the hashable `settings` must pickle. Raises `UserError` if a worker dies.
+    """
+    if workers == 1:
+        yield from map(made, chunks)
+        return
+    context = multiprocessing.get_context("spawn")  # safe beside threads, and the same on every platform
+    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    apply = functools.partial(_apply, make, settings)
+    try:
+        yield from results_in_order(pool, apply, chunks, AHEAD * workers - 1)
+    except BrokenProcessPool:
+        raise UserError("a worker process died, probably out of memory; try fewer --workers") from None
+
+
+def _start_worker() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this worker when the main process ends: a killed main process cannot stop its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _make_once(make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> Callable[[Any], Any]:
+    return make(settings)
+
+
+def _apply(make: Callable[[Any], Callable[[Any], Any]], settings: Any, chunk: Any) -> Any:
+    return _make_once(make, settings)(chunk)

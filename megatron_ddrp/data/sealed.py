@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -99,16 +97,10 @@ def seal_cache(name: str, content: bytes) -> bytes:
 
 def check_cache(path: Path) -> None:
     """Raise `BrokenSeal` for a file that differs from what `seal_cache` made, `OSError` if it cannot be opened."""
-    status = path.stat()  # opened once: another process may replace or remove the file at any moment
-    if not stat.S_ISREG(status.st_mode) or status.st_size < _TAIL.size:
+    if not path.is_file() and path.exists():  # a pipe or a device may have no end
         raise BrokenSeal(path)
-    with (
-        open(path, "rb") as stream,
-        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        memoryview(data)[: -_TAIL.size] as content,
-    ):
-        whole = _TAIL.pack(_cache_sum(path.name, content)) == data[-_TAIL.size :]
-    if not whole:
+    data = memoryview(path.read_bytes())
+    if _TAIL.pack(_cache_sum(path.name, data[: -_TAIL.size])) != data[-_TAIL.size :]:
         raise BrokenSeal(path)
 
 

@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     names = [name for name, _ in model.named_parameters()]
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
     return Encoder(
-        _name(folder, random_init),
+        with_random_weights(str(folder)) if random_init else str(folder),
         folder,
         TrainedEncoder(model),
         tokenizer,
@@ -178,7 +179,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         facts = f"{weights} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return Encoder(
-        _name(folder, random_init),
+        with_random_weights(str(folder)) if random_init else str(folder),
         folder,
         encoder,
         tokenizer,
@@ -188,7 +189,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         _origin(len(names), sorted(found.weights.unused), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
-        family_model=FamilyModel.on_top_of,
+        family_model=partial(FamilyModel.on_top_of, folder),
         weights="" if random_init else weights,
     )
 
@@ -226,10 +227,6 @@ def _names(weights: list[str]) -> str:
         return "none"
     few = ", ".join(weights[:4]) + (", …" if len(weights) > 4 else "")
     return f"{len(weights)} ({few})"
-
-
-def _name(folder: Path, random_init: bool) -> str:
-    return with_random_weights(str(folder)) if random_init else str(folder)
 
 
 def _settings(config: Any) -> str:

@@ -6,8 +6,8 @@ Our classes load folders that megatron-ddrp convert wrote; the classes of transf
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
 """Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
@@ -37,15 +38,18 @@ def foreign_inputs(config: Any, batch: Batch) -> dict[str, torch.Tensor]:
     return {"input_ids": batch.input_ids, "attention_mask": (batch.document_ids > 0).long(), **segments}
 
 
-def head_class(model_type: str, form: HeadForm) -> Any:
-    """Return the class of a model type with a head of this form: ours for our models, otherwise AutoModelFor…."""
+def model_builder(model_type: str, head: str) -> Callable[[Any], Any]:
+    """Return the function that builds a model with a head from its configuration, ours or that of transformers.
+
+    `head` is the ending of its class, such as ForMaskedLM; empty for the encoder alone.
+    """
     if model_type == OWN_MODEL_TYPE:
         from megatron_ddrp.conversion import modeling_ddrp
 
-        return getattr(modeling_ddrp, f"DdrpFor{form.name}")
+        return getattr(modeling_ddrp, f"Ddrp{head or 'Model'}")
     import transformers
 
-    return getattr(transformers, f"AutoModelFor{form.name}")
+    return getattr(transformers, f"AutoModel{head}").from_config
 
 
 class HuggingFaceEncoder(nn.Module):
@@ -71,11 +75,11 @@ class FamilyModel(nn.Module):
         self.encoder_prefix = f"model.{model.base_model_prefix}."
 
     @classmethod
-    def on_top_of(cls, encoder: nn.Module, form: HeadForm, labels: Labels) -> FamilyModel:
-        """Return a model with the encoder's weights and a new head, initialised from torch's generator.
+    def on_top_of(cls, folder: Path, encoder: nn.Module, form: HeadForm, labels: Labels) -> FamilyModel:
+        """Return a model with the weights of the encoder of `folder` and a new head, from torch's generator.
 
         Raises:
-            UserError: the family has no such head.
+            UserError: the family has no such head, or the folder's settings of heads are impossible.
         """
         assert isinstance(encoder, HuggingFaceEncoder)
         config = copy.deepcopy(encoder.model.config)
@@ -85,7 +89,8 @@ class FamilyModel(nn.Module):
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: number for number, name in enumerate(labels.names)}
         config.problem_type = labels.problem_type
-        model = _model_with_head(config, form)
+        with transformers_reading(folder):
+            model = _model_with_head(config, form)
         base = getattr(model, model.base_model_prefix)
         missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
         if unexpected or [name for name in missing if "pooler" not in name]:
@@ -103,12 +108,11 @@ class FamilyModel(nn.Module):
 
 
 def _model_with_head(config: Any, form: HeadForm) -> Any:
-    with_head = head_class(config.model_type, form)
-    if config.model_type == OWN_MODEL_TYPE:
-        return with_head(config)
     try:
-        return with_head.from_config(config)
-    except ValueError:
+        return model_builder(config.model_type, f"For{form.name}")(config)
+    except ValueError as error:
+        if config.model_type == OWN_MODEL_TYPE or not str(error).startswith("Unrecognized configuration class"):
+            raise
         raise UserError(f"transformers has no AutoModelFor{form.name} for {config.model_type} models") from None
 
 
@@ -143,7 +147,7 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
-    with _transformers_errors_in_a_line(folder):
+    with transformers_reading(folder):
         return _load(folder, values, masked_lm, random_init)
 
 
@@ -155,30 +159,15 @@ def _silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-@contextmanager
-def _transformers_errors_in_a_line(folder: Path) -> Iterator[None]:
-    """Turn any error of transformers, to which a damaged folder may lead, into a `UserError` of one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        lines = " ".join((str(error) or type(error).__name__).split())
-        reason = lines if len(lines) <= 300 else lines[:297] + "..."
-        raise UserError(f"--load {folder}: transformers cannot load it: {reason}") from None
+def transformers_reading(folder: Path) -> AbstractContextManager[None]:
+    """Return the context in which transformers loads a folder; any error is one line."""
+    return reading(f"--load {folder}", "transformers cannot load it: {error}")
 
 
 def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
-    build: Callable[[Any], Any]
     config = _read_config(folder, values["model_type"])
-    if values["model_type"] == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion.modeling_ddrp import DdrpForMaskedLM, DdrpModel
-
-        build = DdrpForMaskedLM if masked_lm else DdrpModel
-    else:
-        from transformers import AutoModel, AutoModelForMaskedLM
-
-        build = (AutoModelForMaskedLM if masked_lm else AutoModel).from_config
+    build = model_builder(values["model_type"], "ForMaskedLM" if masked_lm else "")
+    if values["model_type"] != OWN_MODEL_TYPE:
         if config.is_encoder_decoder or getattr(config, "is_decoder", False):
             raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
@@ -189,28 +178,31 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     return Folder(config, model.float(), build, weights, _longest(config), separators)
 
 
-def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, Filled]:
-    """Return the model of a folder with a head of this form, in fp32 on the CPU, and an account of its weights.
+def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, Filled, int]:
+    """Return the model of a folder with a head of this form, in fp32 on the CPU.
+
+    After it come an account of its weights, and the longest sequence in tokens that it has positions for.
 
     Raises:
         UserError: as in `load_folder`.
     """
     _silence_transformers()
-    with _transformers_errors_in_a_line(folder):
+    with transformers_reading(folder):
         config = _read_config(folder, model_type)
-        return fill(folder, config, lambda known: _model_with_head(known, form), finite=False)
+        return *fill(folder, config, lambda known: _model_with_head(known, form), finite=False), _longest(config)
 
 
 def _read_config(folder: Path, model_type: str) -> Any:
     """Return the configuration of a folder as transformers reads it, for a model in fp32."""
-    if model_type == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig
+    with transformers_reading(folder):
+        if model_type == OWN_MODEL_TYPE:
+            from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig
 
-        config: Any = DdrpConfig.from_pretrained(folder)
-    else:
-        from transformers import AutoConfig
+            config: Any = DdrpConfig.from_pretrained(folder)
+        else:
+            from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.dtype = torch.float32  # otherwise models of a half-precision folder would be in half precision
     return config
 
@@ -230,9 +222,7 @@ def longest_sequence(folder: Path) -> int | None:
     None if transformers cannot read the configuration; loading the model then tells the reason.
     """
     try:
-        from transformers import AutoConfig
-
-        return _longest(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        return _longest(_read_config(folder, ""))
     except Exception:  # a damaged folder may make transformers raise anything
         return None
 

@@ -6,7 +6,7 @@ Both compute logits for only one place per row.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,28 +36,21 @@ def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
     return encoder
 
 
-class PieceLogits(nn.Module):
-    """Base class of modules that compute logits for one place per row."""
-
-    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
-        """Return logits `[rows, vocab]` for `ids`, int64 `[rows, length]` unpadded, at `places`, int64 `[rows]`."""
-        raise AssertionError(f"{type(self).__name__} gives no logits")
-
-
-class TrainedLogits(PieceLogits):
-    """Logits of a model of this project, through its mask decoder if it has one."""
+class TrainedLogits(nn.Module):
+    """Logits for one place per row, of a model of this project, through its mask decoder if it has one."""
 
     def __init__(self, model: Bert) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        """Return logits `[rows, vocab]` for `ids`, int64 `[rows, length]` unpadded, at `places`, int64 `[rows]`."""
         batch = Batch.of_texts(ids, torch.ones_like(ids))
         return self.model.predict(batch._replace(labels=batch.labels.scatter(1, places[:, None], 0)))
 
 
-class HuggingFaceLogits(PieceLogits):
-    """Logits of a masked LM of transformers, whose head gets the hidden states of only one place per row.
+class HuggingFaceLogits(nn.Module):
+    """Logits for one place per row, of a masked LM of transformers; its head gets the states of that place alone.
 
     Hooks cut the hidden states before the head. If the head of a model reads them from elsewhere, the logits of the
     first rows differ, and the model then computes the logits of all places.
@@ -94,11 +87,15 @@ class HuggingFaceLogits(PieceLogits):
             self.places = None
 
     def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        """Return logits as `TrainedLogits` does."""
         if self.is_narrow is None:
             some, where = ids[:8], places[:8]
             difference = self._one_place(some, where) - self._all_places(some, where)
             self.is_narrow = bool(difference.abs().max() <= SAME_LOGITS)
         return self._one_place(ids, places) if self.is_narrow else self._all_places(ids, places)
+
+
+PieceLogits: TypeAlias = TrainedLogits | HuggingFaceLogits
 
 
 def piece_logits(encoder: Encoder, seed: int, device: torch.device) -> PieceLogits:

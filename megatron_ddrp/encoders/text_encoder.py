@@ -93,6 +93,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         seen = f"{count} GPU{'s' * (count > 1)}" if count else "no GPU"
         raise UserError(f"device={device!r:.60}: torch sees {seen} here; leave it out, or give cpu")
+    if chosen.type == "meta":
+        raise UserError(f"device={device!r:.60}: torch cannot compute on it here; leave it out, or give cpu")
     return chosen
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ddrp.config import Config, OptimizerConfig, ParallelConfig, encoding_class
+from megatron_ddrp.config import Config, ParallelConfig, encoding_class
+from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.deepspeed_file import (
     adds_up_in_fp32,
     import_quietly,
@@ -23,8 +24,7 @@ from megatron_ddrp.engine.deepspeed_file import (
     settings_without_optimizer,
 )
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, ZeroClipping, build_pipeline
-from megatron_ddrp.engine.muon import MuonBesideAdamW
-from megatron_ddrp.engine.optimizer_state import check_deepspeed
+from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.graphs import ModelGraphs, uses_graphs
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
@@ -44,9 +44,10 @@ OVERLAPPED_BUCKET = 32_000_000
 
 def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
     """Return the DeepSpeed engine of this rank's part of a freshly initialised model; `model` is cut in place."""
-    quiet_deepspeed()
     import_quietly()
     import deepspeed
+
+    quiet_deepspeed()  # its import has set the level of its log
 
     if ranks.device.type == "cpu":
         # Otherwise DeepSpeed compiles a shared-memory helper: 40 s, a compiler, and a lock file if the build is killed.
@@ -65,9 +66,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
         module = build_pipeline(model, travelling, config.parallel.checkpoint_activations, ranks)
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters, ranks.device.type)
-    optimizer = build_optimizer(module, config.optimizer, config.model.position_encoding)
-    if config.optimizer.optimizer == "muon":
-        optimizer = MuonBesideAdamW(optimizer, module, config.optimizer, config.model.position_encoding, ranks)
+    chosen = OPTIMIZERS.find(config.optimizer.optimizer)
+    moments, optimizer = chosen.moments_of(module), build_optimizer(module, config, ranks)
     with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -79,12 +79,14 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     check_deepspeed(engine)
     if uses_graphs(config, ranks.device):
         model.graphs = ModelGraphs()
-    engine.own_clipping = None
+    engine.own_moments, engine.own_clipping = moments, None
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
         optimizer.register_step_pre_hook(engine.own_clipping)
     elif not settings["bf16"].get("check_grad_overflow", True):
         optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
+    if not OPTIMIZERS.has_own(config.optimizer.optimizer):
+        check_moments(engine, chosen)
     return engine
 
 
@@ -117,19 +119,15 @@ def quiet_deepspeed() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters; `names_without_decay` names those without weight decay.
-
-    `encoding` is a name in `config.registry.ENCODINGS`.
-    """
+def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters; `names_without_decay` names those without weight decay."""
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
-    spared = names_without_decay(model, encoding)
+    spared = names_without_decay(model, config.model.position_encoding)
     groups = [
-        {"params": [p for name, p in named if name not in spared], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if name not in spared], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+    return OPTIMIZERS.find(config.optimizer.optimizer).build(groups, model, config, ranks)
 
 
 def names_without_decay(model: nn.Module, encoding: str) -> set[str]:

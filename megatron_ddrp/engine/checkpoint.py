@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_ddrp import checkpoint as files
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import CheckpointConfig, Config, changed_settings
+from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
@@ -29,8 +30,6 @@ from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_p
 Moments = tuple[str | None, ...]
 """Names of the optimizer's moments of a parameter; None stands for the weight itself."""
 WEIGHT: Moments = (None,)
-PARTS = ((files.MODEL, WEIGHT), (files.OPTIMIZER, state_of.MOMENTS))
-"""(kind of file, moments that it holds of every parameter)."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,15 @@ class Resumed:
 class HeldState:
     """This rank's part of the model, by the whole model's names. Its methods are collective calls."""
 
-    def __init__(self, engine: Any, encoding: str, ranks: Ranks) -> None:
-        self.engine, self.encoding, self.ranks = engine, encoding, ranks
+    def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
+        self.engine, self.encoding, self.ranks = engine, config.model.position_encoding, ranks
         self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
-        own = {name: state_of.moments_of(engine, self.tensors[name]) for name in sorted(self.tensors)}
+        own = {name: engine.own_moments.get(name, ()) for name in sorted(self.tensors)}
         by_rank = gather_objects((ranks.pipeline_rank, own))
         self.moments = dict(sorted({name: kept for _, names in by_rank for name, kept in names.items()}.items()))
         """Name in the whole model → names of its moments."""
+        self.all_moments: Moments = OPTIMIZERS.find(config.optimizer.optimizer).moments
+        """Names of all moments, in the order of checkpoints."""
         earlier = {name for stage, names in by_rank if stage < ranks.pipeline_rank for name in names}
         self.written = [name for name in self.tensors if name not in earlier]
         """Names that this pipeline stage writes: a tied weight belongs to the first stage that holds it."""
@@ -146,7 +147,7 @@ def save_checkpoint(
             "optimizer_step": state_of.get_step(engine),
             "loss_scaler": state_of.get_loss_scaler(engine),
             "layout": layout(config.parallel.zero_stage, config.training.precision, ranks),
-            "files": _write_files(temporary, HeldState(engine, config.model.position_encoding, ranks), beside, ranks),
+            "files": _write_files(temporary, HeldState(engine, config, ranks), beside, ranks),
             "config": config.to_dict(),
         }
         agree(lambda: _complete(temporary, state, config.checkpoint) if ranks.rank == 0 else None)
@@ -176,7 +177,7 @@ def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ra
         with refusals_as_user_errors(folder):
             own_files[name] = write_tensors(folder / name, forms, tensors)
 
-    for kind, moments in PARTS:
+    for kind, moments in ((files.MODEL, WEIGHT), (files.OPTIMIZER, held.all_moments)):
         agree(partial(write, kind, held.forms(moments), held.whole(moments)))
     if beside:
         forms = {name: Form.of(tensor) for name, tensor in beside.items()}
@@ -203,14 +204,14 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
         stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
             check_optimizer(path, theirs.optimizer, config.optimizer)
-            stored[state_of.MOMENTS] = files.StoredTensors(path, files.OPTIMIZER)
-            if not stored[state_of.MOMENTS].names:
+            stored[held.all_moments] = files.StoredTensors(path, files.OPTIMIZER)
+            if not stored[held.all_moments].names:
                 raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
         for moments, tensors in stored.items():
             held.check(tensors, moments)
         return state, theirs, stored
 
-    held = HeldState(engine, config.model.position_encoding, ranks)
+    held = HeldState(engine, config, ranks)
     state, theirs, stored = agree(read)
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
@@ -218,7 +219,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
         progress = Progress(started_from=_name(path), head_settings=state.get(files.HEAD_SETTINGS, {}))
         return Resumed(progress, path, remarks, weights_only=True)
     state_of.create_moments(engine)
-    held.fill(stored[state_of.MOMENTS], state_of.MOMENTS)
+    held.fill(stored[held.all_moments], held.all_moments)
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.checkpoint.state import SCALER_FIELDS
-from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW
+from megatron_ddrp.engine.optimizers import Optimizer
 from megatron_ddrp.errors import UserError
-
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-MOMENTS = (*ADAM_MOMENTS, MOMENTUM)
-"""Names of all moments that an optimizer may keep of a parameter, in the order of checkpoints."""
 
 _FLAT = ("update_lp_params", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state")
 _SHARDED = (
@@ -43,17 +39,25 @@ def check_deepspeed(engine: Any) -> None:
         )
 
 
-def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
-    """Return the names in `MOMENTS` that the optimizer keeps of a parameter or buffer."""
-    if not tensor.requires_grad:
-        return ()
-    optimizer = engine.optimizer
-    is_matrix = isinstance(optimizer, MuonBesideAdamW) and any(tensor is own for own in optimizer.matrices.values())
-    return (MOMENTUM,) if is_matrix else ADAM_MOMENTS
+def check_moments(engine: Any, chosen: type[Optimizer]) -> None:
+    """Raise `UserError`, before the first step, unless an optimizer keeps just what its class says, and starts at 0.
+
+    Its state is created, as `create_moments` does.
+    """
+    create_moments(engine)
+    for state in _states(engine):
+        found = set(state) - {"step"}
+        wrong = sorted(found ^ set(chosen.moments)) or [name for name in found if bool(state[name].any())]
+        if wrong:
+            raise UserError(
+                f"--optimizer: {chosen.__name__}.moments is {chosen.moments}, but it keeps {', '.join(sorted(found))}, "
+                f"and after a step with rate 0 and gradients of 0 {wrong[0]} is missing, more, or not 0: name all "
+                "tensors that a checkpoint must have, each 0 at first"
+            )
 
 
 def read_whole(engine: Any, tensor: Tensor, moment: str | None) -> Tensor:
-    """Return the whole fp32 weight of a parameter, or one of its `MOMENTS`, even if ZeRO has sharded it.
+    """Return the whole fp32 weight of a parameter, or one of its moments, even if ZeRO has sharded it.
 
     Buffers and parameters that are not trained keep their dtype.
     """
@@ -167,19 +171,20 @@ def _inner_optimizer(engine: Any) -> Any:
 
 
 def _states(engine: Any) -> Iterator[dict[str, Any]]:
-    """Yield Adam's state of each tensor that it steps on this rank."""
-    return (state for state in _inner_optimizer(engine).state.values() if ADAM_MOMENTS[0] in state)
+    """Yield the optimizer's state of each tensor that it steps on this rank."""
+    return filter(None, _inner_optimizer(engine).state.values())
 
 
 def get_step(engine: Any) -> int:
-    """Return the number of steps that Adam has taken, without skipped ones."""
-    return next((int(state["step"]) for state in _states(engine)), 0)
+    """Return the number of steps that the optimizer has counted, without skipped ones; 0 if it does not count."""
+    return next((int(state["step"]) for state in _states(engine) if "step" in state), 0)
 
 
 def set_step(engine: Any, step: int) -> None:
-    """Set the number of steps that Adam has taken."""
+    """Set the number of steps that the optimizer has counted."""
     for state in _states(engine):
-        state["step"].fill_(step)
+        if "step" in state:
+            state["step"] = state["step"].fill_(step) if isinstance(state["step"], Tensor) else step
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float] | None:

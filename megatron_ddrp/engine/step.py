@@ -2,8 +2,6 @@
 
 Each micro-batch returns sums. The counts of the whole global batch are known before its first micro-batch, so each
 micro-batch's loss is its exact share of the step's loss. No mean of micro-batch means is ever taken.
-
-The learning rate is a pure function of the step, so that a resumed run needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.engine.inputs import MicroBatch, move_tensors
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
+from megatron_ddrp.engine.schedules import learning_rate
 from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
@@ -239,39 +238,3 @@ def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:
     names = list(objective.counts)
     factors = [share * term.weight / counts[names.index(term.per)].clamp_min(1).double() for term in objective.terms]
     return F.pad(torch.stack(factors).float(), (0, len(objective.sum_names) - len(factors)))
-
-
-WSD_DECAY_SHARE = 0.1
-"""Share of the steps after the warm-up in which warm-up–stable–decay decays, unless a number of steps is given."""
-
-
-def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then decay to `min_lr`.
-
-    Once `decay_steps` steps are done, the rate stays at `min_lr`, unless it is constant.
-    """
-    warmup, decay = config.warmup_steps(total_steps), config.decay_steps(total_steps)
-    if step <= warmup:
-        return config.lr * step / warmup
-    if step - 1 > decay and config.lr_decay_style != "constant":
-        return config.min_lr
-    return config.min_lr + (config.lr - config.min_lr) * _remaining(step, warmup, decay, config)
-
-
-def _remaining(step: int, warmup: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the remaining share of the peak's height above `min_lr`, from 1 to 0."""
-    style, done = config.lr_decay_style, min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
-    if style == "linear":
-        return 1 - done
-    if style == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
-    if style == "inverse-square-root":
-        return math.sqrt(max(1, warmup) / max(1, step - 1))
-    if style == "wsd":
-        left = (1 - done) / WSD_DECAY_SHARE
-        if config.lr_wsd_decay_iters is not None:
-            left = max(0, total_steps + 1 - step) / config.lr_wsd_decay_iters
-        left = min(1.0, left)
-        return 1 - math.sqrt(1 - left) if config.lr_wsd_decay_style == "minus_sqrt" else left
-    assert style == "constant", style
-    return 1.0

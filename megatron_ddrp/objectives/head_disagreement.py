@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.config import Number
+from megatron_ddrp.config.option import NOT_NEGATIVE
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.attention.attending import Attended
 from megatron_ddrp.model.attention.backends import attention_map
@@ -57,7 +58,7 @@ class Agreement(NamedTuple):
 class HeadDisagreement(MaskedLM):
     """Masked LM, and the disagreement of all heads of each layer."""
 
-    options = {part: Number(float(part == "output"), "[0, inf)") for part in PARTS}
+    options = {part: Number(float(part == "output"), NOT_NEGATIVE) for part in PARTS}
     travelling = (DocumentLengths, Agreement)
 
     @property

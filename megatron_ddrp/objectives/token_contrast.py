@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.config import Number
+from megatron_ddrp.config.option import NOT_NEGATIVE
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask
 from megatron_ddrp.model.stages import End
 from megatron_ddrp.objectives.contract import Term
@@ -25,7 +26,7 @@ from megatron_ddrp.objectives.mlm import MaskedLM
 class TokenContrast(MaskedLM):
     """Masked LM, and the contrast of every two tokens of a sequence."""
 
-    options = {"weight": Number(1.0, "[0, inf)"), "margin": Number(0.5, "[0, 2]")}
+    options = {"weight": Number(1.0, NOT_NEGATIVE), "margin": Number(0.5, "[0, 2]")}
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -28,7 +28,7 @@ def one_line(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f\u2028\u2029]+", " ", text)
 
 
-def marked(text: str) -> str:
+def paragraph(text: str) -> str:
     """Return a paragraph as Markdown; keep *emphasis* and `code`, escape everything else."""
     done, at = "", 0
     for found in _MARKUP.finditer(text):
@@ -65,7 +65,7 @@ class Table:
         dashes = ["---" if self.is_left(number) else "---:" for number in range(len(self.header))]
         cells = [[f"{star}{escape(cell)}{star}" if cell else "" for cell in row] for row in self.rows]
         lines = [f"| {' | '.join(row)} |" for row in ([escape(name) for name in self.header], dashes, *cells)]
-        return "\n".join([marked(self.caption), ""] * bool(self.caption) + lines)
+        return "\n".join([paragraph(self.caption), ""] * bool(self.caption) + lines)
 
 
 def percent(share: float | None) -> str:

@@ -48,7 +48,7 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def save_figure(plt: Any, figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     """Write a figure as `path`, its .png, and as .pdf and .svg beside it; close it. A failure leaves no half a file."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the layout is computed once, for all files
@@ -57,7 +57,7 @@ def save_figure(plt: Any, figure: Any, path: Path) -> None:
         stream = io.BytesIO()
         figure.savefig(stream, format=ending[1:], dpi=DPI, metadata=metadata)
         contents[path.with_suffix(ending)] = stream.getvalue()
-    plt.close(figure)
+    pyplot().close(figure)
     for file, content in contents.items():
         write_bytes(file, content)
 
@@ -105,13 +105,22 @@ def draw_band(axis: Any, points: Sequence[tuple[float, float, float, float]], st
         axis.fill_between(x, lowest, highest, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def hide_rest(axes: Any, used: int) -> None:
-    """Hide the panels of a grid after the first `used` ones."""
-    for axis in list(axes.flat)[used:]:
+def panel_grid(
+    count: int, columns: int, width: float, height: float, margins: tuple[float, float] = (0, 0), **settings: Any
+) -> tuple[Any, Any]:
+    """Return a figure and the axes `[rows, columns]` of `count` panels of a width and height in inches.
+
+    Axes after the last panel are hidden. `margins` are the width and height of what stands beside the panels.
+    """
+    rows = -(-count // columns)
+    size = (width * columns + margins[0], height * rows + margins[1])
+    figure, axes = pyplot().subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **settings)
+    for axis in list(axes.flat)[count:]:
         axis.set_axis_off()
+    return figure, axes
 
 
-def wrapped(title: str, inches: float) -> str:
+def wrap_title(title: str, inches: float) -> str:
     """Return a title broken into lines that fit into a width in inches."""
     return textwrap.fill(title, max(10, int(inches * CHARACTERS_PER_INCH)))
 
@@ -144,13 +153,8 @@ def label_lines(axis: Any, ends: Mapping[str, tuple[float, float, str]]) -> None
     axis.margins(x=0.02)
     figure = axis.get_figure()
     low, high = axis.get_ylim()
-    gap = (
-        (high - low)
-        * 1.3
-        * SMALL
-        / 72
-        / (figure.get_size_inches()[1] / axis.get_subplotspec().get_gridspec().nrows * 0.75)
-    )
+    rows = axis.get_subplotspec().get_gridspec().nrows
+    gap = (high - low) * 1.3 * SMALL / 72 / (figure.get_size_inches()[1] / rows * 0.75)
     ordered = sorted(ends, key=lambda name: ends[name][1])
     heights = [ends[name][1] for name in ordered]
     for _ in range(200):  # push neighbours apart until none overlap

@@ -11,13 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.pages.markdown import code, escape, marked
+from megatron_ddrp.pages.markdown import code, escape, paragraph
 
-_FILTERS = {"name": escape, "marked": marked, "code": code}
+_FILTERS = {"name": escape, "marked": paragraph, "code": code}
 
 
 def require_packages(extra: str, *packages: str) -> None:
@@ -29,6 +27,8 @@ def require_packages(extra: str, *packages: str) -> None:
 
 def render(template: str, **values: Any) -> str:
     """Return a template's text with these values and one final line break."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("megatron_ddrp.pages"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.config import Config, LoggingConfig
+from megatron_ddrp.config.registry import CALLBACKS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import BY_CALLBACK, StopRequests
 
@@ -173,8 +174,8 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def callbacks_of(logging: LoggingConfig) -> list[Callback]:
-    """Return the callbacks that flags name. Raises `UserError` for a missing package, on every rank."""
-    found: list[Callback] = []
+    """Return the callbacks that flags and plug-ins name. Raises `UserError` for a missing package."""
+    found: list[Callback] = [CALLBACKS.find(name)() for name in CALLBACKS]
     for wanted, package, name, make in (
         (logging.tensorboard_dir, "tensorboard", "--tensorboard-dir", TensorBoard),
         (logging.wandb_project, "wandb", "--wandb-project", Tracker),

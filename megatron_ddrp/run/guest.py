@@ -17,13 +17,14 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from megatron_ddrp.config.registry import plugins_forgotten_after
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import SIGNALS, is_launched
 
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """Leave the process as it was: environment, random numbers, signal handlers, settings of torch, process groups.
+    """Leave the process as it was: environment, plug-ins, random numbers, signals, settings of torch, process groups.
 
     The ranks of a launcher stay in their process group until their process ends: they can meet only once.
 
@@ -34,7 +35,7 @@ def guest() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         raise UserError("this thread cannot handle signals: call the function from the main thread")
     alone = not is_launched()
-    with ExitStack() as stack:
+    with plugins_forgotten_after(), ExitStack() as stack:
         stack.callback(_restore_environment, dict(os.environ))
         for number in SIGNALS:
             stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, save_config
-from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
@@ -63,7 +63,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, tokenizer: Tokenizer) -> None:
         self.path, self._config, self._tokenizer = path, config, tokenizer
-        self._plugins = [(path.name, path.read_bytes()) for path in sorted(set(PLUGINS.values()))]
+        self._plugins = [(path.name, path.read_bytes()) for path in sorted(plugin_files())]
         self.remarks: list[str] = []
         """Lines for the user about the folder."""
         self._held = contextlib.ExitStack()

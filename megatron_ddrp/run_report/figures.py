@@ -1,8 +1,10 @@
-"""Figures of a report: losses and accuracies, and the speed of the runs."""
+"""Curves of runs, and figures of a report: which numbers of metrics.jsonl stand in which panel, losses and speed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import numpy as np
 from megatron_ddrp.pages.plotting import (
     COLORS,
     GREY,
-    hide_rest,
     legend_below,
+    panel_grid,
     pyplot,
     remove_figure,
     run_style,
@@ -20,23 +22,122 @@ from megatron_ddrp.pages.plotting import (
     short_names,
     thousands,
 )
-from megatron_ddrp.run_report.curves import (
-    LEARNING,
+from megatron_ddrp.run.metrics import MetricsRow
+
+MetricsRows = list[MetricsRow]
+"""Rows of one run's metrics.jsonl."""
+
+Series = list[tuple[int, float]]
+"""(iteration, value) pairs."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One axis of a figure and the numbers on it."""
+
+    label: str
+    training: str | None
+    """Key of the numbers that training logs."""
+    validation: str | None = None
+    """Key of the numbers that validations log."""
+    factor: float = 1.0
+    is_noisy: bool = False
+    """True if single steps vary so much that the training curve gets a running mean."""
+
+    def training_curve(self, rows: MetricsRows) -> Series:
+        """Return the training curve; empty where nothing was logged."""
+        return self._curve(rows, self.training)
+
+    def validation_curve(self, rows: MetricsRows) -> Series:
+        """Return the validation curve; empty where nothing was logged."""
+        return self._curve(rows, self.validation)
+
+    def _curve(self, rows: MetricsRows, key: str | None) -> Series:
+        return [(step, self.factor * value) for step, value in series(rows, key)] if key else []
+
+
+LOSS = Panel("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
+GENERATOR_LOSS = replace(LOSS, label="generator's loss [nats]")
+MIXED_LOSS = replace(LOSS, label="masked-LM loss (ELECTRA: the generator's) [nats]")
+RTD_ACCURACY = Panel("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
+LEARNING = (
+    Panel("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
+    Panel("TCD: mean cosine of tokens", "tcd_loss", "token_similarity"),
+    Panel("HCD: mean cosine of heads", "hcd_loss", "head_similarity", is_noisy=True),
+    Panel("RTD loss [nats]", "rtd_loss", "valid_rtd_loss"),
     RTD_ACCURACY,
-    SPEED,
-    MetricsRows,
-    Panel,
-    Series,
-    logged_panels,
-    loss_panel,
-    majority,
-    running_mean,
+    Panel("replaced tokens found [%]", "rtd_recall", "valid_rtd_recall", 100),
+    Panel("generator's accuracy [%]", "generator_accuracy", "valid_generator_accuracy", 100),
 )
+"""Panels below the loss, where a run logged their numbers."""
+SPEED = (
+    Panel("learning rate", "lr"),
+    Panel("gradient norm", "grad_norm"),
+    Panel("tokens per second", "tokens_per_second"),
+    Panel("peak memory [GiB]", "peak_memory_gib"),
+)
+
+
+_WITHOUT_PANEL = {
+    *("iteration", "consumed_samples", "consumed_tokens", "loss", "step_time", "mfu"),
+    *("replaced_share", "valid_replaced_share"),
+}
+"""Columns that no panel shows: counts, and what other panels show in another form."""
+
+
+def series(rows: MetricsRows, key: str) -> Series:
+    """Return the values of one metric, where it was logged and finite."""
+    return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def running_mean(values: Series, window: int) -> Series:
+    """Return the means of `window` neighbouring values, each at the middle one's step; `window` is odd."""
+    middle = window // 2
+    return [
+        (values[number][0], sum(value for _, value in values[number - middle : number + middle + 1]) / window)
+        for number in range(middle, len(values) - middle)
+    ]
+
+
+def logged_panels(panels: Iterable[Panel], runs: Mapping[str, MetricsRows]) -> list[Panel]:
+    """Return the panels that any run logged numbers of."""
+    return [
+        panel for panel in panels if any(panel.training_curve(r) or panel.validation_curve(r) for r in runs.values())
+    ]
+
+
+def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Panel]:
+    """Return the panels below the loss: the logged ones of `LEARNING`, and one for each column of another name.
+
+    Such columns come from callbacks and from the terms of other objectives; their names are their labels.
+    """
+    known = [LOSS, *LEARNING, *SPEED]
+    taken = {key for panel in known for key in (panel.training, panel.validation)} | _WITHOUT_PANEL
+    logged = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
+    others = dict.fromkeys(key.removeprefix("valid_") for key in logged if key not in taken)
+    return logged_panels([*LEARNING, *(Panel(name, name, f"valid_{name}") for name in others)], runs)
+
+
+def loss_panel(runs: Mapping[str, MetricsRows]) -> Panel:
+    """Return the panel of the masked-LM losses; those of a run with a detector are its generator's."""
+    detecting = [bool(logged_panels([RTD_ACCURACY], {name: rows})) for name, rows in runs.items()]
+    return GENERATOR_LOSS if all(detecting) else MIXED_LOSS if any(detecting) else LOSS
+
+
+def majority(rows: MetricsRows) -> Series:
+    """Return the accuracy in percent of calling every token an original, in each validation."""
+    return [(step, 100 * (1 - share)) for step, share in series(rows, "valid_replaced_share")]
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss): pieces that the model is as unsure between as between equally likely ones."""
+    return math.exp(loss) if loss < 700 else math.inf
+
 
 WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
 """Inches of a figure, of the panel of the loss, and of a row of panels below it."""
 WINDOW = 9
-"""MetricsRows of metrics.jsonl in a running mean."""
+"""Rows of metrics.jsonl in a running mean."""
 MOST_DECIMALS = 4
 """Largest number of decimals on an axis of losses or rates; smaller numbers have two or three digits."""
 
@@ -44,7 +145,7 @@ MOST_DECIMALS = 4
 def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Path) -> None:
     """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
     plt = pyplot()
-    lower = logged_panels(LEARNING, runs)
+    lower = learning_panels(runs)
     columns = _columns(len(lower))
     lines = -(-len(lower) // columns)
     figure = plt.figure(figsize=(WIDTH, TOP + LOWER * lines), layout="constrained")
@@ -65,7 +166,7 @@ def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Pa
                 (line,) = axis.plot(*zip(*level, strict=True), color=GREY, linestyle=":", linewidth=2)
                 handles["majority: every token an original"] = line
     legend_below(figure, handles)
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def draw_speed(runs: Mapping[str, MetricsRows], path: Path) -> bool:
@@ -76,14 +177,12 @@ def draw_speed(runs: Mapping[str, MetricsRows], path: Path) -> bool:
         return False
     plt, looks = pyplot(), _looks(runs)
     columns = _columns(len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=(WIDTH, LOWER * lines), layout="constrained")
-    hide_rest(axes, len(panels))
+    figure, axes = panel_grid(len(panels), columns, WIDTH / columns, LOWER)
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw_panel(axis, panel, runs, looks)
     if len(runs) > 1:
         legend_below(figure, {look.name: plt.Line2D([], [], color=look.color, linewidth=2) for look in looks})
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
     return True
 
 

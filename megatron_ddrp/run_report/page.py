@@ -7,7 +7,6 @@ import platform
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ddrp.config import Config, load_config
@@ -18,12 +17,11 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.plotting import thousands
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.run_report.curves import (
-    LEARNING,
+from megatron_ddrp.run_report.figures import (
     MetricsRows,
     Panel,
     Series,
-    logged_panels,
+    learning_panels,
     loss_panel,
     majority,
     perplexity,
@@ -91,24 +89,22 @@ Facts = Mapping[str, Sequence[tuple[str, str]]]
 """Run's name → the (name, value) pairs of its head."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Parts of the page that the user asks for."""
+def page(
+    runs: Mapping[str, MetricsRows],
+    facts: Facts,
+    figures: Mapping[str, str],
+    unigram: float | None = None,
+    scores: str | None = None,
+    remark: str | None = None,
+    commands: str | None = None,
+) -> str:
+    """Return the text of report.md.
 
-    unigram: float | None = None
-    """Entropy in nats of the corpus's pieces."""
-    scores: str | None = None
-    """Text of a table.md."""
-    remark: str | None = None
-    """Paragraph of Markdown above the scores."""
-    commands: str | None = None
-    """Command lines that made the run."""
-
-
-def page(runs: Mapping[str, MetricsRows], facts: Facts, figures: Mapping[str, str], extras: Extras) -> str:
-    """Return the text of report.md; `figures` are titles → files, and the first of `runs` is the report's own."""
+    `figures` are titles → files, and the first of `runs` is the report's own. `unigram` is the entropy in nats of the
+    corpus's pieces, `scores` the text of a table.md, `remark` a paragraph of Markdown above it, and `commands` are the
+    command lines that made the run.
+    """
     valid = loss_panel(runs).validation_curve(next(iter(runs.values())))
-    unigram, scores, commands = extras.unigram, extras.scores, extras.commands
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
     return render(
         "report.md.jinja",
@@ -119,7 +115,7 @@ def page(runs: Mapping[str, MetricsRows], facts: Facts, figures: Mapping[str, st
         gap=unigram - valid[-1][1] if unigram is not None and valid else None,
         # The table's headings go down, into this page's section.
         scores=re.sub("^#", "###", scores.strip(), flags=re.MULTILINE) if scores is not None else None,
-        remark=extras.remark,
+        remark=remark,
         commands=commands.strip().split("\n") if commands is not None else None,
         versions=Table(["", ""], [*versions().items(), ("machine", machine)], wordy=(1,)),
     )
@@ -143,7 +139,7 @@ def summary(runs: Mapping[str, MetricsRows]) -> Table:
         losses = loss.validation_curve(rows)
         lines += _of_panel(loss, rows, of_run)
         lines += _ends(f"perplexity, validation{of_run}", [(step, perplexity(value)) for step, value in losses])
-        for panel in logged_panels(LEARNING, {name: rows}):
+        for panel in learning_panels({name: rows}):
             lines += _of_panel(panel, rows, of_run)
         lines += _ends(f"majority: every token an original [%]{of_run}", majority(rows))
     return Table(["curve", "first", "last", "at step"], lines)

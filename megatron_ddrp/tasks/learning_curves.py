@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.pages.plotting import (
     GREY,
-    hide_rest,
     legend_below,
+    panel_grid,
     pyplot,
     remove_figure,
     run_style,
@@ -59,11 +59,8 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
         return None
     plt = pyplot()
     columns = 2 if len(drawn) == 4 else min(len(drawn), PANELS_PER_ROW)
-    rows = -(-len(drawn) // columns)
-    size = (4.4 * columns + 0.8, 3.6 * rows + 1)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
+    figure, axes = panel_grid(len(drawn), columns, 4.4, 3.6, (0.8, 1), sharex=True)
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
-    hide_rest(axes, len(drawn))
     for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
         for run, curve in curves.items():
             _draw_curve(axis, curve, run, run_style(runs.index(run)))
@@ -79,7 +76,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     lines = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]
     bar = plt.Line2D([], [], color=GREY, marker="|", linestyle="", markersize=14, markeredgewidth=2)
     legend_below(figure, {**dict(zip(short_names(runs), lines, strict=True)), error: bar})
-    save_figure(plt, figure, folder / FIGURE)
+    save_figure(figure, folder / FIGURE)
     return FIGURE
 
 

@@ -40,7 +40,7 @@ _SHOWN = {
 """Measure → factor and digits; other measures are shares in points."""
 
 
-def shown(measure: str, value: float, sign: str = "") -> str:
+def format_value(measure: str, value: float, sign: str = "") -> str:
     """Return a value of a measure; with `sign` "+" a difference."""
     factor, digits = _SHOWN.get(measure, (100, 2))
     return f"{factor * value:{sign}.{digits}f}"

@@ -54,26 +54,10 @@ def seeds_needed(mean: float, deviation: float, most: int = 100_000) -> int | No
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Values of one arm over the seeds."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Mean over the seeds."""
-        return statistics.fmean(self.values)
-
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation over the seeds (n − 1); None for one seed."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-
-@dataclass(frozen=True)
-class Difference(Spread):
+class Difference:
     """Difference of two arms, paired by seed: one value per common seed."""
 
+    values: tuple[float, ...]
     size: float = 0.0
     """Largest absolute value of the two arms, whose rounding the differences have."""
     seeds: tuple[int, ...] = ()
@@ -120,12 +104,7 @@ class Difference(Spread):
         return float(2 * t.sf(abs(self.mean) * math.sqrt(count) / self.deviation, count - 1))
 
 
-def spread(values: BySeed) -> Spread | None:
-    """Return the spread of an arm's values; None without a value."""
-    return Spread(tuple(values[seed] for seed in sorted(values))) if values else None
-
-
-def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference | None:
+def pair_by_seed(first: BySeed, second: BySeed, relative: bool = False) -> Difference | None:
     """Return `first` − `second` at every common seed; None without one. With `relative`, divide by `second`."""
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
@@ -148,14 +127,14 @@ def judge(gains: Sequence[Difference]) -> list[str]:
     ]
 
 
-def benjamini_hochberg(p_values: Sequence[float], rate: float = FALSE_DISCOVERIES) -> list[bool]:
-    """Return which of m hypotheses are rejected so that at most `rate` of the rejected ones are expected to be true.
+def benjamini_hochberg(p_values: Sequence[float]) -> list[bool]:
+    """Return which of m hypotheses are rejected so that at most a share r of the rejected ones is expected to be true.
 
-    Rejected are the k smallest p values, where k is the largest number whose k-th smallest value is at most k·rate/m
-    (Benjamini and Hochberg, Controlling the false discovery rate, 1995).
+    r is `FALSE_DISCOVERIES`. Rejected are the k smallest p values, where k is the largest number whose k-th smallest
+    value is at most k·r/m (Benjamini and Hochberg, Controlling the false discovery rate, 1995).
     """
     ordered = sorted(p_values)
-    passed = [p_value for k, p_value in enumerate(ordered, 1) if p_value <= k * rate / len(ordered)]
+    passed = [p_value for k, p_value in enumerate(ordered, 1) if p_value <= k * FALSE_DISCOVERIES / len(ordered)]
     return [p_value <= max(passed, default=-1.0) for p_value in p_values]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.models import find_snapshots
-from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_state, write_state
+from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_config, read_state, write_state
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
@@ -362,3 +362,15 @@ def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(tmp_
     checkpoint.refuse_folders(tmp_path / "branch", run / "iter_0000002")
     with pytest.raises(UserError, match="one checkpoint of --save"):
         checkpoint.refuse_folders(run, run / "iter_0000002")
+
+
+@pytest.mark.parametrize(("step", "theta"), [(4, 100.0), (5, 50.0)])
+def test_a_checkpoint_has_the_rotary_base_of_its_last_step(tmp_path, step, theta):
+    config = Config().replace(
+        model={"position_encoding": "rope", "relative_distance": None, "rope_theta": 50.0},
+        training={"train_iters": 8, "seq_length_phases": ("128:0.5:100",)},
+    )
+    path = tmp_path / checkpoint.tag(step)
+    path.mkdir()
+    write_state(path, {"iteration": step, "config": config.to_dict()})
+    assert read_config(path).model.rope_theta == theta

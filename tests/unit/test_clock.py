@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log
-from megatron_ddrp.run.flops import peak_of_device
+from megatron_ddrp.run.flops import peak_of_device, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
-from megatron_ddrp.run.log import Clock, progress_line
+from megatron_ddrp.run.log import Clock, duration, progress_line
 
 ROW = {"iteration": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 1500.0, "peak_memory_gib": 21.26}
 
@@ -52,6 +53,14 @@ def test_the_time_left_is_that_of_the_steps_since_the_start_of_this_process(star
     assert clock.eta(now) == eta
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(59, "59s"), (60, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (86399, "23h59m"), (86400, "1d00h")],
+)
+def test_a_duration_changes_its_unit_where_the_larger_one_is_whole(seconds, text):
+    assert duration(seconds) == text
+
+
 def test_without_a_peak_there_is_no_mfu():
     clock = Clock(0, 10)
     clock.count(tokens=100, flop=3e12)
@@ -71,7 +80,8 @@ def test_the_peak_is_the_flags_or_the_devices(monkeypatch):
     assert peak_of_device(config.replace(training={"tf32": False}), gpu) == 19.5e12
     assert peak_of_device(config.replace(training={"bf16": True}), gpu) == 312e12
     assert peak_of_device(config, cpu) is None
-    assert peak_of_device(config.replace(logging={"peak_tflops": 2.0}), cpu) == 2e12
+    given = config.replace(logging={"peak_tflops": 2.0})
+    assert peak_of_device(given, cpu) == 2e12 and peak_of_run(given, Ranks(1, 4, cpu)) == 8e12
 
 
 def test_the_processs_peak_counts_what_it_took():

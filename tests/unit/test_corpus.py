@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import MANY_EPOCHS, Corpus
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
@@ -84,7 +84,7 @@ def test_each_step_of_a_blend_keeps_to_the_weights(parts, tiny_corpus):
         _, indices = samples.visits(consumed + np.arange(32), 1234)
         counts = np.histogram(indices, bounds)[0]
         assert np.all(np.abs(counts - np.array([0.5, 0.2, 0.3]) * 32) < 2)
-    assert samples.consumed(3200) == [1600, 640, 960]
+    assert samples.count_visits(3200).tolist() == [1600, 640, 960]
 
 
 def test_corpora_without_weights_are_as_one_file(parts, tiny_corpus):
@@ -123,6 +123,20 @@ def test_validation_is_masked_at_its_own_rate(tiny_corpus, objective):
         for p in (0.15, 0.4)
     ]
     assert predicted[1] > 2 * predicted[0]
+
+
+@pytest.mark.parametrize(("objective", "shares"), [("electra", (0.85, 0.15, 0.0)), ("mlm", (0.8, 0.1, 0.1))])
+def test_selected_pieces_are_masked_by_the_objectives_shares(tiny_corpus, objective, shares):
+    data = {"data_path": str(tiny_corpus.prefix), "split": "90,10"}
+    config = make_config(tiny_corpus, data=data, global_batch_size=512).replace(objective={"objective": objective})
+    corpus = Corpus.open(config)
+    batches = corpus.loader("train", 0, 1).step(0)
+    ids, labels = (
+        np.concatenate([getattr(b, f)[b.labels != IGNORED_LABEL] for b in batches]) for f in Batch._fields[:2]
+    )
+    is_mask, is_kept = ids == corpus.tokenizer.mask_id, ids == labels
+    found = is_mask.mean(), is_kept.mean(), (~is_mask & ~is_kept).mean()
+    assert len(ids) > 2000 and found == pytest.approx(shares, abs=0.03) and (found[2] == 0) == (shares[2] == 0)
 
 
 def test_every_seed_validates_on_the_same_predictions(parts, tiny_corpus):

@@ -260,7 +260,7 @@ def test_gpus_overlap_and_cpus_and_pipelines_do_not() -> None:
         ({"zero_stage": 1}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, False),
         ({"zero_stage": 1, "pipeline_model_parallel_size": 2}, {}, False),
         ({"zero_stage": 1}, {"bf16": {"check_grad_overflow": True}}, False),
-        ({"zero_stage": 1}, {"gradient_clipping": 1.0}, True),
+        ({"zero_stage": 1}, {"gradient_clipping": 0.3}, True),
     ],
 )
 def test_bf16_is_checked_and_clipped_on_the_device_where_it_can_be(
@@ -268,10 +268,11 @@ def test_bf16_is_checked_and_clipped_on_the_device_where_it_can_be(
 ) -> None:
     path = tmp_path / "deepspeed.json"
     path.write_text(json.dumps(from_file), encoding="utf-8")
-    config = Config().replace(training={"bf16": True}, parallel={**settings, "deepspeed_config": str(path)})
+    parallel = {**settings, "deepspeed_config": str(path)}
+    config = Config().replace(training={"bf16": True}, optimizer={"clip_grad": 0.3}, parallel=parallel)
     made = deepspeed_settings(config, 8, 4, 1000, "cuda")
     assert made["bf16"].get("check_grad_overflow", True) != on_device
-    assert made["gradient_clipping"] == (0.0 if on_device else config.optimizer.clip_grad)
+    assert made["gradient_clipping"] == (0.0 if on_device else 0.3)
 
 
 def test_a_file_may_switch_the_throughput_timer_and_overlapping_on(tmp_path: Path) -> None:

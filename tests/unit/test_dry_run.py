@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.commands.dry_run import GIB, dry_run
+from megatron_ddrp.commands.dry_run import GIB, dry_run, memory_table
+from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import Memory, cut_up
+from megatron_ddrp.model import on_meta_device
 
 
 @pytest.fixture(autouse=True)
@@ -234,3 +237,25 @@ def test_it_estimates_the_step_on_known_gpus(capsys):
     assert estimate["hours"] == pytest.approx(2 * estimate["step_seconds"])
     _, facts = run_dry(capsys, f"{shape} --bf16 --world-size 8 --global-batch-size 64")
     assert list(facts["estimates"]) == ["a100", "h100", "h200"]
+
+
+@pytest.mark.parametrize(("micro_batches", "in_flight"), [(2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])])
+def test_a_stage_holds_as_many_micro_batches_as_follow_it_and_as_there_are(micro_batches, in_flight):
+    config = Config().replace(parallel={"pipeline_model_parallel_size": 4})
+    parts = cut_up(on_meta_device(config.model, config.objective), config, micro_batches)
+    assert [part.in_flight for part in parts] == in_flight
+
+
+def test_the_head_is_counted_at_the_highest_masking_rate(capsys):
+    found = [
+        run_dry(capsys, f"--mask-prob {rate}")[1]["memory_per_rank"]["activations_estimate"]
+        for rate in ("0.3", "0.3:0.15", "0.15:0.3", "0.15")
+    ]
+    assert found[0] == found[1] == found[2] > found[3]
+
+
+def test_the_table_of_memory_is_in_mib():
+    sizes = {"weights": 1000, "gradients": 2000, "optimizer": 3000, "activations_estimate": 4000, "buffers": 5000}
+    memory = Memory(**{name: size * 1024**2 for name, size in sizes.items()})
+    *_, row = memory_table({1: memory}, 1)
+    assert row.split() == ["1", "*", "1,000", "2,000", "3,000", "4,000", "5,000", "15,000"]

@@ -17,7 +17,8 @@ TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")
 READERS = {
     *("json.load", "json.loads", "yaml.load", "yaml.safe_load", "torch.load", "np.load", "numpy.load", "pickle.load"),
     *("torch.load_file", "safe_open", "RustTokenizer.from_file", "RustTokenizer.from_buffer", "ParquetFile"),
-    *("SentencePieceProcessor", "AutoTokenizer.from_pretrained"),
+    *("SentencePieceProcessor", "AutoTokenizer.from_pretrained", "AutoConfig.from_pretrained"),
+    *("DdrpConfig.from_pretrained", "snapshot_download", "hf_hub_download"),
 }
 """Calls of libraries that read a foreign file, by the ends of their names."""
 UNPACKERS = {"bz2", "gzip", "lzma", "zlib.decompressobj", "zstandard"}
@@ -25,8 +26,10 @@ UNPACKERS = {"bz2", "gzip", "lzma", "zlib.decompressobj", "zstandard"}
 
 
 def calls_beside_the_door(tree: ast.AST, in_door: bool = False) -> Iterator[str]:
-    """Yield the calls of `READERS` that no `with reading(...)` block encloses."""
+    """Yield the calls of `READERS` that no door encloses: `with reading(...)`, or `except Exception`."""
     if isinstance(tree, ast.With) and any("reading(" in ast.unparse(item.context_expr) for item in tree.items):
+        in_door = True
+    if isinstance(tree, ast.Try) and any(ast.unparse(each.type or tree) == "Exception" for each in tree.handlers):
         in_door = True
     if isinstance(tree, ast.Call) and not in_door:
         name = ast.unparse(tree.func)
@@ -57,6 +60,8 @@ def test_only_one_file_unpacks() -> None:
         ("def f():\n    with reading(p), open(p) as s:\n        return torch.load(s)", []),
         ("with reading(p):\n    pass\ntorch.load(p)", ["torch.load"]),
         ("pyarrow.parquet.ParquetFile(p)", ["pyarrow.parquet.ParquetFile"]),
+        ("try:\n    snapshot_download(p)\nexcept Exception:\n    pass", []),
+        ("try:\n    snapshot_download(p)\nexcept OSError:\n    pass", ["snapshot_download"]),
     ],
 )
 def test_the_finder_sees_what_it_should(source: str, expected: list[str]) -> None:

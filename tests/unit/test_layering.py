@@ -135,8 +135,10 @@ def test_no_module_of_odds_and_ends():
 @pytest.mark.parametrize(
     "module",
     [
-        "megatron_ddrp.config",
+        "megatron_ddrp.config.registry",
         "megatron_ddrp.arguments",
+        "megatron_ddrp.tasks.finetune.command",
+        "megatron_ddrp.tasks.compare.command",
         "megatron_ddrp.data.batches.loader",
         "megatron_ddrp.run.metrics",
     ],

@@ -29,9 +29,9 @@ def test_a_panel_shows_each_run_with_its_error_bars(tmp_path: Path, monkeypatch:
 
     save = figures.save_figure
 
-    def keep(plt: object, figure: object, path: Path) -> None:
+    def keep(figure: object, path: Path) -> None:
         drawn.append(figure)
-        save(plt, figure, path)
+        save(figure, path)
 
     monkeypatch.setattr(learning_curves, "save_figure", keep)
     scores = {"a/iter_0000001": LOW, "a/iter_0000002": HIGH, "b/iter_0000001": HIGH, "b/iter_0000003": LOW}

@@ -246,3 +246,10 @@ def test_a_row_never_mixes_two_objectives(change: dict[str, Any]) -> None:
     assert resumed_progress(checkpoint, state, stored, same).since_logged == sums
     progress = resumed_progress(checkpoint, state, stored, changed)
     assert (progress.iteration, progress.since_logged, progress.started_from) == (3, {}, None)
+
+
+def test_a_row_has_the_peak_of_the_memory_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: 3 * 1024**3)
+    made = training(monkeypatch, late=False)
+    made()
+    assert [row["peak_memory_gib"] for row in made.rows] == [3.0] * 6

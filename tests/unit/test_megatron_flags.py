@@ -145,6 +145,7 @@ def test_a_number_of_samples_becomes_steps() -> None:
         ("--max-position-embeddings 64", "model", "seq_length", 64),
         ("--cpu_optimizer", "parallel", "offload_optimizer", "cpu"),
         ("--position-embedding-type rope", "model", "position_encoding", "rope"),
+        ("--position-embedding-type none", "model", "position_encoding", "nope"),
         ("--norm-epsilon=1e-5", "model", "layernorm_epsilon", 1e-5),
         ("--tokenizer-type HFTokenizer", "data", "tokenizer_type", "HuggingFace"),
     ],

@@ -224,3 +224,16 @@ def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):
     with MetricsLog(config, 4, active=True):
         pass
     assert not capsys.readouterr().out
+
+
+def test_tensorboard_keeps_the_steps_before_a_resume_and_drops_those_after_it(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start, steps, loss in ((0, (1, 2, 3, 4), 5.0), (2, (3,), 6.0)):  # the second run resumes after step 2
+        board = TensorBoard(str(tmp_path))
+        board.on_start(Config(), start, torch.nn.Linear(1, 1))
+        for step in steps:
+            board.on_step({"iteration": step, "loss": loss})
+        board.on_end()
+    read = events.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (2, 5.0), (3, 6.0)]

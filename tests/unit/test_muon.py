@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig
+from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig, ParallelConfig
 from megatron_ddrp.engine.build import build_optimizer
 from megatron_ddrp.engine.compatibility import check_optimizer
 from megatron_ddrp.engine.layout import GradientClipping
-from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW, hidden_matrices, optimizer_remarks
+from megatron_ddrp.engine.optimizers.adamw import AdamW
+from megatron_ddrp.engine.optimizers.muon import MOMENTUM, Muon, hidden_matrices
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import by_zero_stage
 from megatron_ddrp.model import build_model, on_meta_device
@@ -29,12 +31,12 @@ LAYER = {f"{block}.weight" for block in ("attention.query", "attention.key", "at
 }
 
 
-def make(settings: OptimizerConfig = SETTINGS, **changes: Any) -> tuple[torch.nn.Module, MuonBesideAdamW]:
+def make(settings: OptimizerConfig = SETTINGS, **changes: Any) -> tuple[torch.nn.Module, Muon]:
     torch.manual_seed(0)
     config = tiny_config(**changes)
     model = build_model(config)
-    adamw = build_optimizer(model, settings, config.position_encoding)
-    return model, MuonBesideAdamW(adamw, model, settings, config.position_encoding, RANKS)
+    chosen = Config(model=config, optimizer=settings, parallel=ParallelConfig(zero_stage=0))
+    return model, cast(Muon, build_optimizer(model, chosen, RANKS))
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
@@ -75,7 +77,8 @@ def test_two_steps_are_those_of_the_twin_to_the_precision_of_bf16(name: str) -> 
 def test_everything_else_takes_the_step_of_adamw() -> None:
     model, optimizer = make()
     plain = make()[0]
-    adamw = build_optimizer(plain, SETTINGS, "ddrp")
+    same_numbers = Config(model=tiny_config(), optimizer=dataclasses.replace(SETTINGS, optimizer="adamw"))
+    adamw = build_optimizer(plain, same_numbers, RANKS)
     for each, chosen in ((model, optimizer), (plain, adamw)):
         give_gradients(each, 1)
         chosen.step()
@@ -149,9 +152,8 @@ def test_a_norm_that_is_not_finite_changes_nothing() -> None:
 def test_the_first_lines_name_what_it_takes() -> None:
     config = Config(model=tiny_config(position_encoding="tupe-a"))
     model = build_model(config.model)
-    assert optimizer_remarks(model, config.optimizer.optimizer) == ()
-    chosen = config.replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
-    [line] = optimizer_remarks(model, chosen.optimizer.optimizer)
+    assert AdamW.remarks(model) == ()
+    [line] = Muon.remarks(model)
     assert line.startswith("optimizer: muon for 14 matrices with 1,920 parameters (")
     assert "layers.attention.query 2" in line and "position.key 1" in line
     assert line.endswith(f"adamw for the other {len(list(model.parameters())) - 14} tensors")

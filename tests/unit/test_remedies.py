@@ -14,7 +14,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs, need_less_memory
 from megatron_ddrp.tasks.finetune import sweep
 from megatron_ddrp.tasks.minimal_pairs import scoring
-from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob
+from megatron_ddrp.tasks.minimal_pairs.results import PairJob
 
 SMALL = Config().replace(model={"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "seq_length": 64})
 
@@ -45,7 +45,7 @@ def test_a_run_is_told_its_estimate_and_what_lowers_it(
 def test_a_fine_tuning_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Namespace(task="RTE", micro_batch_size=16, max_seq_length=128)
     monkeypatch.setattr(sweep, "finetune", no_memory)
-    here = Namespace(data={"RTE": Namespace(task=None)}, model=no_memory, ranks=None, show_bar=False)
+    here = Namespace(data={"RTE": Namespace(task=None)}, model=no_memory, ranks=None)
     with pytest.raises(
         UserError, match="2.00 GiB.*; use --micro-batch-size 8 instead of 16, --max-seq-length below 128"
     ):

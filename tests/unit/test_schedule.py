@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.config import Config, OptimizerConfig
-from megatron_ddrp.engine.step import learning_rate
+from megatron_ddrp.engine.schedules import learning_rate
 from megatron_ddrp.errors import UserError
 
 STYLES = ("linear", "cosine", "constant", "inverse-square-root", "wsd")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ddrp.run.launch import SIGNALS, StopRequests
+from megatron_ddrp.run.launch import OUT_OF_TIME, SIGNALS, StopRequests
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,15 @@ def test_a_signal_is_a_request_and_its_handler_returns(number: signal.Signals) -
     assert requests.code == 0
     os.kill(os.getpid(), number)
     assert requests.code == number
+
+
+def test_the_time_limit_is_in_minutes_after_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = StopRequests(2.0, began=100.0)
+    codes = []
+    for now in (219.0, 220.0):
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        codes.append(requests.code)
+    assert codes == [0, OUT_OF_TIME]
 
 
 def test_a_second_interrupt_ends_a_lone_process(capfd: pytest.CaptureFixture[str]) -> None:

@@ -100,9 +100,9 @@ def test_a_command_succeeds_and_writes_its_files_alone(redirection: str, tmp_pat
     code = (
         "import os, sys\n"
         "from megatron_ddrp.errors import run_command\n"
-        "from megatron_ddrp.data.atomic import AtomicFile\n"
+        "from megatron_ddrp.data.atomic import atomic_file\n"
         "def main():\n"
-        "    with AtomicFile(sys.argv[1]) as file:\n"
+        "    with atomic_file(sys.argv[1]) as file:\n"
         "        os.system('echo spoken; echo spoken >&2')\n"
         "        file.write(b'written')\n"
         "    print('→', open(sys.argv[0]).read())  # as libraries read their files, in the locale's encoding\n"

@@ -43,6 +43,11 @@ def test_nothing_to_warn_of(checkpoint: dict[str, Any], monkeypatch: pytest.Monk
     assert said(monkeypatch, [1, 1, 1, 1], 5000, **checkpoint) == []
 
 
+def test_a_limit_above_an_hour_leaves_more_than_an_hour_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = said(monkeypatch, [1, 1, 1, 1], 5000, exit_duration_in_mins=61)
+    assert line.startswith("2: warning: no --save")
+
+
 def test_the_start_says_that_nothing_is_saved() -> None:
     config = Config()
     assert where_we_start(config, None) == "starting afresh; nothing is saved without --save"

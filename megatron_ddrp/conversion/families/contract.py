@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
-from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, shown
+from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, show
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -167,7 +167,7 @@ class Family:
         roles = [role for role in SPECIAL_PIECES if getattr(tokenizer, f"{role}_id") == padding]
         if padding is not None and roles != ["pad"]:
             raise UserError(
-                f"{path}: pad_token_id is {padding}, but its tokenizer pads with {tokenizer.pad_id} ({shown(piece)}): "
+                f"{path}: pad_token_id is {padding}, but its tokenizer pads with {tokenizer.pad_id} ({show(piece)}): "
                 "transformers gives every token with pad_token_id the position of padding, so it must be the padding "
                 "and no other piece; put the tokenizer of the model's training into the folder, or correct pad_token_id"
             )
@@ -277,7 +277,7 @@ def _refuse_others(path: Path, values: Table, followed: Mapping[str, tuple[Any, 
         if choices is None or any(_is(value, choice) for choice in choices):
             continue
         expected = " or ".join(KINDS[choice] if isinstance(choice, type) else repr(choice) for choice in choices)
-        raise UserError(f"{path}: {key} is {shown(value)}, which is not supported: need {expected}")
+        raise UserError(f"{path}: {key} is {show(value)}, which is not supported: need {expected}")
 
 
 def _is(value: Any, choice: Any) -> bool:

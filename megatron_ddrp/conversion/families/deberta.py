@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
 from megatron_ddrp.conversion.families.contract import DROPOUT, EXACT_GELU, NOTHING, NUMBER, Family
-from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, shown, whole_number
+from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, show, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
@@ -133,10 +133,10 @@ def refuse_other_terms(path: Path, values: dict[str, Any]) -> None:
     if isinstance(terms, str):
         terms = [term.strip() for term in terms.lower().split("|")]
     if terms not in (["c2p", "p2c"], ["p2c", "c2p"]):  # v1 counts the terms of a list, and reads none in capitals
-        raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
+        raise UserError(f"{path}: pos_att_type is {show(values['pos_att_type'])}, expected c2p and p2c, no others")
     width = values.get("embedding_size", values["hidden_size"])
     if width != values["hidden_size"]:
-        raise UserError(f"{path}: embedding_size is {shown(width)}, which is not supported: need hidden_size")
+        raise UserError(f"{path}: embedding_size is {show(width)}, which is not supported: need hidden_size")
 
 
 def _refuse_later_layout(path: Path, values: dict[str, Any]) -> None:
@@ -146,6 +146,6 @@ def _refuse_later_layout(path: Path, values: dict[str, Any]) -> None:
         is_off = value in (None, False, "none", "") or (isinstance(value, int) and value < 1)
         if not is_off:
             raise UserError(
-                f"{path}: {key} is {shown(value)}, {what}, which belongs to the v2/v3 layout: such a folder has "
+                f"{path}: {key} is {show(value)}, {what}, which belongs to the v2/v3 layout: such a folder has "
                 "model_type 'deberta-v2'"
             )

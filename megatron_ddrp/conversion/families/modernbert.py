@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.contract import EXACT_GELU, NUMBER, Family
-from megatron_ddrp.conversion.foreign_config import refuse_other_head_size, shown, whole_number
+from megatron_ddrp.conversion.foreign_config import refuse_other_head_size, show, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -198,9 +198,7 @@ def _refuse_different(path: Path, values: dict[str, Any], keys: tuple[str, ...],
     """Raise `UserError` if settings that are a single one here differ."""
     for key in keys:
         if values[key] != values[keys[0]]:
-            raise UserError(
-                f"{path}: {key} is {shown(values[key])} and {keys[0]} is {shown(values[keys[0]])}: {reason}"
-            )
+            raise UserError(f"{path}: {key} is {show(values[key])} and {keys[0]} is {show(values[keys[0]])}: {reason}")
 
 
 def _period(path: Path, values: dict[str, Any]) -> int:
@@ -210,7 +208,7 @@ def _period(path: Path, values: dict[str, Any]) -> int:
     if types is None:
         return every
     if not isinstance(types, list) or len(types) != layers:
-        raise UserError(f"{path}: layer_types is {shown(types)}, expected a list with one kind for each layer")
+        raise UserError(f"{path}: layer_types is {show(types)}, expected a list with one kind for each layer")
     second = next((number for number, kind in enumerate(types) if number and kind == FULL), layers)
     for number in (every, second):
         if types == [LOCAL if layer % number else FULL for layer in range(layers)]:
@@ -227,14 +225,14 @@ def _thetas(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if table is None:
         return {}
     if not isinstance(table, dict) or not all(table[key] is None or isinstance(table[key], dict) for key in table):
-        raise UserError(f"{path}: rope_parameters is {shown(table)}, expected one table for each of {FULL}, {LOCAL}")
+        raise UserError(f"{path}: rope_parameters is {show(table)}, expected one table for each of {FULL}, {LOCAL}")
     thetas = {}
     for kind, settings in table.items():
         settings = settings or {}
         rope_type = settings.get("rope_type", settings.get("type", "default"))  # transformers reads both names
         if kind not in THETAS or rope_type != "default":
             raise UserError(
-                f"{path}: rope_parameters of {shown(kind)} are {shown(settings)}, which is not supported: need {FULL} "
+                f"{path}: rope_parameters of {show(kind)} are {show(settings)}, which is not supported: need {FULL} "
                 f"or {LOCAL} with rope_type 'default'"
             )
         thetas[THETAS[kind]] = settings.get("rope_theta", values[THETAS[kind]])

@@ -44,18 +44,21 @@ class Blend:
     Attributes:
         parts: the corpora.
         counts: number of samples per corpus in one period of the pattern; None without weights.
+        sizes: number of samples per weighted corpus `[parts]`, or of all of them `[1]`.
     """
 
     def __init__(self, parts: Sequence[SampleIndex], weights: Sequence[Fraction] | None = None) -> None:
         assert parts and (weights is None or len(weights) == len(parts)), (len(parts), weights)
         self.parts = list(parts)
-        self._offsets = np.cumsum([0, *(len(part) for part in parts)])  # [parts + 1]
         self.counts = None if weights is None else whole_weights(weights)
-        if self.counts is not None:
-            self._pattern = interleave(self.counts)  # [period]
-            order = np.argsort(self._pattern, kind="stable")
-            self._ordinals = np.empty(len(order), np.int64)  # [period]: earlier slots of the same corpus
-            self._ordinals[order] = np.concatenate([np.arange(count) for count in self.counts])
+        self._offsets = np.cumsum([0, *(len(part) for part in parts)])  # [parts + 1]
+        self._begins = self._offsets if self.counts else self._offsets[[0, -1]]  # [sizes + 1]
+        self.sizes = np.diff(self._begins)
+        self._slots = np.array(self.counts or [1])  # [sizes]: in one period
+        self._pattern = interleave(self._slots.tolist())  # [period]
+        order = np.argsort(self._pattern, kind="stable")
+        self._ordinals = np.empty(len(order), np.int64)  # [period]: earlier slots of the same corpus
+        self._ordinals[order] = np.concatenate([np.arange(count) for count in self._slots])
 
     def __len__(self) -> int:
         """Number of samples of all corpora."""
@@ -66,34 +69,21 @@ class Blend:
 
         With weights the epoch is that of the sample's corpus.
         """
-        if self.counts is None:
-            return _walk(positions, len(self), seed, "shuffle")
         cycles, places = np.divmod(positions, len(self._pattern))
         parts = self._pattern[places]
-        numbers = cycles * np.array(self.counts)[parts] + self._ordinals[places]  # [n]: in the corpus' stream
+        numbers = cycles * self._slots[parts] + self._ordinals[places]  # [n]: in the corpus' stream
         epochs, indices = np.empty_like(positions), np.empty_like(positions)
         for part in np.unique(parts).tolist():
-            mine = parts == part
+            mine, size = parts == part, int(self.sizes[part])
             purpose = f"shuffle {part}" if part else "shuffle"
-            epochs[mine], own = _walk(numbers[mine], len(self.parts[part]), seed, purpose)
-            indices[mine] = self._offsets[part] + own
+            epochs[mine], own = np.divmod(numbers[mine], size)
+            indices[mine] = self._begins[part] + permute(own, size, seed, purpose, epochs[mine])
         return epochs, indices
 
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """Number of samples per weighted corpus `[parts]`, or of all of them `[1]`."""
-        return np.array([len(self)] if self.counts is None else [len(part) for part in self.parts])
-
-    def visited(self, positions: int) -> NDArray[np.int64]:
+    def count_visits(self, positions: int) -> NDArray[np.int64]:
         """Return how many of the first `positions` of the stream belong to each of `sizes`."""
-        return np.array([positions] if self.counts is None else self.consumed(positions))
-
-    def consumed(self, positions: int) -> list[int]:
-        """Return the number of samples that each weighted corpus gives within the first `positions` of the stream."""
-        assert self.counts is not None
         cycles, rest = divmod(positions, len(self._pattern))
-        begun = np.bincount(self._pattern[:rest], minlength=len(self.parts)).tolist()
-        return [cycles * count + more for count, more in zip(self.counts, begun, strict=True)]
+        return cycles * self._slots + np.bincount(self._pattern[:rest], minlength=len(self._slots))
 
     def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return the number of tokens per sample, including special ones, in the shape of `indices`."""
@@ -123,14 +113,6 @@ class Blend:
         """Return the corpora of the samples `indices`, each with the mask of its samples."""
         parts = np.searchsorted(self._offsets, indices, side="right") - 1
         return [(part, parts == part) for part in np.unique(parts).tolist()]
-
-
-def _walk(
-    numbers: NDArray[np.int64], size: int, seed: int, purpose: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return epoch and sample for each of the `numbers` in an endless stream over `size` samples."""
-    epochs, indices = np.divmod(numbers, size)
-    return epochs, permute(indices, size, seed, purpose, epochs)
 
 
 def read_blend(words: Sequence[str], flag: str) -> BlendWords:

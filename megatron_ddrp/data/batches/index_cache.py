@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ddrp.data.atomic import AnyPath, AtomicFile, BeingWritten
+from megatron_ddrp.data.atomic import AnyPath, BeingWritten, atomic_file
 from megatron_ddrp.data.batches.samples import BLOCK, MIN_DOCUMENT_TOKENS, num_blocks, sample_totals
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.sealed import BrokenSeal, check_cache, seal_cache
@@ -66,7 +66,7 @@ class CacheFile:
         else:
             np.savez(stream, **content)  # type: ignore[arg-type]
         try:
-            with AtomicFile(self.path, mode=self._index.stat().st_mode & 0o666) as file:  # the data's rights
+            with atomic_file(self.path, mode=self._index.stat().st_mode & 0o666) as file:  # the data's rights
                 file.write(seal_cache(self.path.name, stream.getvalue()))
         except BeingWritten:
             return None

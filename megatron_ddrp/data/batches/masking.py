@@ -1,6 +1,6 @@
 """Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
 
-A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
+A row holds one sample. Its n ordinary tokens fall into units, by `--masking` (`units.py`):
 - `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
   pieces is split, each piece its own unit. In vocabularies that mark the ends of words, a word starts after an end.
 - `token`: each piece is a unit.
@@ -8,11 +8,11 @@ A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
   SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops
   overlapping ones; here the whole row is first cut into runs of random lengths, from its start, so that runs never
   overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single. A run
-  that alone exceeds the budget is shortened, word by word.
+  that alone exceeds the budget is shortened, word by word. Units of plug-ins are cut in the same way.
 
 Units are visited in random order. A unit is taken if it fits into the rest of the budget
 `max(1, round(mask_prob · n))`, otherwise it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random
-ordinary piece (10 %) or kept (10 %), drawn separately for each piece.
+ordinary piece (10 %) or kept (10 %), drawn separately for each piece, unless the masking draws once for each unit.
 
 The papers leave open:
 - If no unit fits (a short row of multi-piece words), the first unit in random order is taken: at least one word is
@@ -34,15 +34,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.units import Masking, WholeWord
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
 from megatron_ddrp.data.tokenizers.spelling import word_begins
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
 
-MASKINGS = ("whole-word", "token", "ngram")
 MAX_WORD_PIECES = 4
 """Number of pieces of the longest word that is masked as a whole; longer words are masked piece by piece."""
-MAX_NGRAM = 3
-"""Number of words in the longest n-gram."""
 
 # A unit's sort key is one integer, row | 32 random bits | unit number, so that one plain sort orders all units.
 _UNIT_BITS = 20
@@ -55,7 +54,7 @@ class Masker:
 
     `mask_prob` is the share of a row's ordinary tokens to select. `mask_share` and `random_share` are the shares of the
     selected pieces that become [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0).
-    `masking` is one of `MASKINGS`. Raises `ValueError` for a share out of its range.
+    `masking` gives the units. Raises `ValueError` for a share out of its range.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Masker:
         tokenizer: Tokenizer,
         mask_prob: float = 0.15,
         seed: int = 1234,
-        masking: str = "whole-word",
+        masking: Masking | None = None,
         mask_share: float = 0.8,
         random_share: float = 0.1,
     ) -> None:
@@ -71,10 +70,9 @@ class Masker:
             raise ValueError(f"mask_prob is {mask_prob}: expected a share of the tokens in (0, 1], such as 0.15")
         if min(mask_share, random_share) < 0 or mask_share + random_share > 1 + 1e-9:
             raise ValueError(f"mask_share {mask_share} and random_share {random_share}: expected a sum of at most 1")
-        if masking not in MASKINGS:
-            raise ValueError(f"masking is {masking!r}: expected one of {', '.join(MASKINGS)}")
-        self.mask_id, self.mask_prob, self.seed, self.masking = tokenizer.mask_id, mask_prob, seed, masking
-        self._word_starts = tokenizer.word_starts | (masking == "token")  # [vocab_size]
+        self.mask_id, self.mask_prob, self.seed = tokenizer.mask_id, mask_prob, seed
+        self.masking = masking or WholeWord()
+        self._word_starts = tokenizer.word_starts | (not self.masking.keeps_words)  # [vocab_size]
         self._word_ends = tokenizer.word_ends  # [vocab_size]
         self._mask_below, self._random_below = mask_share, mask_share + random_share
         self._selectable = np.ones(tokenizer.vocab_size, bool)  # [vocab_size]
@@ -115,14 +113,15 @@ class Masker:
         chunk = min(max(1, _CHUNK_TOKENS // max(1, seq_length)), 1 << _ROW_BITS)
         for begin in range(0, num_rows, chunk):
             rows = slice(begin, begin + chunk)
-            selected, selected_rows = self._select(
+            selected, selected_rows, begins = self._select(
                 masked[rows], document_ids[rows] != 0, order_keys[rows], ngram_keys[rows]
             )
             columns = selected - selected_rows * seq_length
             ids = masked[rows].reshape(-1)  # a view: rows of a contiguous array
             originals = ids[selected]
             labels[rows].reshape(-1)[selected] = originals
-            action = to_unit(fold_in(action_keys[rows][selected_rows], columns))
+            acting = columns[begins] if self.masking.acts_together else columns
+            action = to_unit(fold_in(action_keys[rows][selected_rows], acting))
             draw = to_unit(fold_in(piece_keys[rows][selected_rows], columns)) * self._random_pieces.size
             pieces = self._random_pieces[draw.astype(np.int64)]
             replaced = np.where(action < self._random_below, pieces, originals)
@@ -135,23 +134,27 @@ class Masker:
         valid: NDArray[np.bool_],
         order_keys: NDArray[np.uint64],
         ngram_keys: NDArray[np.uint64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the flat indices into `[rows, seq]` of the predicted tokens and the row of each, both `[selected]`."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return three arrays `[selected]` about the predicted tokens, unit after unit.
+
+        They are the tokens' flat indices into `[rows, seq]`, their rows, and where among them their units begin.
+        """
         num_rows, seq_length = input_ids.shape
         selectable = self._selectable[input_ids] & valid  # [rows, seq]
         num_tokens = np.count_nonzero(selectable, axis=1)  # [rows]
         flat = np.flatnonzero(selectable)  # [tokens]: from here on only ordinary tokens
         if not flat.size:
-            return flat, flat
+            return flat, flat, flat
         budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
         gaps = ~_shift_right(selectable)  # [rows, seq]: no ordinary token comes right before
-        begins = word_begins(self._word_starts, self._word_ends, input_ids) | gaps  # [rows, seq]
-        first, single = _units(begins.reshape(-1)[flat])  # [units]
+        starts = word_begins(self._word_starts, self._word_ends, input_ids) | gaps  # [rows, seq]
+        first, single = _units(starts.reshape(-1)[flat])  # [units]
         row_ends = np.cumsum(num_tokens)
         unit_rows = _rows_of(first, row_ends)
-        if self.masking == "ngram":
+        if self.masking.longest > 1:
             alone = single | gaps.reshape(-1)[flat[first]]  # [units]: joins no unit on its left
-            lengths = _draw_lengths(fold_in(ngram_keys[unit_rows], flat[first] - unit_rows * seq_length))
+            draws = to_unit(fold_in(ngram_keys[unit_rows], flat[first] - unit_rows * seq_length))
+            lengths = self._lengths(draws, input_ids.reshape(-1)[flat], first)
             units = _join_words(first, alone, single, lengths, flat.size, budgets[unit_rows])
             first, unit_rows = first[units], unit_rows[units]
         sizes = np.diff(first, append=flat.size)
@@ -162,7 +165,22 @@ class Masker:
         keys.sort()
         order = (keys & np.uint64((1 << _UNIT_BITS) - 1)).astype(np.int64)  # [units]: by row, then by random key
         taken = _take_greedily(order, unit_rows, sizes, budgets)
-        return flat[np.repeat(taken, sizes)], np.repeat(unit_rows[taken], sizes[taken])
+        taken_sizes = sizes[taken]
+        begins = np.repeat(np.cumsum(taken_sizes) - taken_sizes, taken_sizes)
+        return flat[np.repeat(taken, sizes)], np.repeat(unit_rows[taken], taken_sizes), begins
+
+    def _lengths(
+        self, draws: NDArray[np.float64], ids: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the masking's lengths `[words]`. Raises `UserError` if a plug-in gives anything else."""
+        lengths, longest = np.asarray(self.masking.lengths(draws, ids, first)), self.masking.longest
+        is_right = lengths.shape == first.shape and np.issubdtype(lengths.dtype, np.integer)
+        if not is_right or (lengths.size and not 1 <= lengths.min() <= lengths.max() <= longest):
+            raise UserError(
+                f"{type(self.masking).__name__}.lengths gave {lengths!r:.60}: expected a whole number from 1 to "
+                f"{longest} for each of {first.size} words"
+            )
+        return lengths
 
 
 def _shift_right(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -192,12 +210,6 @@ def _rows_of(first: NDArray[np.int64], row_ends: NDArray[np.int64]) -> NDArray[n
     return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
 
 
-def _draw_lengths(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return numbers of words per n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
-    shares = 1 / np.arange(1, MAX_NGRAM + 1)
-    return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), to_unit(hashes), side="right")
-
-
 def _join_words(
     first: NDArray[np.int64],
     alone: NDArray[np.bool_],
@@ -219,7 +231,7 @@ def _join_words(
     room = np.where(single, 1, bounds[np.searchsorted(bounds, units, side="right")] - units)
     lengths = np.minimum(lengths, room)
     ends = np.append(first, num_tokens)  # [units + 1]
-    for words in range(MAX_NGRAM, 1, -1):
+    for words in range(int(lengths.max(initial=1)), 1, -1):
         over = (lengths == words) & (ends[np.minimum(units + words, num_units)] - first > budgets)
         lengths[over] = words - 1
     # Walk all runs of joined units in parallel; each n-gram gives the begin of the next one.

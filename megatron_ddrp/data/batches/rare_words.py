@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.randomness import fold_in, hash_uint64
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,17 @@ class RareWords:
 class WordFinder:
     """Finder of whole words in rows of piece ids.
 
-    `word_starts` is bool `[vocab_size]`; `special_ids` are in no word. In a vocabulary that marks the ends of words,
-    `word_ends` is bool `[vocab_size]` and not False everywhere.
+    The tokenizer's special pieces are in no word. Its `word_ends` are False everywhere in a vocabulary that does not
+    mark the ends of words.
     """
 
-    def __init__(
-        self,
-        word_starts: NDArray[np.bool_],
-        special_ids: NDArray[np.int64],
-        word_ends: NDArray[np.bool_] | None = None,
-    ) -> None:
-        self.vocab_size = len(word_starts)
-        self._ordinary = np.ones(len(word_starts), bool)
-        self._ordinary[special_ids] = False
-        self._starts = np.asarray(word_starts, bool) & self._ordinary
-        self._ends = np.asarray(word_ends, bool) if word_ends is not None and np.any(word_ends) else None
-        self._keys = hash_uint64(0, "word-piece", np.arange(len(word_starts)))  # [vocab]
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab_size = len(tokenizer.word_starts)
+        self._ordinary = np.ones(self.vocab_size, bool)
+        self._ordinary[tokenizer.special_ids] = False
+        self._starts = tokenizer.word_starts & self._ordinary
+        self._ends = tokenizer.word_ends if tokenizer.word_ends.any() else None
+        self._keys = hash_uint64(0, "word-piece", np.arange(self.vocab_size))  # [vocab]
 
     def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks begins of rows.

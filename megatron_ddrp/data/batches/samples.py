@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,16 +32,6 @@ BLOCK = 64
 """Number of documents between two running totals."""
 _CHUNK = BLOCK << 12  # documents read at once while the totals are made
 _SAMPLES, _DOCUMENTS, _TOKENS = range(3)  # columns of the totals
-
-
-class _Pieces(NamedTuple):
-    """Places of samples, int64, in the shape of the indices."""
-
-    documents: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    """First token within the document."""
-    lengths: NDArray[np.int64]
-    """Number of tokens, without special ones."""
 
 
 class NoSample(UserError):
@@ -95,10 +85,10 @@ class SampleIndex:
 
         n arrays `[1 … seq_length - 2]`.
         """
-        pieces = self._find(np.asarray(indices))
-        firsts = self.dataset.document_indices[pieces.documents].tolist()
-        lasts = self.dataset.document_indices[pieces.documents + 1].tolist()
-        places = zip(firsts, lasts, pieces.begins.tolist(), pieces.lengths.tolist(), strict=True)
+        documents, begins, lengths = self._find(np.asarray(indices))
+        firsts = self.dataset.document_indices[documents].tolist()
+        lasts = self.dataset.document_indices[documents + 1].tolist()
+        places = zip(firsts, lasts, begins.tolist(), lengths.tolist(), strict=True)
         return [
             self.dataset.get(first, begin, length)
             if last - first == 1
@@ -108,10 +98,14 @@ class SampleIndex:
 
     def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return the number of tokens per sample, including [CLS] and [SEP], in the shape of `indices`."""
-        return self._find(np.asarray(indices)).lengths + NUM_SPECIAL_TOKENS
+        _, _, lengths = self._find(np.asarray(indices))
+        return lengths + NUM_SPECIAL_TOKENS
 
-    def _find(self, indices: NDArray[np.int64]) -> _Pieces:
-        """Return the places of samples: search the totals, then count the documents in one block."""
+    def _find(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Return documents, first tokens within them, and lengths without special tokens, in the shape of `indices`.
+
+        Searches the totals, then counts the documents in one block.
+        """
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
         numbers = indices.ravel() + self._first
@@ -125,15 +119,14 @@ class SampleIndex:
         before = np.where(places > 0, ends[rows, places - 1], 0)
         begins = (within - before) * self._piece_length
         lengths = np.minimum(self._piece_length, tokens[rows, places] - begins)
-        found = blocks * BLOCK + places, begins, lengths
-        return _Pieces(*(values.reshape(indices.shape) for values in found))
+        return tuple(values.reshape(indices.shape) for values in (blocks * BLOCK + places, begins, lengths))
 
     def _check_blocks(self, blocks: NDArray[np.int64], samples: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Refuse blocks `[n]` whose samples and tokens differ from the totals."""
         expected = self._totals[blocks + 1] - self._totals[blocks]  # [n, 3]
         wrong = np.flatnonzero((expected[:, _SAMPLES] != samples) | (expected[:, _TOKENS] != tokens))
         if wrong.size:
-            raise _damaged(self.dataset, int(blocks[wrong[0]]) * BLOCK)
+            raise _damage(self.dataset, int(blocks[wrong[0]]) * BLOCK)
 
     def _totals_before(self, document: int) -> NDArray[np.int64]:
         """Return the numbers of samples, kept documents and their tokens before a document, `[3]`."""
@@ -202,7 +195,7 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
     bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 2]: sequences
     disordered = (np.diff(bounds) < 0).any(axis=1) | (bounds[:, 0] < 0) | (bounds[:, -1] > len(dataset.sizes))
     if disordered.any():
-        raise _damaged(dataset, int(firsts[disordered][0]))
+        raise _damage(dataset, int(firsts[disordered][0]))
     bounds = bounds[:, :-1]  # includes one document more: if its size is far too large, it would fill the memory
     widths = bounds[:, -1] - bounds[:, 0]  # [n]
     ends = np.cumsum(widths)
@@ -215,7 +208,7 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
     return np.maximum(tokens - dataset.closing_tokens, 0) if dataset.closing_tokens else tokens
 
 
-def _damaged(dataset: IndexedDataset, document: int) -> UserError:
+def _damage(dataset: IndexedDataset, document: int) -> UserError:
     return UserError(
         f"{dataset.prefix}.idx: damaged near document {document}: changed since the sample index was made; "
         f"{MEND}, and see all of it by megatron-ddrp dataset verify"

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from megatron_ddrp.data.atomic import AnyPath, take_lock
 from megatron_ddrp.data.batches.index_cache import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
-from megatron_ddrp.data.progress import Advance, silent
+from megatron_ddrp.data.progress import Advance, progress, silent
 from megatron_ddrp.data.tokenizers.spelling import BEGIN
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -39,7 +38,7 @@ _WORD = np.dtype([(name, np.int64) for name in ("count", "sequence", "offset", "
 """A word: its hash, its count and the place of one of its occurrences."""
 
 
-def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _merge_words(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return the different words of all parts `[words]`, sorted by hash, with summed counts."""
     words = np.concatenate(parts)
     _, first, inverse = np.unique(words["hash"], return_index=True, return_inverse=True)
@@ -49,11 +48,11 @@ def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def count_rare_words(
-    parts: Sequence[Part], finder: WordFinder, bounds: tuple[int, int], progress: Advance = silent
+    parts: Sequence[Part], finder: WordFinder, bounds: tuple[int, int], advance: Advance = silent
 ) -> RareWords:
     """Return the words that occur at least `bounds[0]` and at most `bounds[1]` times in all parts together.
 
-    Calls `progress` with the number of tokens read since the last call.
+    Calls `advance` with the number of tokens read since the last call.
     """
     single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, the most frequent kind, are counted by it
     known, fresh, waiting = np.empty(0, _WORD), [], 0
@@ -67,24 +66,24 @@ def count_rare_words(
         words = np.ones(len(first), _WORD)
         words["hash"], words["size"] = finder.hashes(ids, first, sizes), sizes
         words["sequence"], words["offset"] = sequences[row], first - begins[row]
-        fresh.append(_merged([words]))
+        fresh.append(_merge_words([words]))
         waiting += len(fresh[-1])
         if waiting > max(_MERGE_WORDS, len(known)):
-            known, fresh, waiting = _merged([known, *fresh]), [], 0
-        progress(len(ids))
-    known = _merged([known, *fresh])
+            known, fresh, waiting = _merge_words([known, *fresh]), [], 0
+        advance(len(ids))
+    known = _merge_words([known, *fresh])
     known = known[(known["count"] >= bounds[0]) & (known["count"] <= bounds[1])]
     pieces = np.flatnonzero((single >= bounds[0]) & (single <= bounds[1]))
     words_of_one = finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))
     hashes = np.concatenate([known["hash"], words_of_one])
     counts = np.concatenate([known["count"], single[pieces]])
-    spelled = [*_spelled(known, parts), *pieces[:, None]]
+    spelled = [*_read_pieces(known, parts), *pieces[:, None]]
     order = np.argsort(hashes)
     flat = np.concatenate([np.empty(0, np.int64), *(spelled[word] for word in order.tolist())])
     return RareWords(hashes[order], counts[order], flat, np.cumsum([len(spelled[word]) for word in order.tolist()]))
 
 
-def _spelled(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
+def _read_pieces(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
     """Yield the piece ids of each word, read at its place."""
     firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # number of the first sequence of each part
     for word in words:
@@ -135,7 +134,13 @@ def open_rare_words(
         if arrays is not None:
             words = RareWords(**arrays)
         else:
-            words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {cache.path}"
+            total = sum(
+                int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
+                for dataset, (low, high) in parts
+            )
+            with progress("token", total, "counting words", scale=True) as bar:
+                words = count_rare_words(parts, WordFinder(tokenizer), bounds, bar.update)
+            kept = f"to be counted into {cache.path}"
             if keep:
                 refused = cache.write(vars(words))
                 kept = f"counted into {cache.path}"
@@ -166,16 +171,6 @@ def _sample_digest(dataset: IndexedDataset) -> str:
     for sequence in np.unique(np.linspace(0, max(0, len(dataset) - 1), 64).astype(int)) if len(dataset) else ():
         digest.update(np.ascontiguousarray(dataset[int(sequence)]).tobytes())
     return digest.hexdigest()
-
-
-def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int]) -> RareWords:
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids, tokenizer.word_ends)
-    total = sum(
-        int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
-        for dataset, (low, high) in parts
-    )
-    with tqdm(total=total, desc="counting words", unit="token", unit_scale=True, file=sys.stderr) as bar:
-        return count_rare_words(parts, finder, bounds, bar.update)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -153,7 +153,7 @@ class DatasetIndex:
             yield f"{size} bytes, expected a multiple of {self.dtype.itemsize} for {self.dtype.name} ids; {MEND}"
 
 
-def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:
+def write_index(index: BinaryIO, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:
     """Write an index for token ids of `dtype`, `CHUNK` numbers at a time, from two files.
 
     `sizes` holds the tokens of each sequence, `documents` the sequences of each document, both of type `SIZE`.
@@ -220,18 +220,31 @@ def index_faults(index: DatasetIndex) -> Iterator[str]:
     sizes, pointers, indices, width = index.sizes, index.pointers, index.document_indices, index.dtype.itemsize
 
     def gap(i: int) -> str:
-        end = int(pointers[i - 1]) + int(sizes[i - 1]) * width
-        return f"sequence {i} begins at byte {pointers[i]}, but sequence {i - 1} ends at byte {end}"
+        end = int(pointers[i]) + int(sizes[i]) * width
+        return f"sequence {i + 1} begins at byte {pointers[i + 1]}, but sequence {i} ends at byte {end}"
 
     def crossing(d: int) -> str:
         return f"document {d} begins with sequence {indices[d]}, but ends before sequence {indices[d + 1]}"
 
-    yield from first_faults("negative sizes", _negative(sizes), lambda i: f"sequence {i} has {sizes[i]} tokens")
+    def has_gap(these: slice, following: slice) -> np.ndarray:
+        return pointers[these] + sizes[these].astype(np.int64) * width != pointers[following]
+
+    negative = _places(len(sizes), lambda these, _: sizes[these] < 0)
+    gaps = _places(len(sizes) - 1, has_gap)
+    crossings = _places(len(indices) - 1, lambda these, following: indices[these] > indices[following])
+    yield from first_faults("negative sizes", negative, lambda i: f"sequence {i} has {sizes[i]} tokens")
     if len(index) and pointers[0] != 0:
         yield f"sequence 0 begins at byte {pointers[0]}, expected 0"
-    yield from first_faults("sequences that do not begin at the end of the previous one", _gaps(index), gap)
+    yield from first_faults("sequences that do not begin at the end of the previous one", gaps, gap)
     yield from index.faults_of_ends()
-    yield from first_faults("documents that end before they begin", _crossings(indices), crossing)
+    yield from first_faults("documents that end before they begin", crossings, crossing)
+
+
+def _places(count: int, is_wrong: Callable[[slice, slice], np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the wrong ones of the places 0 to `count`, a chunk at a time, as `is_wrong(places, places + 1)` tells."""
+    for begin in range(0, count, CHUNK):
+        end = min(begin + CHUNK, count)
+        yield begin + np.flatnonzero(is_wrong(slice(begin, end), slice(begin + 1, end + 1)))
 
 
 def first_faults(kind: str, found: Iterable[np.ndarray], words: Callable[[Any], str]) -> Iterator[str]:
@@ -242,21 +255,3 @@ def first_faults(kind: str, found: Iterable[np.ndarray], words: Callable[[Any], 
         total += len(places)
     if total > MOST_LISTED:
         yield f"{total - MOST_LISTED:,} more {kind}, {total:,} in all"
-
-
-def _negative(sizes: np.ndarray) -> Iterator[np.ndarray]:
-    for begin in range(0, len(sizes), CHUNK):
-        yield begin + np.flatnonzero(sizes[begin : begin + CHUNK] < 0)
-
-
-def _gaps(index: DatasetIndex) -> Iterator[np.ndarray]:
-    for begin in range(0, len(index) - 1, CHUNK):
-        pointers = index.pointers[begin : begin + CHUNK + 1]
-        lengths = index.sizes[begin : begin + len(pointers) - 1].astype(np.int64) * index.dtype.itemsize  # bytes
-        yield begin + 1 + np.flatnonzero(pointers[:-1] + lengths != pointers[1:])
-
-
-def _crossings(indices: np.ndarray) -> Iterator[np.ndarray]:
-    for begin in range(0, len(indices) - 1, CHUNK):
-        part = indices[begin : begin + CHUNK + 1]
-        yield begin + np.flatnonzero(part[:-1] > part[1:])

@@ -23,8 +23,7 @@ import megatron_ddrp
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
+from megatron_ddrp.data.dataset.manifest import PATH, entry, path_entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
@@ -67,7 +66,7 @@ def merge(
         known = [manifest for manifest in manifests if manifest is not None]
         merged = None
         if len(known) == len(datasets):
-            merged = merged_manifest(known, datasets, dtype) | path_entry(prefixes, output_prefix)
+            merged = merge_manifests(known, datasets, dtype) | path_entry(prefixes, output_prefix)
         output.publish([merged])
     return IndexedDataset(output_prefix)
 
@@ -86,7 +85,7 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
     refuse_wrong_sums(dataset.prefix, manifest, digest.hexdigest())
 
 
-def merged_manifest(
+def merge_manifests(
     manifests: Sequence[dict[str, Any]], datasets: Sequence[IndexedDataset], dtype: np.dtype
 ) -> dict[str, Any]:
     """Return the merged manifest: summed counts, all inputs, and the other entries on which all manifests agree."""
@@ -105,7 +104,7 @@ def merged_manifest(
         "version": megatron_ddrp.__version__,
     }
     if "partition" in first:  # then all are parts of one run, whose manifest this is
-        return merged | {"inputs": joined_inputs(manifests)}
+        return merged | {"inputs": join_inputs(manifests)}
     inputs = [manifest.get("inputs") or [] for manifest in manifests]
     return merged | {
         "inputs": [file for files in inputs if isinstance(files, list) for file in files],
@@ -161,11 +160,11 @@ def shuffle(
                 ids = b"".join(dataset[sequence].tobytes() for sequence in range(first, last))
                 output.append(0, ids, dataset.sizes[first:last])
                 advance(len(ids))
-        output.publish([None if manifest is None else _shuffled(manifest, dataset.prefix, output_prefix, seed)])
+        output.publish([None if manifest is None else _with_seed(manifest, dataset.prefix, output_prefix, seed)])
     return IndexedDataset(output_prefix)
 
 
-def _shuffled(manifest: dict[str, Any], prefix: str, output_prefix: str, seed: int) -> dict[str, Any]:
+def _with_seed(manifest: dict[str, Any], prefix: str, output_prefix: str, seed: int) -> dict[str, Any]:
     """Return the manifest of a dataset with the seed as `shuffled`."""
     kept = {key: value for key, value in manifest.items() if key not in ("files", "partition", PATH)}
     return kept | {"shuffled": seed, "version": megatron_ddrp.__version__} | path_entry([prefix], output_prefix)
@@ -230,7 +229,7 @@ def _few(numbers: Sequence[int]) -> str:
     return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
 
 
-def joined_inputs(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
+def join_inputs(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
     """Return the input files of all parts, in order, each once.
 
     A file that several parts have read carries their `ranges`, each with its SHA-256, instead of one SHA-256. Raises
@@ -245,13 +244,13 @@ def joined_inputs(manifests: Sequence[Manifest]) -> list[dict[str, Any]]:
             joined.append({"name": file["name"], "bytes": file["bytes"], "ranges": []})
         ranges = joined[-1].get("ranges") if joined and joined[-1]["name"] == file["name"] else None
         if ranges is None or file["begin"] != (ranges[-1]["end"] if ranges else 0):
-            raise _changed(file["name"])
+            raise _mismatch(file["name"])
         ranges.append({key: file[key] for key in ("begin", "end", "sha256")})
     for file in joined:
         if "ranges" in file and file["ranges"][-1]["end"] != file["bytes"]:
-            raise _changed(file["name"])
+            raise _mismatch(file["name"])
     return joined
 
 
-def _changed(name: str) -> UserError:
+def _mismatch(name: str) -> UserError:
     return UserError(f"{name} changed between the parts: their ranges do not meet; preprocess all parts again")

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile, lock, sync, sync_folder, write_text
+from megatron_ddrp.data.atomic import atomic_file, lock, sync, sync_folder, write_text
 from megatron_ddrp.data.dataset.dataset_index import SIZE, dataset_path, write_index
 from megatron_ddrp.data.dataset.manifest import write_manifest
 from megatron_ddrp.data.sealed import check_object, crc_of, seal_object
@@ -120,7 +120,7 @@ class UnfinishedDatasets:
         for growing in self._files[number]:
             growing.sync()
         ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
-        with AtomicFile(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
+        with atomic_file(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
             write_index(file, self.dtype, lengths, counts)
         if manifest is not None:
             write_manifest(text, manifest, ids, index)

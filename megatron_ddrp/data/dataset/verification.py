@@ -73,9 +73,9 @@ def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance
         return
     yield from (f"{bin_path}: {fault}" for fault in index.faults_of_bin(size))
     vocab_size = tokenizer.vocab_size if tokenizer is not None else made_by.get("vocab_size")
-    ids = _IdCheck(index, bin_path, vocab_size if isinstance(vocab_size, int) else None)
-    yield from (f"{bin_path}: {fault}" for fault in ids.faults(advance))
-    yield from _wrong_hash(manifest, bin_path, ids.digest.hexdigest)
+    digest, known = hashlib.sha256(), vocab_size if isinstance(vocab_size, int) else None
+    yield from (f"{bin_path}: {fault}" for fault in _wrong_ids(index, bin_path, known, digest, advance))
+    yield from _wrong_hash(manifest, bin_path, digest.hexdigest)
 
 
 def refuse_wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> None:
@@ -96,7 +96,7 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
     Calls `advance` with the bytes read since the last call.
     """
     manifest, manifest_path = read_manifest(prefix), dataset_path(prefix, ".json")
-    recorded = {path: _recorded(manifest, path) for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))}
+    recorded = {path: _recorded_sum(manifest, path) for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))}
     if None in recorded.values():
         reason = "there is no such file" if manifest is None else "it holds no SHA-256"
         raise UserError(
@@ -157,40 +157,36 @@ def _other_tokenizer(made_by: dict[str, Any], tokenizer: Tokenizer) -> str | Non
     return f"made by tokenizer {tokenizer_name(made_by)}, but the tokenizer given is {given}"
 
 
-class _IdCheck:
-    """A pass over all ids of a `PREFIX.bin`; afterwards `digest` covers every byte of the file."""
+def _wrong_ids(index: DatasetIndex, path: Path, vocab_size: int | None, digest: Any, advance: Advance) -> Iterator[str]:
+    """Yield lines about ids outside the vocabulary; afterwards `digest` covers every byte of `PREFIX.bin`.
 
-    def __init__(self, index: DatasetIndex, path: Path, vocab_size: int | None):
-        self._index, self._path = index, path
-        self._most = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
-        self._expected = "expected none below 0" if vocab_size is None else f"expected 0 to {self._most}"
-        self.digest = hashlib.sha256()
+    Calls `advance` with the bytes read since the last call.
+    """
+    width, most = index.dtype.itemsize, np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
+    expected = "expected none below 0" if vocab_size is None else f"expected 0 to {most}"
 
-    def faults(self, advance: Advance) -> Iterator[str]:
-        """Yield lines about ids outside the vocabulary. Calls `advance` with the bytes read since the last call."""
-        yield from first_faults("ids outside the vocabulary", self._foreign(advance), self._words)
-        if rest := file_size(self._path) % self._index.dtype.itemsize:
-            with open(self._path, "rb") as stream:
-                stream.seek(-rest, os.SEEK_END)
-                self.digest.update(stream.read())
-
-    def _foreign(self, advance: Advance) -> Iterator[np.ndarray]:
-        """Return place and id of the ids outside the vocabulary, `[ids, 2]`."""
+    def places_and_ids() -> Iterator[np.ndarray]:  # [ids, 2] each
         begin = 0
-        for chunk in token_chunks(self._path, self._index.dtype):
-            self.digest.update(chunk.data)
-            if int(chunk.min()) < 0 or int(chunk.max()) > self._most:
-                places = np.flatnonzero((chunk < 0) | (chunk > self._most))
+        for chunk in token_chunks(path, index.dtype):
+            digest.update(chunk.data)
+            if int(chunk.min()) < 0 or int(chunk.max()) > most:
+                places = np.flatnonzero((chunk < 0) | (chunk > most))
                 yield np.stack([begin + places, chunk[places].astype(np.int64)], axis=1)
             begin += len(chunk)
             advance(chunk.nbytes)
 
-    def _words(self, place_and_id: np.ndarray) -> str:
+    def words(place_and_id: np.ndarray) -> str:
         place, token = place_and_id.tolist()
         # bisect reads a few of the pointers; numpy would copy all of them.
-        sequence = bisect_right(self._index.pointers, place * self._index.dtype.itemsize) - 1
+        sequence = bisect_right(index.pointers, place * width) - 1
         inside = "" if sequence < 0 else f" (of sequence {sequence})"
-        return f"token {place}{inside} is id {token}, {self._expected}"
+        return f"token {place}{inside} is id {token}, {expected}"
+
+    yield from first_faults("ids outside the vocabulary", places_and_ids(), words)
+    if rest := file_size(path) % width:
+        with open(path, "rb") as stream:
+            stream.seek(-rest, os.SEEK_END)
+            digest.update(stream.read())
 
 
 def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str]:
@@ -206,11 +202,11 @@ def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str
 
 
 def _wrong_hash(manifest: dict[str, Any], path: Path, digest: Callable[[], str]) -> Iterator[str]:
-    expected = _recorded(manifest, path)
+    expected = _recorded_sum(manifest, path)
     if expected is not None and (found := digest()) != expected:
         yield f"{path}: SHA-256 {found[:12]}…, but its manifest says {str(expected)[:12]}…: changed since then"
 
 
-def _recorded(manifest: dict[str, Any] | None, path: Path) -> Any:
+def _recorded_sum(manifest: dict[str, Any] | None, path: Path) -> Any:
     """Return the SHA-256 of a dataset's file from its manifest, or None if the manifest lacks it."""
     return entry(entry(manifest, "files"), path.suffix.removeprefix(".")).get("sha256")

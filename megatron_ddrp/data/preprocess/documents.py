@@ -12,17 +12,16 @@ Text columns of Parquet files, read by pyarrow (an optional dependency) a few ro
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from megatron_ddrp.data.preprocess.arrow_tables import table_rows
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chunk
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import reading
 
 MAX_RECORD_BYTES = 1 << 26
 """Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
@@ -39,24 +38,25 @@ _OVERLAP = 64  # bytes of the block before in which a separator may begin
 
 def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
     """Yield all records of an open input in order, in chunks of about `chunk_bytes` uncompressed bytes."""
-    before = 0
-    if opened.file.ending == ".parquet":
+    read = line = 0
+    if opened.file.is_table:
         size = opened.manifest_entry()["bytes"]  # hashed here, because pyarrow reads the file itself
-        for rows, done in parquet_rows(opened.file.path, keys, chunk_bytes):
-            yield Chunk("rows", rows, int(done * size) - before)
-            before = int(done * size)
+        for rows, done in table_rows(opened.file.path, keys, chunk_bytes):
+            yield Chunk("rows", rows, int(done * size) - read, line)
+            read, line = int(done * size), line + len(rows)
         return
     for kind, data in _parts(opened, chunk_bytes):
-        yield Chunk(kind, data, opened.bytes_read - before)
-        before = opened.bytes_read
+        yield Chunk(kind, data, opened.bytes_read - read, line)
+        read, line = opened.bytes_read, line + data.count(b"\n")
 
 
-def name_faults(path: str, line: int, faults: Sequence[Fault], on_error: str) -> list[str]:
-    """Return `file:line: reason` for each fault of a chunk that begins after `line` lines of its file.
+def name_faults(file: InputFile, faults: Sequence[Fault], on_error: str) -> list[str]:
+    """Return `file:line: reason` for each fault of a chunk.
 
     Raises `UserError` for the first fault if `on_error` is `stop`, not `skip`.
     """
-    reasons = [f"{path}:{line + fault.line}: {fault.reason}" for fault in faults]
+    before = lines_before(file) if faults else 0
+    reasons = [f"{file.path}:{before + fault.line}: {fault.reason}" for fault in faults]
     if reasons and on_error == "stop":
         raise UserError(f"{reasons[0]}; fix the file, or skip such records with --on-error skip")
     return reasons
@@ -75,14 +75,12 @@ def iter_documents(
     last call.
     """
     for file in find_inputs(names):
-        line = 0
         with OpenInput(file) as opened:
             for chunk in iter_chunks(opened, json_keys):
-                parsed = parse_chunk(chunk, json_keys)
-                for reason in name_faults(file.path, line, parsed.faults, on_error):
+                texts, faults = parse_chunk(chunk, json_keys)
+                for reason in name_faults(file, faults, on_error):
                     on_skip(reason)
-                line += parsed.lines
-                yield from parsed.texts
+                yield from texts
                 on_read(chunk.read)
 
 
@@ -195,73 +193,3 @@ _LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
     "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
 }
 """Format → a function that tells whether a line is the last of its record; None where every line is."""
-
-
-ROWS = 512  # decoded at once; pages, not rows, are what pyarrow keeps in memory
-
-
-Row = tuple[bytes | str | None, ...]
-"""Cell of each column: its UTF-8, None for null, or why the file cannot give it, as a `str`."""
-
-
-def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator[tuple[list[Row], float]]:
-    """Yield parts of about `part_bytes` bytes: rows, and the fraction of the file's rows read.
-
-    Columns that are missing or hold no strings are faults of every row. Raises `UserError` without pyarrow, and for a
-    damaged file.
-    """
-    with open_parquet(path) as file:
-        import pyarrow
-
-        faults = [_column_fault(file.schema_arrow, column) for column in columns]
-        sound = [column for column, fault in zip(columns, faults, strict=True) if not fault]
-        total = max(1, file.metadata.num_rows)
-        rows: list[Row] = []
-        size = done = 0
-        for batch in file.iter_batches(ROWS, columns=sound, use_threads=False):
-            cells = [
-                [fault] * batch.num_rows if fault else batch.column(column).cast(pyarrow.large_binary()).to_pylist()
-                for column, fault in zip(columns, faults, strict=True)
-            ]
-            rows += zip(*cells, strict=True)
-            size += batch.nbytes + batch.num_rows * sum(map(len, faults))
-            done += batch.num_rows
-            if size >= part_bytes:
-                yield rows, done / total
-                rows, size = [], 0
-        yield rows, 1.0
-
-
-@contextlib.contextmanager
-def open_parquet(path: str) -> Iterator[Any]:
-    """Open a file as pyarrow's `ParquetFile`, which reads pages when needed.
-
-    Raises `UserError` without pyarrow, and for a damaged file, also if the damage shows inside the block.
-    """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{path}: needs pyarrow, which is not installed; pip install 'megatron-ddrp[parquet]'"
-        ) from None
-    with (
-        reading(path, "damaged, or not a Parquet file ({error}); copy it again"),
-        pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file,
-    ):
-        yield file
-
-
-def _column_fault(schema: Any, column: str) -> str:
-    """Return why a column gives no strings; empty if it does."""
-    import pyarrow.types as types
-
-    count = schema.names.count(column)
-    if count == 0:
-        return f"no column {column!r}, it has {', '.join(schema.names[:8]) or 'none'} (see --json-keys)"
-    if count > 1:
-        return f"column {column!r} is there {count} times, expected once"
-    kind = schema.field(column).type
-    plain = kind.value_type if types.is_dictionary(kind) else kind
-    if str(plain) not in ("string", "large_string", "string_view", "null"):
-        return f"column {column!r} holds {kind}, expected strings"
-    return ""

@@ -9,10 +9,10 @@ from itertools import islice
 import numpy as np
 
 from megatron_ddrp.data.dataset.manifest import refuse_existing
-from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before, name_faults
+from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
 from megatron_ddrp.data.preprocess.partition import own_bytes, own_files
-from megatron_ddrp.data.progress import tracked
+from megatron_ddrp.data.progress import track
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedDocuments
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_unknown, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -68,7 +68,7 @@ def estimate(config: PreprocessConfig) -> Estimate:
     found = Estimate(len(files), own_bytes(files) or 0, [KeyCounts() for _ in config.json_keys])
     found.token_bytes = tokenize.tokenizer.dtype.itemsize
     count = min(FILES, len(files))
-    for number in tracked(range(count), "file", "reading"):
+    for number in track(range(count), "file", "reading"):
         _read(files[number * len(files) // count], tokenize, config, found)
     lines = [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]
     for prefix, counts in zip(config.prefixes, found.by_key, strict=True):
@@ -80,15 +80,13 @@ def estimate(config: PreprocessConfig) -> Estimate:
 def _read(file: InputFile, tokenize: ChunkTokenizer, config: PreprocessConfig, found: Estimate) -> None:
     """Add the first chunks of a file."""
     found.read_files += 1
-    line, is_packed = 0, bool(file.packing) or file.ending == ".parquet"
+    is_packed = bool(file.packing) or file.is_table
     with OpenInput(file) as opened:
         for chunk in islice(iter_chunks(opened, config.json_keys, BLOCK_BYTES), CHUNKS):
             began = time.monotonic()
             done = tokenize(chunk)
             found.seconds += time.monotonic() - began
-            before = lines_before(file) + line if done.faults else 0
-            found.skipped += name_faults(file.path, before, done.faults, config.on_error)
-            line += done.lines
+            found.skipped += name_faults(file, done.faults, config.on_error)
             found.read_bytes += done.read if is_packed else done.text_bytes  # not what is only read ahead
             found.by_key = [counts.plus(new.counts) for counts, new in zip(found.by_key, done.by_key, strict=True)]
             found.beginning = found.beginning or _beginning(done.by_key[0], tokenize)

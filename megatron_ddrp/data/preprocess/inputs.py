@@ -20,14 +20,16 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
 
 STANDARD_INPUT = "-"
-ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+TABLES = (".parquet", ".arrow")
+"""Endings of tables, which are read by rows."""
+ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
 """Accepted endings of file names, in any case. Files without one, as WikiExtractor writes them, are recognised by their
 content."""
 
 INPUT_HELP = (
     ".jsonl, .ndjson or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, "
-    "each also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is "
-    "standard input"
+    "each also as .gz, .xz, .zst or .bz2; .parquet or .arrow (rows); a folder, also one of Dataset.save_to_disk, or a "
+    "quoted pattern of these, sorted; a pipe; - is standard input"
 )
 """Help of a command's `--input`."""
 
@@ -64,6 +66,11 @@ class InputFile(NamedTuple):
         """Ending of the uncompressed file's name in lower case, such as `.jsonl`; often empty."""
         return Path(self.path[: len(self.path) - len(self.packing)]).suffix.lower()
 
+    @property
+    def is_table(self) -> bool:
+        """True for a file of rows."""
+        return self.ending in TABLES
+
 
 def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[InputFile]:
     """Return the input files for names of files, folders, patterns (`*`, `?`, `**`), pipes and `-`.
@@ -78,7 +85,10 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     files: list[InputFile] = []
     for name in names:
         if os.path.isdir(name):
-            files += _files_of_folder(name, apart)
+            files += (found := _sorted_files(name, apart))
+            if not found:
+                kinds = f"{_KNOWN} (also packed: {_PACKED}), nor WikiExtractor's"
+                raise UserError(f"{name}: holds no file that ends in {kinds}")
         elif glob.has_magic(name) and not os.path.exists(name):
             files += _files_of_pattern(name, apart)
         else:
@@ -108,7 +118,7 @@ class OpenInput:
 
     def __init__(self, file: InputFile):
         self.file = file
-        self._raw = _open_raw(file.path, file.begin, file.end)
+        self._raw = _open_raw(file)
         self._buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = packing_of(self._buffered.peek(FIRST_BYTES)) if is_stream(file.path) else file.packing
         self._stream = PackedStream(self._buffered, packing) if packing else self._buffered
@@ -149,11 +159,12 @@ class OpenInput:
 class _HashedFile(io.FileIO):
     """A file, or a range of it, that counts and hashes the bytes read from it."""
 
-    def __init__(self, file: str | int, closefd: bool = True, begin: int = 0, end: int | None = None):
-        super().__init__(file, "rb", closefd)
-        if begin:
-            self.seek(begin)
-        self._length = None if end is None else end - begin
+    def __init__(self, file: InputFile):
+        is_standard = file.path == STANDARD_INPUT
+        super().__init__(sys.stdin.fileno() if is_standard else file.path, "rb", closefd=not is_standard)
+        if file.begin:
+            self.seek(file.begin)
+        self._length = None if file.end is None else file.end - file.begin
         self.count = 0
         self.digest = hashlib.sha256()
 
@@ -169,13 +180,12 @@ class _HashedFile(io.FileIO):
         return count
 
 
-def _open_raw(path: str, begin: int = 0, end: int | None = None) -> _HashedFile:
-    if path == STANDARD_INPUT:
-        return _HashedFile(sys.stdin.fileno(), closefd=False)
+def _open_raw(file: InputFile) -> _HashedFile:
+    path = file.path
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return _HashedFile(path, begin=begin, end=end)
+        return _HashedFile(file)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a readable file") from None
 
@@ -184,20 +194,13 @@ def _check(file: InputFile) -> None:
     if file.path == STANDARD_INPUT:
         return
     if not is_stream(file.path):
-        _open_raw(file.path).close()
+        _open_raw(file).close()
         if file.packing and not os.path.getsize(file.path):
             raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
-    elif file.ending == ".parquet":
-        raise UserError(f"{file.path}: a pipe, but Parquet cannot be read from a pipe; give a file")
+    elif file.is_table:
+        raise UserError(f"{file.path}: a pipe, but {file.ending} cannot be read from a pipe; give a file")
     if file.ending not in ("", *ENDINGS):
         raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
-
-
-def _files_of_folder(folder: str, apart: Sequence[str]) -> list[InputFile]:
-    files = _sorted_files(folder, apart)
-    if not files:
-        raise UserError(f"{folder}: holds no file that ends in {_KNOWN} (also packed: {_PACKED}), nor WikiExtractor's")
-    return files
 
 
 def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
@@ -242,7 +245,7 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
         for name in names:
             path = os.path.join(parent, name)
             file = InputFile(path, os.path.relpath(path, folder))
-            if name.startswith(".") or os.path.realpath(path) in apart or _is_manifest(path) or is_stream(path):
+            if name.startswith(".") or os.path.realpath(path) in apart or _is_beside_data(path) or is_stream(path):
                 continue
             yield file
 
@@ -250,7 +253,7 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     files: list[InputFile] = []
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
-        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
+        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_beside_data(path):
             files.append(InputFile(path, os.path.basename(path)))
         elif os.path.isdir(path) and "**" not in pattern:
             files += _sorted_files(path, apart)
@@ -259,8 +262,18 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     return _once(files)  # `**` follows links in circles
 
 
-def _is_manifest(path: str) -> bool:
-    return path.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
+def _is_beside_data(path: str) -> bool:
+    """Return whether a file is the manifest of a dataset of ours, or one of those beside the rows of a saved `Dataset`.
+
+    Hugging Face's `save_to_disk` writes the latter, and `map` and `filter` leave caches of rows there.
+    """
+    folder, name = os.path.split(path)
+    if name in ("state.json", "dataset_info.json"):
+        return os.path.exists(os.path.join(folder, "state.json")) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
+    if name == "dataset_dict.json":
+        return bool(glob.glob(glob.escape(folder) + "/*/state.json"))
+    is_cache = name.startswith("cache-") and name.endswith(".arrow")
+    return is_cache or (name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx"))
 
 
 def _holds_documents(file: InputFile) -> bool:

@@ -34,7 +34,7 @@ class PackedStream:
     """Uncompressed bytes of a packed file, whose packing is a key of `PACKINGS`."""
 
     def __init__(self, raw: BinaryIO, packing: str):
-        self._blocks = _unpacked(raw, PACKINGS[packing])
+        self._blocks = _unpack(raw, PACKINGS[packing])
         self._rest = memoryview(b"")
 
     def read(self, count: int) -> bytes:
@@ -52,7 +52,7 @@ def packing_of(first: bytes) -> str:
     return next((packing for magic, packing in _MAGIC.items() if first.startswith(magic)), "")
 
 
-def _unpacked(raw: BinaryIO, packing: Packing) -> Iterator[bytes]:
+def _unpack(raw: BinaryIO, packing: Packing) -> Iterator[bytes]:
     packed = raw.read(_PACKED_BYTES)
     if not packed:
         raise EOFError("empty")

@@ -66,7 +66,7 @@ def own_files(files: Sequence[InputFile], partition: Partition) -> list[InputFil
     begin, end = (total * number // partition.of for number in (partition.part - 1, partition.part))
     own, offset = [], 0  # bytes of all files before this one
     for file, size in zip(files, sizes, strict=True):
-        if size == 0 or file.packing or file.ending == ".parquet":
+        if size == 0 or file.packing or file.is_table:
             if begin <= offset and (offset < end or is_last):
                 own.append(file)
         elif begin < offset + size and offset < end:

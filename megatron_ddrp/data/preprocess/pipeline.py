@@ -1,7 +1,7 @@
 """Text files → Megatron indexed datasets: one reader, many tokenizing processes, one writer.
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
-processes parse and tokenize (workers.py). So the output's bytes depend neither on the number of workers nor on time.
+processes parse and tokenize (progress.py). So the output's bytes depend neither on the number of workers nor on time.
 Every few seconds the written part is synced to the disk (unfinished.py), and a killed run resumes from there. All
 documents are stored, however short, without special tokens ([CLS] and [SEP] are added to samples).
 """
@@ -18,16 +18,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, relative_path
+from megatron_ddrp.data.dataset.manifest import PATH, refuse_existing, relative_path, tokenizer_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
-from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before, name_faults
+from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
 from megatron_ddrp.data.preprocess.partition import own_bytes, own_files, partition_entry
 from megatron_ddrp.data.preprocess.records import Chunk
-from megatron_ddrp.data.preprocess.signals import uninterrupted
-from megatron_ddrp.data.preprocess.workers import map_in_order
-from megatron_ddrp.data.progress import byte_progress
+from megatron_ddrp.data.preprocess.signals import delay_signals
+from megatron_ddrp.data.progress import map_in_order, progress
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.tokenizers.vocabulary_fit import (
     unknown_share,
@@ -54,10 +52,6 @@ class PreprocessResult:
     first_skipped: str = ""
     chunks: int = 0
     """Number of finished chunks of the input."""
-    file: int = 0
-    """Number of the input file that the next chunk may continue."""
-    line: int = 0
-    """Number of finished lines of that file."""
     text_bytes: int = 0
     """Bytes of text in this run, without those of the resumed run."""
     seconds: float = field(default=0.0, compare=False)
@@ -104,7 +98,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     folder = config.unfinished_folder
     job = _job(config, files, rules)
     with ExitStack() as closing:
-        with uninterrupted():  # a signal between opening and the block would leave empty files
+        with delay_signals():  # a signal between opening and the block would leave empty files
             output = closing.enter_context(UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job))
         if not config.overwrite and not output.published:
             refuse_existing(config.prefixes)
@@ -119,7 +113,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             hint = "make room or choose another --output-prefix, and run the same command again"
             raise UserError(f"{error.filename or folder}: {error.strerror}; {hint}") from None
         except (KeyboardInterrupt, SystemExit):
-            with uninterrupted():
+            with delay_signals():
                 kept = run.keep()
             if kept:
                 done = f"{run.result.total('documents'):,} documents are kept in {folder}"
@@ -147,23 +141,24 @@ class _Run:
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
         if output.state is not None:
             counts = [KeyCounts(**counts) for counts in output.state["by_key"]]
-            self.result = PreprocessResult(**{**output.state, "by_key": counts, "text_bytes": 0})
+            kept = {name: output.state[name] for name in ("prefixes", "skipped", "first_skipped", "chunks")}
+            self.result = PreprocessResult(**kept, by_key=counts)
 
     def to_the_end(self) -> PreprocessResult:
         """Tokenize the rest of the input and publish the datasets."""
         started = saved = time.monotonic()
         if not self._output.published:
-            with byte_progress(own_bytes(self._files)) as progress:
+            with progress("B", own_bytes(self._files), scale=True) as bar:
                 tokenized = map_in_order(
                     ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
                 )
                 for chunk in tokenized:
-                    with uninterrupted():
+                    with delay_signals():
                         self._add(chunk)
                         if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
                             self.keep()
                             saved = time.monotonic()
-                    progress.update(chunk.read)
+                    bar.update(chunk.read)
             if self._config.partition is None:  # a part may be empty: the merge of all parts is complete then
                 self._refuse_empty()
         self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
@@ -192,9 +187,7 @@ class _Run:
 
     def _add(self, chunk: TokenizedChunk) -> None:
         result = self.result
-        line, file = result.line if chunk.file == result.file else 0, self._files[chunk.file]
-        before = lines_before(file) if chunk.faults else 0
-        reasons = name_faults(file.path, before + line, chunk.faults, self._config.on_error)
+        reasons = name_faults(self._files[chunk.file], chunk.faults, self._config.on_error)
         for k, documents in enumerate(chunk.by_key):
             self._output.append(k, documents.ids, documents.sizes, documents.documents)
             result.by_key[k] = result.by_key[k].plus(documents.counts)
@@ -202,7 +195,6 @@ class _Run:
         result.first_skipped = result.first_skipped or next(iter(reasons), "")
         result.text_bytes += chunk.text_bytes
         result.chunks += 1
-        result.file, result.line = chunk.file, line + chunk.lines
 
     def _refuse_empty(self) -> None:
         for key, counts in zip(self._config.json_keys, self.result.by_key, strict=True):

@@ -37,9 +37,11 @@ class Chunk(NamedTuple):
     format: str
     """Format: `json`, `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
-    """Uncompressed bytes; for a Parquet file its rows, as in parquet.py."""
+    """Uncompressed bytes; for a table its rows, as in arrow_tables.py."""
     read: int
     """Bytes of the file, as stored on the disk, read since the previous chunk."""
+    line: int
+    """Number of lines of the file, or of the range that is read, before the chunk; rows of a Parquet file."""
     file: int = 0
     """Number of the file among the inputs."""
 
@@ -55,7 +57,7 @@ class Fault(NamedTuple):
     """An unreadable record."""
 
     line: int
-    """Line number inside the chunk, from 1."""
+    """Line number inside the file, or inside the range that is read, from 1."""
     reason: str
 
 
@@ -64,8 +66,6 @@ class Parsed(NamedTuple):
 
     texts: list[Text]
     faults: list[Fault]
-    lines: int
-    """Number of lines of the chunk (rows of a Parquet file)."""
 
 
 def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
@@ -80,8 +80,8 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
                 raise ValueError(bad.get(place, complaint))
             texts.append(read(lines[begin:end], keys))
         except ValueError as error:
-            faults.append(Fault(place + 1, str(error)))
-    return Parsed(texts, faults, len(lines) - (lines[-1:] == [""]))
+            faults.append(Fault(chunk.line + place + 1, str(error)))
+    return Parsed(texts, faults)
 
 
 def _decoded_lines(data: Any) -> tuple[list[str], dict[int, str]]:

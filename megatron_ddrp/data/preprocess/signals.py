@@ -17,7 +17,7 @@ def exit_on_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def delay_signals() -> Iterator[None]:
     """Delay SIGINT and SIGTERM until the end of the block, so that its writes are complete."""
     if threading.current_thread() is not threading.main_thread():  # only this thread has signal handlers
         yield

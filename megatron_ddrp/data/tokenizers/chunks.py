@@ -119,7 +119,6 @@ class TokenizedChunk(NamedTuple):
 
     by_key: list[TokenizedDocuments]
     faults: list[Fault]
-    lines: int
     file: int
     """Number of its file among the inputs."""
     read: int
@@ -144,9 +143,9 @@ class ChunkTokenizer:
 
     def __call__(self, chunk: Chunk) -> TokenizedChunk:
         keys = self._config.json_keys
-        texts, faults, lines = parse_chunk(chunk, keys)
+        texts, faults = parse_chunk(chunk, keys)
         by_key = [self._tokenize([text[k] for text in texts]) for k in range(len(keys))]
-        return TokenizedChunk(by_key, faults, lines, chunk.file, chunk.read, chunk.text_bytes)
+        return TokenizedChunk(by_key, faults, chunk.file, chunk.read, chunk.text_bytes)
 
     def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
         dtype = self.tokenizer.dtype

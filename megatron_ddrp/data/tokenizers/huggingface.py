@@ -184,20 +184,20 @@ def _word_marks(layout: dict[str, Any], pieces: Sequence[str], sample: str) -> W
         return ends_with(suffix)
     for part in (*parts_of(layout.get("pre_tokenizer")), *parts_of(layout.get("decoder"))):
         if part.get("type") == "Metaspace":
-            return _marked(pieces, sample, part.get("replacement", WORD_START))
+            return _rule_of_mark(pieces, sample, part.get("replacement", WORD_START))
         if part.get("type") == "ByteLevel":
-            return _marked(pieces, sample, "\u0120", "\u010a", "\u0109")
+            return _rule_of_mark(pieces, sample, "\u0120", "\u010a", "\u0109")
     if prefix := model.get("continuing_subword_prefix"):
         return WordMarks(lambda piece: not piece.startswith(prefix))
     if model["type"] == "WordLevel":
         return WordMarks(lambda piece: True)
     for mark in (WORD_START, " "):
         if any(mark in piece for piece in pieces):
-            return _marked(pieces, sample, mark)
+            return _rule_of_mark(pieces, sample, mark)
     return ends_with(WORD_END) if any(piece.endswith(WORD_END) for piece in pieces) else UNMARKED
 
 
-def _marked(pieces: Sequence[str], sample: str, mark: str, *others: str) -> WordMarks:
+def _rule_of_mark(pieces: Sequence[str], sample: str, mark: str, *others: str) -> WordMarks:
     """Return the rule of words with `mark` on the side where most pieces have it; `others` also begin words."""
     side = side_of(pieces, mark)
     if side == END:

@@ -106,15 +106,11 @@ WORD_END = "</w>"
 """The usual end of a piece that ends a word, as in the vocabularies of XLM, FlauBERT and HerBERT."""
 
 
-def _never(piece: str) -> bool:
-    return False
-
-
 class WordMarks(NamedTuple):
     """Rule that tells from a piece whether a word begins or ends with it."""
 
     begins: Callable[[str], bool]
-    ends: Callable[[str], bool] = _never
+    ends: Callable[[str], bool] = lambda piece: False
     side: str = BEGIN
     """`BEGIN` or `END`, the side of a word that carries the mark, or `NONE`: then every piece counts as a word."""
 
@@ -129,7 +125,7 @@ def begins_with(*marks: str) -> WordMarks:
 
 def ends_with(mark: str) -> WordMarks:
     """Return the rule of a vocabulary in which a word ends with the mark."""
-    return WordMarks(_never, lambda piece: piece.endswith(mark), END)
+    return WordMarks(lambda piece: False, lambda piece: piece.endswith(mark), END)
 
 
 def side_of(pieces: Sequence[str], mark: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, write_bytes
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.data.tokenizers.spelling import WordMarks
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -171,9 +171,8 @@ class Tokenizer(ABC):
             "fingerprint": self.fingerprint,
         }
         text = json.dumps(description, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        for name, data in ((self.file_name, self._content), (DESCRIPTION_FILE, text.encode())):
-            with AtomicFile(Path(folder) / name) as stream:
-                stream.write(data)
+        write_bytes(Path(folder) / self.file_name, self._content)
+        write_bytes(Path(folder) / DESCRIPTION_FILE, text.encode())
 
     def _only_text(self, ids: list[int]) -> list[int]:
         """Return the ids with [UNK] in place of every special id that text must not produce."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
@@ -54,11 +54,7 @@ class WordPieceTokenizer(Tokenizer):
             content="".join(f"{piece}\n" for piece in pieces).encode(),
         )
         self._lower = lower = tokenizer_type == "BertWordPieceLowerCase"
-        model = models.WordPiece(ids, unk_token=pieces[self.unk_id], max_input_chars_per_word=LONGEST_WORD)
-        self._backend = RustTokenizer(model)
-        self._backend.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
-        self._backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        self._backend.decoder = decoders.WordPiece()
+        self._backend = bert_backend(ids, pieces[self.unk_id], lower)
         self._words = _WordCache(self._backend, lower, np.arange(len(pieces), dtype=self.dtype))
 
     def encode(self, text: str) -> list[int]:
@@ -109,6 +105,15 @@ class _WordCache(dict[str, bytes]):
                 self.clear()  # frequent words soon return, and words of another language get room
             self[word] = ids
         return ids
+
+
+def bert_backend(ids: Mapping[str, int], unknown: str, lower: bool) -> RustTokenizer:
+    """Return the library's tokenizer with BERT's rules and these pieces."""
+    backend = RustTokenizer(models.WordPiece(dict(ids), unk_token=unknown, max_input_chars_per_word=LONGEST_WORD))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
 
 
 def read_vocab(path: AnyPath) -> list[str]:

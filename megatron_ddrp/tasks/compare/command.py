@@ -18,8 +18,9 @@ from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.jobs import JobForecast, open_store
 from megatron_ddrp.tasks.compare.plan_file import read_plans
+from megatron_ddrp.tasks.compare.results import load_claims
 from megatron_ddrp.tasks.compare.rows import read_rows
-from megatron_ddrp.tasks.jobs.processes import Runner, stop_on_sigterm
+from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 
 DESCRIPTION = """Compare models, at one budget or several.
@@ -156,16 +157,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-PAGE_PACKAGES = ("markdown", "matplotlib")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
     options = parse_arguments(arguments)
+    if not options.dry_run:
+        require_packages("compare", "markdown", "matplotlib")  # before hours of jobs, not after them
     if options.is_rows:
         return _page_of_rows(options)
     experiment = plan_experiment(options)
-    _check_claims(options)
+    if options.claims:
+        load_claims(options.claims)  # before hours of jobs, not after them
     if options.page_only:
         return _write_page(experiment, options)
     forecast = JobForecast(experiment.plan, experiment.store)
@@ -175,7 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for job in jobs:
             print(f"{'done' if job.name in experiment.store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
         return 0
-    require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
     stop_on_sigterm()
     runner = Runner(forecast, partial(print, flush=True), experiment.record)
     runner.run(first := experiment.first_jobs())
@@ -201,14 +201,6 @@ def plan_experiment(options: argparse.Namespace) -> Experiment:
     return Experiment(plans, options.output_dir, open_store(options.output_dir), options.rows)
 
 
-def _check_claims(options: argparse.Namespace) -> None:
-    """Raise `UserError` for a mistake in the file of claims, before hours of jobs."""
-    from megatron_ddrp.tasks.compare.results import load_claims  # here, because --help must not import scipy
-
-    if options.claims:
-        load_claims(options.claims)
-
-
 def _remarks(experiment: Experiment) -> list[str]:
     """Return what the missing runs will say about their precision on this machine, each line once."""
     import torch  # here, because --help must not import torch
@@ -231,7 +223,6 @@ def _data_remarks(experiment: Experiment) -> list[str]:
 
 
 def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
-    require_packages("compare", *PAGE_PACKAGES)
     from megatron_ddrp.tasks.compare.page import Page  # here, because figures import torch
 
     with one_at_a_time(experiment.folder, "page"):
@@ -243,7 +234,6 @@ def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _page_of_rows(options: argparse.Namespace) -> int:
     """Write the page of files of rows, and replace the tables of a Markdown file if one is given."""
-    require_packages("compare", *PAGE_PACKAGES)
     from megatron_ddrp.tasks.compare.page import Page
 
     page = Page(read_rows(options.plan), options.output_dir, options.claims)

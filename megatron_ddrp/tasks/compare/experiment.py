@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ddrp.data.progress import tracked
+from megatron_ddrp.data.progress import track
+from megatron_ddrp.tasks.compare.jobs import Job, log_file
 from megatron_ddrp.tasks.compare.measures import Work
 from megatron_ddrp.tasks.compare.plan import Plan
-from megatron_ddrp.tasks.compare.rows import Run, as_run, open_rows, samples_file, write_samples
+from megatron_ddrp.tasks.compare.rows import RunRow, as_run, open_rows, samples_file, write_samples
+from megatron_ddrp.tasks.compare.running import last_line
 from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.jobs.processes import Job, last_line, log_file
 from megatron_ddrp.tasks.jobs.store import Row, Store
 
 ROWS = "rows.jsonl"
@@ -79,7 +80,7 @@ class Experiment:
             if not self.store.missing(work.jobs_of(run)):
                 self.rows.append(make_row(work, run))
 
-    def finished_runs(self) -> list[Run]:
+    def finished_runs(self) -> list[RunRow]:
         """Return the runs that are trained, from their rows, or from the jobs finished so far.
 
         What is missing beside the rows, scores on resampled test items, is drawn and stored, if the jobs' outputs are
@@ -95,7 +96,7 @@ class Experiment:
             best = found.get(row["run"], row)  # of two rows of the same worth the later one
             found[row["run"]] = max(row, best, key=lambda one: (self.rank(one), len(one["jobs"])))
         folder = self.rows.path.parent
-        for row in tracked(list(found.values()), "run", "resampling items"):
+        for row in track(list(found.values()), "run", "resampling items"):
             if not samples_file(folder, row).is_file() and (samples := draw_samples(*self._owners[row["run"]])):
                 write_samples(folder, row, samples)
         return [as_run(row, folder) for row in found.values()]

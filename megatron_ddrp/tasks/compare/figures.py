@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import draw_band, hide_rest, label_lines, pyplot, remove_figure, save_figure
+from megatron_ddrp.pages.plotting import draw_band, label_lines, panel_grid, remove_figure, save_figure
 from megatron_ddrp.tasks.compare.pictures import draw_gains, draw_pairs, styles
 from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm
-from megatron_ddrp.tasks.compare.tables import shown_budget
+from megatron_ddrp.tasks.compare.tables import format_budget
 from megatron_ddrp.tasks.measures import GLUE, LOSS, TRAINING_LOSS, factor_of, unit_of
 
 LINES = 7
@@ -29,7 +29,7 @@ Points = list[tuple[float, float, float, float]]
 """Points (x, mean, lowest, highest seed)."""
 
 
-class Line(NamedTuple):
+class _Line(NamedTuple):
     """Line of a panel, with its name beside its end."""
 
     name: str
@@ -37,13 +37,13 @@ class Line(NamedTuple):
     points: Points
 
 
-class Panel(NamedTuple):
+class _Panel(NamedTuple):
     """Panel of a figure of curves."""
 
     title: str
     label: str
     """Label of the axis of values."""
-    lines: Sequence[Line]
+    lines: Sequence[_Line]
 
 
 def draw_all(results: Results, gains: Mapping[str, Sequence[Gain]], folder: Path) -> dict[str, str]:
@@ -57,7 +57,7 @@ def draw_all(results: Results, gains: Mapping[str, Sequence[Gain]], folder: Path
         figure = draw() if results.runs else None
         if figure is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            save_figure(pyplot(), figure, path)
+            save_figure(figure, path)
             captions[name] = caption
     for old in OLD:
         remove_figure(folder / f"{old}.png")
@@ -67,20 +67,22 @@ def draw_all(results: Results, gains: Mapping[str, Sequence[Gain]], folder: Path
 def draw_curves(results: Results, measure: str) -> Any:
     """Draw the baseline's curve over tokens, one line per budget, and panels of the other arms minus the baseline."""
     look, baseline = styles(results), results.baseline
-    budgets = {budget: shown_budget(budget, tokens) for budget, tokens in results.budgets.items()}
+    budgets = {budget: format_budget(budget, tokens) for budget, tokens in results.budgets.items()}
     factor = 1 if measure == TRAINING_LOSS else factor_of(measure)
-    own: list[Line] = []
-    panels: list[Panel] = []
+    own: list[_Line] = []
+    panels: list[_Panel] = []
     for budget, name in budgets.items():
         base = _curves(results, measure, baseline, budget, factor)
         if not base:
             continue
-        own.append(Line(name if len(budgets) > 1 else "", look[baseline], _band(list(map(_smoothed, base.values())))))
+        own.append(_Line(name if len(budgets) > 1 else "", look[baseline], _band(list(map(_smoothed, base.values())))))
         others = [arm for arm in look if arm != baseline and not arm.half]
         found = [(arm, _difference(_curves(results, measure, arm, budget, factor), base)) for arm in others]
-        lines = [Line(arm.label, look[arm], points) for arm, points in found if points]
-        panels += [Panel(f"minus {baseline.label}, {name}", f"difference{unit_of(measure)}", x) for x in _shares(lines)]
-    first = Panel(f"{baseline.label}: {measure}", f"{measure}{unit_of(measure)}", own)
+        lines = [_Line(arm.label, look[arm], points) for arm, points in found if points]
+        panels += [
+            _Panel(f"minus {baseline.label}, {name}", f"difference{unit_of(measure)}", x) for x in _shares(lines)
+        ]
+    first = _Panel(f"{baseline.label}: {measure}", f"{measure}{unit_of(measure)}", own)
     return _draw(results, [first, *panels]) if panels else None
 
 
@@ -96,10 +98,10 @@ def draw_budgets(results: Results) -> Any:
             if values and arm != base:
                 points.append((tokens, float(np.mean(values)), min(values), max(values)))
         if len(points) > 1:
-            found.append(Line(arm.label, look[arm], points))
+            found.append(_Line(arm.label, look[arm], points))
     if not found:
         return None
-    figure = _draw(results, [Panel("", f"{LOSS}\nminus {base.label} [nats]", lines) for lines in _shares(found)])
+    figure = _draw(results, [_Panel("", f"{LOSS}\nminus {base.label} [nats]", lines) for lines in _shares(found)])
     size, name = unit_of_tokens(results)
     ticks = list(results.budgets.values())
     for axis in figure.axes:
@@ -117,19 +119,17 @@ def unit_of_tokens(results: Results) -> tuple[float, str]:
     return next((unit for unit in units if largest >= unit[0]), (1.0, "tokens"))
 
 
-def _shares(lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
+def _shares(lines: Sequence[_Line]) -> Iterator[Sequence[_Line]]:
     """Yield the lines of each panel, so many on each that they can be told apart."""
     count = -(-len(lines) // LINES)
     for number in range(count):
         yield lines[number * len(lines) // count : (number + 1) * len(lines) // count]
 
 
-def _draw(results: Results, panels: Sequence[Panel]) -> Any:
+def _draw(results: Results, panels: Sequence[_Panel]) -> Any:
     """Draw panels of lines with their bands over tokens, those of differences around 0."""
-    plt, (size, unit) = pyplot(), unit_of_tokens(results)
-    columns = min(COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=(5.8 * columns, 4.2 * rows), layout="constrained")
+    size, unit = unit_of_tokens(results)
+    figure, axes = panel_grid(len(panels), min(COLUMNS, len(panels)), 5.8, 4.2)
     for axis, panel in zip(axes.flat, panels, strict=False):
         for _, look, points in panel.lines:
             draw_band(axis, points, {**look, "markevery": max(1, len(points) // 8)})
@@ -140,7 +140,6 @@ def _draw(results: Results, panels: Sequence[Panel]) -> Any:
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
         label_lines(axis, {name: (*points[-1][:2], look["color"]) for name, look, points in panel.lines if name})
-    hide_rest(axes, len(panels))
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Names and kinds of a comparison's jobs, and the forecast of their time.
+"""Jobs of a comparison with their names and kinds, and the forecast of their time.
 
 The name of a job ends in a digest of everything that determines its result.
 """
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.jobs.forecast import Forecast
-from megatron_ddrp.tasks.jobs.processes import RUN, Job, shown_kind
 from megatron_ddrp.tasks.jobs.store import Store, digest
 
+RUN = "course"
+"""Kind of a training run in names of jobs and folders, kept from the first version; `kind_name` shows "run"."""
 PROBE = "probe"
 """Kind of a short run that measures the time of a step."""
 KINDS: dict[str, float | str] = {
@@ -28,6 +30,37 @@ KINDS: dict[str, float | str] = {
     "attention-maps": 15.0, "space": 60.0, "direction": 20.0, "throughput": 60.0,
 }  # fmt: skip
 """Kind → assumed seconds of a small job until one of its kind is finished, or the key under `expected` in the plan."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command and its output."""
+
+    kind: str
+    """Kind of the job."""
+    name: str
+    title: str
+    command: tuple[str, ...]
+    """Command line as typed."""
+    output: Path
+    """File or folder that the command makes."""
+    needs: tuple[str, ...] = ()
+    """Names of the jobs that must finish first."""
+    work: float = 1.0
+    """Size relative to other jobs of its kind."""
+
+    def __str__(self) -> str:
+        return f"{kind_name(self.kind)} {self.title}"
+
+
+def kind_name(kind: str) -> str:
+    """Return the name of a kind on the page and in printed lines."""
+    return "run" if kind == RUN else kind
+
+
+def log_file(folder: Path, job: Job) -> Path:
+    """Return the log file of a job."""
+    return folder / "logs" / f"{job.name}.log"
 
 
 def job_name(kind: str, title: str, facts: Any) -> str:
@@ -86,7 +119,7 @@ class JobForecast(Forecast[Job]):
         for kind, count in ((kind, counts[kind]) for kind in KINDS if counts[kind]):
             total = self.total(job for job in missing if job.kind == kind)
             told = "time unknown until one is finished" if total is None else f"{total / 3600:.2f} hours of one worker"
-            lines.append(f"  {count:4} x {shown_kind(kind)}: {told}")
+            lines.append(f"  {count:4} x {kind_name(kind)}: {told}")
         total = self.total(missing)
         if total is None:
             lines.append("  expected: unknown until the first jobs are finished, or set `expected` in the plan")

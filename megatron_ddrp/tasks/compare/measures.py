@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_ddrp.config import encoding_class, flag_words
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.jobs import job_name
+from megatron_ddrp.tasks.compare.jobs import Job, job_name
 from megatron_ddrp.tasks.compare.plan import NUM_SEEDS, Plan
 from megatron_ddrp.tasks.compare.runs import (
     CorpusFiles,
@@ -25,7 +25,6 @@ from megatron_ddrp.tasks.compare.runs import (
     probed_seconds,
 )
 from megatron_ddrp.tasks.compare.scoring import Flags, TaskPlan
-from megatron_ddrp.tasks.jobs.processes import Job
 from megatron_ddrp.tasks.jobs.store import Store, digest
 from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 
@@ -58,7 +57,7 @@ def _score(
 ) -> Measure:
     """Return the measure by a command that scores a checkpoint of a run. The `job` lacks only its command and needs."""
     where = ("--load", str(run.checkpoint(step)), "--output-dir", str(job.output.parent))
-    command = ("megatron-ddrp", job.kind, *start, *where, *flags, *run.model.plugin_words)
+    command = ("megatron-ddrp", job.kind, *start, *where, *flags, *run.plugin_words)
     return Measure(run, step, replace(job, command=command, needs=(run.job.name,)), task)
 
 
@@ -148,7 +147,7 @@ def _analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: 
                 *("megatron-ddrp", "analyze", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
                 *(("--random-init",) if kind == "direction" else ()),
-                *run.model.plugin_words,
+                *run.plugin_words,
             )
             work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
             found.append(
@@ -169,7 +168,7 @@ def _throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
     command = (
         *("megatron-ddrp", "analyze", "throughput", "--load", *(str(run.folder) for run in timed)),
         *("--lengths", *map(str, lengths), "--output", str(output)),
-        *dict.fromkeys(word for run in timed for word in run.model.plugin_words),
+        *dict.fromkeys(word for run in timed for word in run.plugin_words),
     )
     job = Job("throughput", name, title, command, output, needs, float(len(timed)))
     return [Measure(timed[-1], timed[-1].steps, job)]

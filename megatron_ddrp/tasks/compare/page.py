@@ -14,6 +14,7 @@ from megatron_ddrp.pages.rendering import render, write_page
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare.figures import FIGURES, draw_all
+from megatron_ddrp.tasks.compare.jobs import kind_name
 from megatron_ddrp.tasks.compare.results import (
     Gain,
     Results,
@@ -24,7 +25,7 @@ from megatron_ddrp.tasks.compare.results import (
     model_claims,
     over_baseline,
 )
-from megatron_ddrp.tasks.compare.rows import Run
+from megatron_ddrp.tasks.compare.rows import RunRow
 from megatron_ddrp.tasks.compare.tables import (
     checks_table,
     cost_table,
@@ -35,7 +36,6 @@ from megatron_ddrp.tasks.compare.tables import (
     table_of,
     throughput_table,
 )
-from megatron_ddrp.tasks.jobs.processes import shown_kind
 from megatron_ddrp.tasks.measures import GLUE, LOSS
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES
 
@@ -60,7 +60,7 @@ NAMES = ("runs", *(name for names in SECTIONS.values() for name in names if name
 class Page:
     """Page of some runs."""
 
-    def __init__(self, runs: Sequence[Run], folder: Path, claims: Path | None = None):
+    def __init__(self, runs: Sequence[RunRow], folder: Path, claims: Path | None = None):
         """Judge the claims of a file, by default the paper's, about the runs, whose page is to stand in the folder."""
         check_places(runs)
         self.folder, self.runs = folder, runs
@@ -118,7 +118,7 @@ class Page:
 
     def text(self, figures: Mapping[str, str], missing: Sequence[str], times: Mapping[str, tuple[int, float]]) -> str:
         """Return the text of page.md. `figures` maps names to captions."""
-        jobs = [f"{count} x {shown_kind(kind)}, {duration(seconds)}" for kind, (count, seconds) in times.items()]
+        jobs = [f"{count} x {kind_name(kind)}, {duration(seconds)}" for kind, (count, seconds) in times.items()]
         return render(
             "compare.md.jinja",
             blocks=self.blocks,
@@ -204,7 +204,7 @@ def _as_json(check: str, gain: Gain) -> dict[str, Any]:
     }
 
 
-def facts(runs: Sequence[Run]) -> list[str]:
+def facts(runs: Sequence[RunRow]) -> list[str]:
     """Return one sentence per fact about some runs."""
     names = list(dict.fromkeys(name for run in runs for name in run.common))
     values = {name: dict.fromkeys(str(run.common.get(name, "not given")) for run in runs) for name in names}
@@ -223,7 +223,7 @@ def facts(runs: Sequence[Run]) -> list[str]:
     return lines + [f"Values that are not finite are left out: {'; '.join(undefined)}."] * bool(undefined)
 
 
-def _difference(name: str, values: Sequence[str], runs: Sequence[Run]) -> str:
+def _difference(name: str, values: Sequence[str], runs: Sequence[RunRow]) -> str:
     """Return a sentence about a flag that differs: the budgets of each value, with the seeds or models it belongs to.
 
     Where all models of a seed have one value, it names the seeds: then no paired difference comes from the flag.

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import pyplot, run_style, wrapped
+from megatron_ddrp.pages.plotting import pyplot, run_style, wrap_title
 from megatron_ddrp.tasks.compare.results import Gain, Results
-from megatron_ddrp.tasks.compare.rows import Arm, Run
-from megatron_ddrp.tasks.compare.tables import shown_budget
+from megatron_ddrp.tasks.compare.rows import Arm, RunRow
+from megatron_ddrp.tasks.compare.tables import format_budget
 from megatron_ddrp.tasks.measures import MINIMAL_PAIRS, factor_of, unit_of
 from megatron_ddrp.tasks.minimal_pairs.pairs import phenomenon
 
@@ -50,9 +50,9 @@ def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
             if not own:
                 axis.set_visible(False)
         line[0].set_ylim(len(rows) - 0.4, -0.6)
-        line[0].set_yticks(range(len(rows)), [wrapped(claim.text, 5.2) for claim in rows], fontsize="small")
+        line[0].set_yticks(range(len(rows)), [wrap_title(claim.text, 5.2) for claim in rows], fontsize="small")
     for budget, axis in zip(budgets, axes[0], strict=True):
-        axis.set_title(shown_budget(budget, results.budgets[budget]), fontsize="medium")
+        axis.set_title(format_budget(budget, results.budgets[budget]), fontsize="medium")
     return figure
 
 
@@ -98,13 +98,13 @@ def draw_pairs(results: Results) -> Any:
         axis.axvline(0.5, color="black", linewidth=1.5)
         axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
         if len(budgets) > 1:
-            axis.set_title(shown_budget(budget, results.budgets[budget]), loc="left", fontsize="medium")
+            axis.set_title(format_budget(budget, results.budgets[budget]), loc="left", fontsize="medium")
     axes[-1, 0].set_xticks(range(len(groups)), groups, rotation=40, ha="right", rotation_mode="anchor")
     figure.colorbar(image, ax=axes, label="pairs right [%]; chance is 50", fraction=0.03, pad=0.02)
     return figure
 
 
-def by_phenomenon(runs: Sequence[Run]) -> Mapping[str, float]:
+def by_phenomenon(runs: Sequence[RunRow]) -> Mapping[str, float]:
     """Return phenomenon of BLiMP → mean accuracy over its paradigms and the runs, with "all" first.
 
     Fields take the place of phenomena if a run has a paradigm that BLiMP lacks. Empty without minimal pairs.
@@ -118,7 +118,7 @@ def by_phenomenon(runs: Sequence[Run]) -> Mapping[str, float]:
     return {"all": average} | {name: statistics.fmean(one[name] for one in found) for name in names if name != "all"}
 
 
-def _groups(run: Run) -> Mapping[str, float]:
+def _groups(run: RunRow) -> Mapping[str, float]:
     groups: dict[str, list[float]] = {}
     for uid, accuracy in run.paradigms.items():
         name = phenomenon(uid)

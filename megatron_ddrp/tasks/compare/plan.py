@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
-from megatron_ddrp.config.option import COUNT, option, refuse
+from megatron_ddrp.config.option import COUNT, POSITIVE, SEED, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
-from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.scoring import (
     Flags,
@@ -46,12 +45,6 @@ class Model:
     weights: tuple[float, float] | None = None
     """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
 
-    @property
-    def plugin_words(self) -> tuple[str, ...]:
-        """Words `--plugin FILE.py …` that every command about the model needs; empty for the package's own names."""
-        files = plugin_files(self.encoding, self.objective)
-        return ("--plugin", *map(str, files)) if files else ()
-
     def arm(self, half: bool = False) -> Arm:
         """Return the model at the full or half budget."""
         return Arm.of(self.name, self.encoding, self.objective, dict(self.flags), half)
@@ -62,8 +55,8 @@ class Budget:
     """Budget of every run: exactly one of steps, minutes and tokens."""
 
     steps: int | None = option(None, "training steps", within="[2, 2147483648)")
-    minutes: float | None = option(None, "minutes of training steps", within="(0, inf)")
-    tokens: int | None = option(None, "batch x sequence length", within="[2, inf)")
+    minutes: float | None = option(None, "minutes of training steps", within=POSITIVE)
+    tokens: int | None = option(None, "batch x sequence length", within="[2, 9223372036854775808)")
 
     def __post_init__(self) -> None:
         if len(self._given) != 1:
@@ -114,22 +107,22 @@ class CorpusPlan:
 class Analyses:
     """Number of validation sentences per analysis, and row lengths of throughput. 0 or none leaves an analysis out."""
 
-    self_similarity: int = option(0, "f(S) and f(H)", within="[0, inf)")
-    triangle: int = option(0, "up-down triangles", within="[0, inf)")
-    attention_maps: int = option(0, "mean attention maps", within="[0, inf)")
-    space: int = option(0, "cosines, IsoScore and effective rank", within="[0, inf)")
-    direction: int = option(0, "left and right", within="[0, inf)")
-    throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, inf)", distinct=True)
+    self_similarity: int = option(0, "f(S) and f(H)", within="[0, 2147483648)")
+    triangle: int = option(0, "up-down triangles", within="[0, 2147483648)")
+    attention_maps: int = option(0, "mean attention maps", within="[0, 2147483648)")
+    space: int = option(0, "cosines, IsoScore and effective rank", within="[0, 2147483648)")
+    direction: int = option(0, "left and right", within="[0, 2147483648)")
+    throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, 2147483648)", distinct=True)
 
 
 @dataclass(frozen=True)
 class Expected:
     """Expected times on the plan's hardware, for the forecast."""
 
-    step_seconds: float | None = option(None, "seconds per step with `workers` runs at once", within="(0, inf)")
-    glue_minutes: float | None = option(None, "minutes to score one checkpoint", within="(0, inf)")
-    minimal_pairs_minutes: float | None = option(None, "minutes to score one checkpoint", within="(0, inf)")
-    task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within="(0, inf)")
+    step_seconds: float | None = option(None, "seconds per step with `workers` runs at once", within=POSITIVE)
+    glue_minutes: float | None = option(None, "minutes to score one checkpoint", within=POSITIVE)
+    minimal_pairs_minutes: float | None = option(None, "minutes to score one checkpoint", within=POSITIVE)
+    task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ class Alphas:
     """Grid of MTH's weights, α1 of TCD and α2 of HCD."""
 
     models: tuple[str, ...] = option((), "models with objective mth", distinct=True)
-    values: tuple[float, ...] = option((), "weights of TCD and of HCD", within="(0, inf)", distinct=True)
+    values: tuple[float, ...] = option((), "weights of TCD and of HCD", within=POSITIVE, distinct=True)
     seeds: int | None = option(None, "use only the plan's first N seeds (default: all)", within=COUNT)
 
     def __post_init__(self) -> None:
@@ -148,7 +141,7 @@ class Alphas:
 def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
     """Read a list of seeds, or a number N of seeds, which means `FIRST_SEED` and the N − 1 numbers after it."""
     if isinstance(values, list):
-        rules = {"within": "[0, inf)", "distinct": True}
+        rules = {"within": SEED, "distinct": True}
         return read_value(values, Option(tuple[int, ...], rules, MISSING), place)
     count = read_value(values, Option(int, {"within": COUNT}, MISSING), place)
     return tuple(range(FIRST_SEED, FIRST_SEED + count))
@@ -166,7 +159,7 @@ class Plan:
     )
     model: Flags = option((), "flags of every run", read=read_flags)
     training: Flags = option((), "further flags of every run", read=read_flags)
-    plugins: tuple[str, ...] = option((), "files with encodings and objectives of your own, as for --plugin")
+    plugins: tuple[str, ...] = option((), "plug-ins, as for --plugin; every run and score loads them")
     glue: GluePlan | None = option(None, "fine-tuning", read=read_glue)
     minimal_pairs: MinimalPairsPlan | None = option(None, "pairs of sentences, without fine-tuning")
     tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on your own tasks", read=read_tasks)
@@ -198,13 +191,18 @@ class Plan:
                 if name not in names:
                     refuse(f"{key}: got {name!r}, expected one of {', '.join(names)}")
         for name in self.alphas.models:
-            if self.named(name).objective != "mth":
+            if self.model_of(name).objective != "mth":
                 refuse(f"alphas.models: {name!r} is not of objective mth: it has no weights")
         flags = [name for of_runs in (self.flags, *(model.flags for model in self.models)) for name, _ in of_runs]
         if self.budget.kind == "minutes" and "seq_length_phases" in flags:
             refuse("budget: minutes with seq-length-phases, whose steps take different times: use steps or tokens")
         if self.workers > 1 and self.launcher != "python":
             refuse(f"workers: {self.workers} with a launcher that starts several ranks: expected 1")
+
+    @property
+    def plugin_words(self) -> tuple[str, ...]:
+        """Words `--plugin FILE.py …` of every command about a model; empty without plug-ins."""
+        return ("--plugin", *(str(Path(file).resolve()) for file in self.plugins)) if self.plugins else ()
 
     @property
     def flags(self) -> Flags:
@@ -221,7 +219,7 @@ class Plan:
                 flags=(*model.flags, ("tcd_weight", tcd), ("hcd_weight", hcd)),
                 weights=(tcd, hcd),
             )
-            for model in map(self.named, self.alphas.models)
+            for model in map(self.model_of, self.alphas.models)
             for tcd, hcd in itertools.product(self.alphas.values, repeat=2)
             if (tcd, hcd) != MTH_WEIGHTS or model.flags
         )
@@ -236,6 +234,6 @@ class Plan:
         """Models of the plan, then those of the alpha grid."""
         return self.models + self.grid
 
-    def named(self, name: str) -> Model:
+    def model_of(self, name: str) -> Model:
         """Return the model with this name."""
         return next(model for model in self.models if model.name == name)

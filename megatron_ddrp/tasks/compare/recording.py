@@ -17,11 +17,11 @@ from megatron_ddrp.tasks.compare.measures import Measure, Work
 from megatron_ddrp.tasks.compare.rows import Samples
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
-from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.predictions import read_predictions
-from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
-from megatron_ddrp.tasks.finetune.task import Task
-from megatron_ddrp.tasks.glue.tasks import TASKS, averaged_tasks
+from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
+from megatron_ddrp.tasks.finetune.predictions import Items
+from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
+from megatron_ddrp.tasks.glue.suite import Glue
+from megatron_ddrp.tasks.glue.tasks import averaged_tasks
 from megatron_ddrp.tasks.jobs.store import Row
 from megatron_ddrp.tasks.measures import (
     DIRECTION,
@@ -36,9 +36,8 @@ from megatron_ddrp.tasks.measures import (
     TRAINING_LOSS,
     TRIANGLE,
 )
-from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
+from megatron_ddrp.tasks.minimal_pairs.results import SCORES_FILE, PairStore, resampled_accuracy
 from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
-from megatron_ddrp.tasks.minimal_pairs.results import resampled_accuracy
 
 DIGITS = 5
 """Decimal places of curves."""
@@ -125,25 +124,9 @@ def draw_samples(work: Work, run: TrainingRun) -> Samples:
         if measure.job.kind == "minimal-pairs":
             found[MINIMAL_PAIRS] = _pair_samples(folder)
         elif measure.job.kind in ("glue", "finetune"):
-            found |= {name: _task_samples(cell, folder) for name, cell in _cells(work, measure)}
+            items = Items(Glue() if measure.job.kind == "glue" else OwnTasks())
+            found |= {name: items.samples(cell) for name, cell in _cells(work, measure)}
     return {name: samples for name, samples in found.items() if samples is not None}
-
-
-def _task_samples(cell: Cell, folder: Path) -> np.ndarray | None:
-    """Return a score of each sample, the median over fine-tuning seeds; None if predictions are missing or damaged."""
-    found = [_run_samples(row, folder) for row in cell.rows]
-    known = [samples for samples in found if samples is not None]
-    return np.median(known, axis=0) if found and len(known) == len(found) else None
-
-
-def _run_samples(row: dict[str, Any], folder: Path) -> np.ndarray | None:
-    path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
-    try:
-        task = Task.of(row["facts"]) if "facts" in row else TASKS[row["task"]]
-        scored = read_predictions(path.read_bytes(), task)
-    except (OSError, LookupError, TypeError, ValueError):
-        return None
-    return KINDS[task.kind].resampled_scores(task, *next(iter(scored.values())))
 
 
 def _pair_samples(folder: Path) -> np.ndarray | None:
@@ -234,7 +217,8 @@ def _scores(found: Recording, measure: Measure) -> None:
 
 def _cells(work: Work, measure: Measure) -> Iterator[tuple[str, Cell]]:
     """Yield the task and the best grid point of a fine-tuning job."""
-    rows = list(RunStore(measure.job.output.parent / RUNS))
+    folder = measure.job.output.parent
+    rows = [row | {"folder": str(folder)} for row in RunStore(folder / RUNS)]
     if work.plan.glue and not measure.task:
         rows = [row for row in rows if row["task"] in work.plan.glue.tasks]
     for cells in best_cells(rows).values():  # one encoder per folder

@@ -15,22 +15,22 @@ from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.option import option
 from megatron_ddrp.config.reading import SHOWN, Place, load_yaml, read_section
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.rows import Arm, Run
+from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import averaged_tasks
 from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES, SMALLER_IS_BETTER
 from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms
-from megatron_ddrp.tasks.statistics import BySeed, Difference, judge, paired, percentile_interval
+from megatron_ddrp.tasks.statistics import BySeed, Difference, judge, pair_by_seed, percentile_interval
 
 
-def check_places(runs: Sequence[Run]) -> None:
+def check_places(runs: Sequence[RunRow]) -> None:
     """Check that no two runs have the same model, seed and budget, and that a name means one model, of one size.
 
     Raises:
         UserError: one line that names the runs.
     """
-    places: dict[tuple[object, ...], Run] = {}
+    places: dict[tuple[object, ...], RunRow] = {}
     models: dict[tuple[str, str], Arm] = {}
-    sizes: dict[tuple[object, ...], Run] = {}
+    sizes: dict[tuple[object, ...], RunRow] = {}
     for run in runs:
         other = places.setdefault((run.check, run.arm.label, run.seed, run.budget), run)
         if other is not run:
@@ -56,7 +56,7 @@ def check_places(runs: Sequence[Run]) -> None:
 class Results:
     """Values of the main experiment, or of a side experiment (`check`)."""
 
-    def __init__(self, runs: Sequence[Run], check: str = ""):
+    def __init__(self, runs: Sequence[RunRow], check: str = ""):
         """Take the runs of the check. Runs of its baseline that have their rows elsewhere join it.
 
         They have the same budget, seed and common flags: otherwise the flags, not the model, may make the difference.
@@ -72,7 +72,7 @@ class Results:
             tokens[run.budget] = max(tokens.get(run.budget, 0), run.planned_tokens)
         self.budgets = dict(sorted(tokens.items(), key=lambda item: item[1]))
         """Budget in words → its tokens, in growing order. With minutes models differ in tokens."""
-        self._places: dict[tuple[str, Arm], dict[int, Run]] = {}
+        self._places: dict[tuple[str, Arm], dict[int, RunRow]] = {}
         for run in own:
             self._places.setdefault((run.budget, run.arm), {})[run.seed] = run
 
@@ -107,7 +107,7 @@ class Results:
         tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
         return [name for name in (LOSS, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
-    def at(self, budget: str, arm: Arm) -> Mapping[int, Run]:
+    def at(self, budget: str, arm: Arm) -> Mapping[int, RunRow]:
         """Return seed → run of an arm at a budget."""
         return self._places.get((budget, arm), {})
 
@@ -140,7 +140,7 @@ class Results:
         return self.averaged if measure == GLUE else [measure]
 
 
-def _setting(run: Run) -> tuple[object, ...]:
+def _setting(run: RunRow) -> tuple[object, ...]:
     return run.budget, run.seed, run.common
 
 
@@ -271,7 +271,7 @@ def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
     if claim.measure in SMALLER_IS_BETTER:
         arms = (claim.second, claim.first)
     first, second = (results.of(claim.measure, arm, budget) for arm in arms)
-    by_seed = paired(first, second)
+    by_seed = pair_by_seed(first, second)
     return Gain(claim, budget, by_seed, _over_items(results, claim.measure, arms, budget)) if by_seed else None
 
 

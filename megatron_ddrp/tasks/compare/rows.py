@@ -1,6 +1,6 @@
 """Rows: one JSON line per finished run. Tables, figures and results.json are made from rows and nothing else.
 
-`Run` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and `similarity` for
+`RunRow` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and `similarity` for
 `curves`. Values on bootstrap samples of test items, which show the effect of other test sentences, are in
 `items/RUN-DIGEST.npz` beside the rows. All runs are scored on the same samples, so that differences are paired. The
 files may be missing; then a difference has no interval over items.
@@ -115,7 +115,7 @@ def _key(kind: tuple[str, Check], default: Any = MISSING) -> Any:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRow:
     """One row: a finished training run with its measures. Whatever the row does not tell is 0 or empty."""
 
     run: str = _key(_NAME)
@@ -186,9 +186,9 @@ class Run:
         return Arm.of(self.model, self.encoding, self.objective, self.flags, self.half)
 
 
-def as_run(row: Mapping[str, Any], folder: Path | None = None) -> Run:
+def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
-    keys = {key.name: key for key in fields(Run) if key.metadata}
+    keys = {key.name: key for key in fields(RunRow) if key.metadata}
     found = {key: value for key, value in _as_written_now(row).items() if value is not None and key in keys}
     for key, value in found.items():
         expected, fits = keys[key].metadata["kind"]
@@ -199,7 +199,7 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> Run:
         raise Damaged(f"not a row of a run: {missing[0]} is missing")
     values, pairs = found["values"], found.get("pairs", {})
     pairs = pairs if isinstance(pairs, dict) else dict.fromkeys(found.get("paradigms", {}), pairs)
-    return Run(
+    return RunRow(
         **found
         | {
             "values": {name: float(value) for name, value in values.items() if value is not None},
@@ -266,13 +266,13 @@ def open_rows(path: Path) -> Store:
     return Store(path, lambda row: f"{row['run']} {digest(row.get('jobs', []))}", "a row of a run", check, refuse)
 
 
-def read_rows(paths: Iterable[Path]) -> list[Run]:
+def read_rows(paths: Iterable[Path]) -> list[RunRow]:
     """Return the runs of some files; a later row of a run replaces an earlier one.
 
     Raises:
         UserError: a file is missing or empty or has a damaged line, or two runs claim the same place.
     """
-    found: dict[str, Run] = {}
+    found: dict[str, RunRow] = {}
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give the rows.jsonl that megatron-ddrp compare writes")

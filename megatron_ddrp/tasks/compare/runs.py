@@ -17,15 +17,13 @@ from typing import Any
 from megatron_ddrp.checkpoint import tag
 from megatron_ddrp.config import Config, concerns, flag_words
 from megatron_ddrp.config.config_file import under_flags
-from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.jobs import PROBE, job_name
+from megatron_ddrp.tasks.compare.jobs import PROBE, RUN, Job, job_name
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Model, Plan
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.scoring import make_config
-from megatron_ddrp.tasks.jobs.processes import RUN, Job
 from megatron_ddrp.tasks.jobs.store import digest
 
 _END = 1 << 20
@@ -147,6 +145,8 @@ class TrainingRun:
     seed: int
     config: Config
     job: Job
+    plugin_words: tuple[str, ...]
+    """`--plugin FILE.py …` for every command about the run."""
 
     @property
     def arm(self) -> Arm:
@@ -209,7 +209,7 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
     runs: dict[str, TrainingRun] = {}
     for seed in plan.seeds:
         models = [(model, False) for model in plan.models]
-        models += [(plan.named(name), True) for name in plan.half_budget]
+        models += [(plan.model_of(name), True) for name in plan.half_budget]
         models += [(model, False) for model in plan.grid if seed in plan.grid_seeds]
         for model, half in models:
             if model.name not in steps:
@@ -250,14 +250,14 @@ def _plan_run(
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
-    code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files(model.encoding, model.objective)]
+    code = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in plan.plugins]
     name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
     output = folder / f"{kind}s" / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
-    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *model.plugin_words)
+    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
     needs = tuple(job.name for job in corpus.jobs)
     job = Job(kind, name, f"{label}, seed {seed}", command, output, needs, steps)
-    return TrainingRun(model, half, seed, config, job)
+    return TrainingRun(model, half, seed, config, job, plan.plugin_words)
 
 
 def start_of(launcher: str) -> tuple[str, ...]:

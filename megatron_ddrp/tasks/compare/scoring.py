@@ -13,9 +13,7 @@ from megatron_ddrp.config.option import COUNT, option
 from megatron_ddrp.config.reading import Place, make_section, options_of, read_settings
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.options import Search, Training
-from megatron_ddrp.tasks.finetune.runs import GRIDS
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
+from megatron_ddrp.tasks.finetune.options import Search, TaskFiles, Training, read_task_file
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
@@ -95,7 +93,7 @@ class TaskPlan:
     @property
     def name(self) -> str:
         """Name of the task in tables."""
-        return self.task.called
+        return self.task.task_name
 
     @property
     def data(self) -> list[str]:
@@ -105,10 +103,9 @@ class TaskPlan:
     @property
     def epochs(self) -> int:
         """Total number of epochs of all fine-tuning runs on one checkpoint."""
-        given = dict(self.flags)
-        chosen = GRIDS[given["grid"]]
-        points = len(given.get("batch_size", chosen["batch_sizes"])) * len(given.get("lr", chosen["lrs"]))
-        return int(given["seeds"]) * points * sum(given.get("epochs", chosen["epochs"]))
+        known = options_of(Search)
+        search = Search(**{name: value for name, value in self.flags if name in known})
+        return search.seeds * sum(point.epochs for point in search.points)
 
 
 def read_glue(values: Any, place: Place) -> GluePlan:

@@ -10,27 +10,27 @@ from typing import Any
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare.results import Gain, Results
-from megatron_ddrp.tasks.compare.rows import Arm, Run
-from megatron_ddrp.tasks.glue.tasks import PAPER_ROWS, PAPER_TASKS, paper_rows
-from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, STEP_SECONDS, shown
+from megatron_ddrp.tasks.compare.rows import Arm, RunRow
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, paper_rows
+from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, STEP_SECONDS, format_value
 from megatron_ddrp.tasks.minimal_pairs.results import standard_error
-from megatron_ddrp.tasks.statistics import Difference, Spread, paired, seeds_needed, spread
+from megatron_ddrp.tasks.statistics import BySeed, Difference, pair_by_seed, seeds_needed
 
 
-def shown_spread(measure: str, values: Spread | None) -> str:
+def format_spread(measure: str, values: BySeed) -> str:
     """Return mean ± standard deviation over the seeds; only the mean for one seed, nothing for none."""
-    if values is None:
+    if not values:
         return ""
-    mean = shown(measure, values.mean)
-    return mean if values.deviation is None else f"{mean} ± {shown(measure, values.deviation)}"
+    mean = format_value(measure, statistics.fmean(values.values()))
+    return mean if len(values) < 2 else f"{mean} ± {format_value(measure, statistics.stdev(values.values()))}"
 
 
-def shown_interval(measure: str, interval: tuple[float, float] | None) -> str:
+def format_interval(measure: str, interval: tuple[float, float] | None) -> str:
     """Return both ends of an interval of a difference; nothing without an interval."""
-    return " to ".join(shown(measure, end, "+") for end in interval or ())
+    return " to ".join(format_value(measure, end, "+") for end in interval or ())
 
 
-def shown_needed(gain: Difference) -> str:
+def format_needed(gain: Difference) -> str:
     """Return the number of seeds whose interval would exclude 0; empty without a spread, or if it already does."""
     if not gain.interval or not gain.deviation or not gain.interval[0] <= 0 <= gain.interval[1]:
         return ""
@@ -38,7 +38,7 @@ def shown_needed(gain: Difference) -> str:
     return "no number" if gain.mean == 0 else "over 100,000" if count is None else f"{count:,}"
 
 
-def shown_average(tasks: Sequence[str]) -> str:
+def format_average(tasks: Sequence[str]) -> str:
     """Return the meaning of a GLUE average over these tasks: "the paper's measure", or their names."""
     if set(tasks) == set(PAPER_TASKS):
         return "the paper's measure"
@@ -47,7 +47,7 @@ def shown_average(tasks: Sequence[str]) -> str:
     return f"{names}; the paper's average has eight tasks"
 
 
-def shown_tokens(tokens: float) -> str:
+def format_tokens(tokens: float) -> str:
     """Return a number of tokens: 4.19 M, 1.07 G, 524,288."""
     for size, unit in ((1e9, "G"), (1e6, "M")):
         if tokens >= size:
@@ -55,9 +55,9 @@ def shown_tokens(tokens: float) -> str:
     return f"{tokens:,.0f}"
 
 
-def shown_budget(budget: str, tokens: int) -> str:
+def format_budget(budget: str, tokens: int) -> str:
     """Return a budget in words: 4.19 M tokens, 2,048 steps."""
-    return f"{shown_tokens(tokens)} tokens" if budget == f"{tokens:,} tokens" else budget
+    return f"{format_tokens(tokens)} tokens" if budget == f"{tokens:,} tokens" else budget
 
 
 CHANCE = 0.5
@@ -115,16 +115,16 @@ def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
             what: gain.claim.text,
             "measure": measure if len(measures) > 1 else "",
             "the paper": gain.claim.paper,
-            "budget": shown_budget(gain.budget, results.budgets[gain.budget]) if len(results.budgets) > 1 else "",
-            "gain": shown(measure, gain.seeds.mean, "+"),
-            "95 % over seeds": shown_interval(measure, gain.seeds.interval),
-            "95 % over items": shown_interval(measure, gain.items),
+            "budget": format_budget(gain.budget, results.budgets[gain.budget]) if len(results.budgets) > 1 else "",
+            "gain": format_value(measure, gain.seeds.mean, "+"),
+            "95 % over seeds": format_interval(measure, gain.seeds.interval),
+            "95 % over items": format_interval(measure, gain.items),
             "n": str(len(gain.seeds.values)),
             "judgement": gain.word,
-            "seeds needed": shown_needed(gain.seeds),
+            "seeds needed": format_needed(gain.seeds),
         }
         rows.append(row)
-    named = [f"{name} ({shown_average(results.averaged)})" if name == GLUE else name for name in measures]
+    named = [f"{name} ({format_average(results.averaged)})" if name == GLUE else name for name in measures]
     unit = "Gains in nats" if measures == [LOSS] else "Gains as in the tables of values"
     return _table(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
@@ -138,8 +138,8 @@ def score_table(results: Results, budget: str, is_inside: bool = False) -> Table
     rows = [
         {"model": arm.label, **values, "seeds": str(len(results.at(budget, arm)))} for arm, values in found if values
     ]
-    caption = f"{shown_budget(budget, results.budgets[budget])}: mean ± standard deviation over the seeds."
-    average = f" GLUE average: {shown_average(results.averaged)}." if GLUE in measures else ""
+    caption = f"{format_budget(budget, results.budgets[budget])}: mean ± standard deviation over the seeds."
+    average = f" GLUE average: {format_average(results.averaged)}." if GLUE in measures else ""
     return _table(rows, caption + average)
 
 
@@ -151,11 +151,11 @@ def checks_table(checks: Sequence[Results], gains: Mapping[str, Sequence[Gain]])
         for budget, tokens in check.budgets.items():
             own = {gain.claim.first: gain for gain in gains[check.check] if gain.budget == budget}
             for arm in check.arms_at(budget):
-                row = {"check": check.check, "budget": shown_budget(budget, tokens), "model": arm.label}
+                row = {"check": check.check, "budget": format_budget(budget, tokens), "model": arm.label}
                 row |= _values(check, measures, arm, budget) | {"gain": "", "95 % over seeds": "", "judgement": ""}
                 if gain := own.get(arm):
-                    row["gain"] = f"{shown(LOSS, gain.seeds.mean, '+')} over {check.baseline.label}"
-                    row |= {"95 % over seeds": shown_interval(LOSS, gain.seeds.interval), "judgement": gain.word}
+                    row["gain"] = f"{format_value(LOSS, gain.seeds.mean, '+')} over {check.baseline.label}"
+                    row |= {"95 % over seeds": format_interval(LOSS, gain.seeds.interval), "judgement": gain.word}
                 rows.append(row | {"seeds": str(len(check.at(budget, arm)))})
     caption = "Mean ± standard deviation over the seeds; gains by the loss, judged per check."
     return _table(rows, caption, ("budget", "model", "gain", "judgement"))
@@ -167,7 +167,7 @@ def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) ->
     Undefined fine-tuning runs, which count as 0, are numbered. Empty if nothing is measured.
     """
     runs = list(results.at(budget, arm).values())
-    cells = {measure: shown_spread(measure, spread(results.of(measure, arm, budget))) for measure in measures}
+    cells = {measure: format_spread(measure, results.of(measure, arm, budget)) for measure in measures}
     for measure, cell in cells.items():
         undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
         cells[measure] += f" ({undefined} undefined)" * bool(cell and undefined)
@@ -177,7 +177,7 @@ def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) ->
     return cells | {ABOVE_CHANCE: "" if above is None else f"{above:+.1f}"}
 
 
-def above_chance(runs: Sequence[Run]) -> float | None:
+def above_chance(runs: Sequence[RunRow]) -> float | None:
     """Return (accuracy − 50 %) of minimal pairs in standard errors over pairs; None if these are not known.
 
     The runs score the same pairs, so the error of their mean is at most the mean of their errors, which counts here.
@@ -195,20 +195,23 @@ def cost_table(results: Results) -> Table:
     rows: dict[str, dict[str, str]] = {}
     for (budget, tokens), arm in itertools.product(results.budgets.items(), results.arms):
         own, base = (results.of(STEP_SECONDS, one, budget) for one in (arm, results.baseline))
-        seconds, ratio = spread(own), paired(own, base, relative=True)
-        if seconds is None or arm.half:
+        if not own or arm.half:
             continue
+        ratio = pair_by_seed(own, base, relative=True)
         cell = f"{1 + ratio.mean:.3f}" if ratio and arm != results.baseline else ""
         if cell and ratio and ratio.interval:
             cell += " ({:.3f} to {:.3f})".format(*(1 + end for end in ratio.interval))
-        where = f", {shown_budget(budget, tokens)}" * (len(results.budgets) > 1)
+        where = f", {format_budget(budget, tokens)}" * (len(results.budgets) > 1)
         row = rows.setdefault(arm.label, {"model": arm.label})
-        row |= {f"seconds per step{where}": f"{seconds.mean:.4f}", f"÷ {results.baseline.label}{where}": cell}
+        row |= {
+            f"seconds per step{where}": f"{statistics.fmean(own.values()):.4f}",
+            f"÷ {results.baseline.label}{where}": cell,
+        }
     caption = "Median over a run's steps without its first tenth, mean over the seeds; ratios with 95 % over seeds."
     return _table(list(rows.values()), caption)
 
 
-def throughput_table(runs: Sequence[Run]) -> Table:
+def throughput_table(runs: Sequence[RunRow]) -> Table:
     """Return the table of tokens per second at inference and memory; a model's last measurement counts."""
     timed: dict[tuple[str, Any], Mapping[str, Any]] = {}
     for run in runs:
@@ -229,5 +232,4 @@ def throughput_table(runs: Sequence[Run]) -> Table:
 def paper_table() -> Table:
     """Return the paper's tables 1 to 3."""
     caption = "The paper's own numbers, not ours: base size, best grid point, median of 5 seeds."
-    rows = paper_rows([name for name, _, _ in PAPER_ROWS])
-    return Table(["the paper's model", *PAPER_TASKS, "average of 8"], rows, caption, is_paper=True)
+    return Table(["the paper's model", *PAPER_TASKS, "average of 8"], paper_rows(), caption, is_paper=True)

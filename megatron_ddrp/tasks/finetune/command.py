@@ -7,19 +7,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
 from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.run.launch import first_rank_speaks
-from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, sweep_sections
+from megatron_ddrp.tasks.finetune.options import (
+    Search,
+    SweepOptions,
+    TaskFiles,
+    parse_sweep,
+    read_task_file,
+    sweep_sections,
+)
 from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
-from megatron_ddrp.tasks.finetune.running import run
 from megatron_ddrp.tasks.finetune.runs import GRIDS
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.sweep import AfterSweep
 
 DESCRIPTION = """Fine-tune encoders on your own tasks and report the validation scores.
 
@@ -119,13 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return predict(parse_prediction(words[1:]))
     with first_rank_speaks():
         options = parse_arguments(words)
-    return run(options, _after)
+    from megatron_ddrp.tasks.finetune.workers import run  # here, because it imports torch
 
-
-def _after() -> AfterSweep:
-    from megatron_ddrp.tasks.finetune.predict import AfterOwnTasks  # here, because it imports torch
-
-    return AfterOwnTasks()
+    return run(options)
 
 
 def predict(wanted: Prediction) -> int:

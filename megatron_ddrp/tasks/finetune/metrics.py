@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.config.registry import METRICS
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED
 
 _ROUNDING = 1e-5
@@ -68,6 +70,37 @@ class Metric(NamedTuple):
         together = -(-_TOGETHER // len(first))
         parts = np.split(drawn, range(together, len(drawn), together))
         return np.concatenate([self.score(part.astype(float), first, second) for part in parts])
+
+
+def metrics_of_plugins(kind: str) -> dict[str, Metric]:
+    """Return the metrics of plug-ins for a kind of task, by name.
+
+    Each is a function of (labels, predictions), whose attribute `kinds` names its kinds of tasks. It returns a
+    fraction, or None if the score is undefined, and does not depend on the order of the rows. Labels and predictions
+    have one value per row: class numbers, numbers, 0 and 1 per label, answers, or the tags of a sentence by name.
+    """
+    functions = {name: METRICS.find(name) for name in METRICS}
+    return {name: _of_function(name, function) for name, function in functions.items() if kind in function.kinds}
+
+
+def _of_function(name: str, function: Callable[[Any, Any], float | None]) -> Metric:
+    def terms(answers: Any, predictions: Any) -> Any:
+        return tuple([*s.by_sentence()] if hasattr(s, "by_sentence") else s for s in (answers, predictions))
+
+    def take(side: Any, rows: np.ndarray) -> Any:
+        return side[rows] if isinstance(side, np.ndarray) else [side[row] for row in rows]
+
+    def score(counts: np.ndarray, labels: Any, predictions: Any) -> np.ndarray:
+        found = []
+        for count in counts.astype(int):
+            rows = np.repeat(np.arange(len(labels)), count)
+            value = function(take(labels, rows), take(predictions, rows))
+            if not isinstance(value, (int, float, np.number, type(None))):
+                raise UserError(f"--metric {name} gave {value!r:.60}: expected a number, or None if it is undefined")
+            found.append(math.nan if value is None else float(value))
+        return np.array(found)
+
+    return Metric(terms, score)
 
 
 def _is_finite(predictions: Any) -> bool:

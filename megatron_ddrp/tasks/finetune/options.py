@@ -1,17 +1,21 @@
-"""Flags of all commands that fine-tune."""
+"""Flags of all commands that fine-tune, and the description of a user's own task by flags or by a YAML file."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
-from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
+from megatron_ddrp.config import registry
+from megatron_ddrp.config.option import COUNT, POSITIVE, Section, flag, option, refuse
+from megatron_ddrp.config.reading import Place, load_yaml, read_section
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
 from megatron_ddrp.tasks.finetune.suite import Suite
 
@@ -62,7 +66,7 @@ class Search(Section):
         None, "replaces the grid's batch sizes", nargs="+", metavar="N", within=COUNT, distinct=True
     )
     lr: tuple[float, ...] | None = option(
-        None, "replaces the grid's learning rates", nargs="+", metavar="X", within="(0, inf)", distinct=True
+        None, "replaces the grid's learning rates", nargs="+", metavar="X", within=POSITIVE, distinct=True
     )
     epochs: tuple[int, ...] | None = option(
         None, "replaces the grid's epochs", nargs="+", metavar="N", within=COUNT, distinct=True
@@ -73,12 +77,7 @@ class Search(Section):
     @property
     def points(self) -> tuple[Point, ...]:
         """Points of the grid."""
-        chosen = GRIDS[self.grid]
-        return grid(
-            dict.fromkeys(self.batch_size or chosen["batch_sizes"]),
-            dict.fromkeys(self.lr or chosen["lrs"]),
-            dict.fromkeys(self.epochs or chosen["epochs"]),
-        )
+        return grid(**{name: dict.fromkeys(getattr(self, name) or own) for name, own in GRIDS[self.grid].items()})
 
 
 @dataclass(frozen=True)
@@ -195,3 +194,59 @@ def require(options: argparse.Namespace, name: str) -> None:
     """Raise `UserError` if the option `name` is missing, unless the command line has --report."""
     if options.report is None and not getattr(options, name):
         refuse(f"{flag(name)} is needed (or --report OUT… to run nothing)")
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """task"""
+
+    train: Path | None = option(None, "training rows: .jsonl, .csv, .tsv, .parquet, .conll, SQuAD's .json", metavar="F")
+    valid: Path | None = option(None, "validation rows, which give the score and select the grid point", metavar="F")
+    test: Path | None = option(
+        None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
+    )
+    kind: str | None = option(
+        None, "kind of prediction (default: guessed from columns and labels)", choices=registry.KINDS
+    )
+    metric: str | None = option(
+        None,
+        "; ".join(f"{name}: {', '.join(kind.metrics)}" for name, kind in KINDS.items())
+        + " (default: the kind's first)",
+        metavar="M",
+    )
+    text_column: str | None = option(None, "column of the text (default: text, sentence, sentence1, …)", metavar="C")
+    text_pair_column: str | None = option(None, "column of the second text of a pair", metavar="C")
+    label_column: str | None = option(None, "column of the label (default: label, labels, score, …)", metavar="C")
+    name: str | None = option(
+        None,
+        "name of the task in tables and folders (default: from the training file's name; its folder's for train.csv)",
+        metavar="NAME",
+    )
+
+    @property
+    def task_name(self) -> str:
+        """Name of the task, usable as a file name."""
+        train = self.train or Path("task")
+        stem = re.sub(r"[-_]?train$", "", train.name.partition(".")[0])
+        words = self.name or (train.resolve().parent.name if not stem or stem.startswith("train") else stem)
+        return re.sub(r"[^\w.-]+", "-", words).strip("-.") or "task"
+
+    def require(self) -> None:
+        """Raise `UserError` for a task without a training or a validation file."""
+        if self.train is None or self.valid is None:
+            refuse(f"--{'train' if self.train is None else 'valid'} is needed, or a --task-file that names it")
+
+
+def read_task_file(path: Path) -> TaskFiles:
+    """Return the task of a YAML file. Its keys are the names of the flags; its paths are relative to the file.
+
+    Raises:
+        UserError: one line with the file, the key and the allowed values.
+    """
+    place = Place(str(path))
+    if not path.is_file():
+        raise place.error("no such file; expected YAML with keys such as train, valid, kind, text-column, label-column")
+    files = read_section(TaskFiles, load_yaml(path, place), place)
+    found = {name: getattr(files, name) for name in ("train", "valid", "test")}
+    moved = {name: path.parent / file for name, file in found.items() if file is not None}
+    return replace(files, name=files.name or path.stem, **moved)

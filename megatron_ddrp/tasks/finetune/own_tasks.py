@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles
+from megatron_ddrp.tasks.jobs.store import Store
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class OwnTasks(Suite):
     def row_facts(self, data: TaskData) -> dict[str, Any]:
         """Return the facts about the task and the score of its most frequent label."""
         return {"facts": data.task.facts, "baseline": data.baseline}
+
+    def finish(self, sweep: Any, store: Store) -> list[str]:
+        """Predict the test files without labels; return lines that name the kept models and the predictions."""
+        from megatron_ddrp.tasks.finetune.predict import use_models  # here, because it imports torch
+
+        return use_models(sweep)
 
     def keeps_model(self, task: str) -> bool:
         """Return whether to keep the best model: not with --no-keep-models or --random-init."""

@@ -39,7 +39,6 @@ class RunForecast(Forecast[Run]):
             for name, data in sweep.data.items()
         }
         self._names = {run.name for run in sweep.runs}
-        self._probed: dict[str, float] = {}
         self.source = "measured on finished runs"
 
     def kind(self, job: Run) -> str:
@@ -55,15 +54,10 @@ class RunForecast(Forecast[Run]):
         rows = [row for row in self.store.rows if row["encoder"] == kind and Run.of_row(row).name in self._names]
         return [row["seconds"] / self.work(Run.of_row(row)) for row in rows[-_RECENT_RUNS:]]
 
-    def guess(self, job: Run) -> float:
-        """Return the expected seconds of a run, from a few timed training steps of its encoder."""
-        if job.encoder not in self._probed:
-            self._probed[job.encoder] = self._probe(job)
-            self.source = f"from a probe of {_PROBE_STEPS} training steps"
-        return self._probed[job.encoder] * self.work(job)
-
-    def _probe(self, run: Run) -> float:
-        run = replace(run, epochs=2)  # the probe does one step more than an epoch has
+    def probe(self, job: Run) -> float:
+        """Return the seconds per character, from a few timed training steps of the run's encoder."""
+        self.source = f"from a probe of {_PROBE_STEPS} training steps"
+        run = replace(job, epochs=2)  # the probe does one step more than an epoch has
         data = self.sweep.data[run.task]
         some = data.train.only(np.arange(min(len(data.train), run.batch_size * _PROBE_STEPS)))
         train = self.sweep.encode(run, some, f"first {len(some):,} rows of train")
@@ -97,12 +91,16 @@ def encoder_lines(sweep: Sweep) -> list[str]:
 def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
     """Return the text of the plan: the missing runs, the origin of each encoder, and the expected time."""
     missing = store.missing(sweep.runs)
+    to_do = f"{len(missing)} of {len(sweep.runs)} runs to do"
+    if sweep.ranks:  # no forecast, since a probe would need all ranks
+        tasks = dict.fromkeys(run.task for run in missing)
+        facts = [f"  {task}: {fact}" for task in tasks for fact in sweep.data[task].facts]
+        return "\n".join([f"plan: {to_do}, each on {sweep.ranks.world_size} ranks", *encoder_lines(sweep), *facts])
     options = sweep.options
     lines = [
         f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
         f"{_count(options.search.points, 'grid point')} x {_count(range(options.search.seeds), 'seed')} = "
-        f"{_count(sweep.runs, 'run')} on {sweep.device.type}; "
-        f"{len(missing)} of {len(sweep.runs)} runs to do",
+        f"{_count(sweep.runs, 'run')} on {sweep.device.type}; {to_do}",
         *encoder_lines(sweep),
     ]
     if not missing:

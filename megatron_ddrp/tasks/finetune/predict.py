@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.conversion.foreign_config import read_config_file
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -24,9 +24,8 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.output_files import OUTPUT_FILES, RowFile
-from megatron_ddrp.tasks.finetune.runs import RunStore
-from megatron_ddrp.tasks.finetune.saving import model_folder, model_name, read_facts
-from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
+from megatron_ddrp.tasks.finetune.saving import FINETUNED, model_folder, model_name, read_facts
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.table_files import KnownFile, at_row, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_files import count_unlabelled, text_columns, texts_to_predict
@@ -72,16 +71,11 @@ class FineTuned(NamedTuple):
         return list(kind.as_values(self.task, kind.predictions(self.task, encoded, outcomes)))
 
 
-def _readable(folder: Path) -> dict[str, Any] | None:
-    """Return the facts of a kept model that can label files; None for any other folder, such as a model of GLUE."""
-    facts = read_facts(folder)
-    return facts if facts and facts.get("columns") is not None else None
-
-
 def _models_near(folder: Path) -> list[Path]:
-    """Return the kept models in OUT/models/ if `folder` is OUT, OUT/models or a name in one of the two."""
+    """Return the kept models in OUT/models/ if `folder` is OUT, OUT/models or a name in these; none of GLUE."""
     places = dict.fromkeys((folder / "models", folder, folder.parent, folder.parent / "models"))
-    found = (path for place in places for path in sorted(place.glob("*")) if _readable(path))
+    folders = (path for place in places for path in sorted(place.glob("*")))
+    found = (path for path in folders if (facts := read_facts(path)) and facts["columns"] is not None)
     return list(islice(found, _SHOWN_MODELS))
 
 
@@ -91,21 +85,29 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
     Raises:
         UserError: `megatron-ddrp finetune` did not write the folder.
     """
-    facts = _readable(folder)
-    if facts is None:
+    config = read_config_file(folder) if (folder / "config.json").is_file() else {}
+    facts = read_facts(folder)
+    if facts is None or facts["columns"] is None:
         got = "not a model that finetune kept" if folder.exists() else "no such folder"
+        if facts is None and FINETUNED in config:
+            got = f"{FINETUNED!r} in its config.json is damaged"
         found = _models_near(folder)
         there = f"expected one of {', '.join(map(str, found))}" if found else "expected a folder OUT/models/TASK-…"
         raise UserError(f"--load {folder}: {got}; {there}")
-    config = read_config_file(folder)
     trained = Columns(*facts["columns"])
     columns = Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label)
     columns.check_distinct()
     task = Task.of(facts["task"])
-    model, weights = load_with_head(folder, config["model_type"], KINDS[task.kind].head)
+    model, weights, longest = load_with_head(folder, config.get("model_type", ""), KINDS[task.kind].head)
     if weights.missing:
         raise UserError(
             f"--load {folder}: it lacks the weight {min(weights.missing)}; fine-tune again, or copy it again"
+        )
+    labels = len(KINDS[task.kind].hub_labels(task).names) or 2  # of an answer: its first and last piece
+    if model.config.num_labels != labels or facts["max_seq_length"] > longest:
+        raise UserError(
+            f"--load {folder}: its config.json has other labels or fewer positions than its task; fine-tune again, or "
+            "copy it again"
         )
     return FineTuned(
         FamilyModel(model).to(device).eval(),
@@ -134,8 +136,8 @@ def predict_file(
     rows = file.rows(wanted) if file else read_rows(str(source), wanted)
     count = cut = lacking = 0
     expected = count_unlabelled(file, kind, model.columns) if file else None
-    with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
-        writer = make_writer(stream.stream, output.suffix, model.columns, kind.cell_text)
+    with atomic_file(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
+        writer = make_writer(stream, output.suffix, model.columns, kind.cell_text)
         for some in chunks(rows, _TOGETHER):
             read = [texts_to_predict(row, kind, model.columns) for row in some]
             encoded = model.encode(read)
@@ -168,35 +170,34 @@ def _writer(output: Path, kinds: Iterable[Kind]) -> type[RowFile]:
     return writers[output.suffix]
 
 
-class AfterOwnTasks(AfterSweep):
-    """Prediction of the test files without labels, and an account of the kept models."""
+def use_models(sweep: Sweep) -> list[str]:
+    """Predict the test files without labels; return lines that name the kept models and the predictions.
 
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Predict the test files without labels; return lines that name the kept models and the predictions.
-
-        Other commands with the same output folder wait meanwhile.
-        """
-        lines = []
-        for encoder in sweep.encoders.values() if sweep.speaks else ():
-            for data in sweep.data.values():
-                with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
-                    lines += _use_model(sweep, data, encoder)
-        return lines
+    Other commands with the same output folder wait meanwhile.
+    """
+    lines = []
+    for encoder in sweep.encoders.values() if sweep.speaks else ():
+        for data in sweep.data.values():
+            with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
+                lines += _use_model(sweep, data, encoder)
+    return lines
 
 
 def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
     """Predict a task's test file with the best model of an encoder; return lines that name model and predictions."""
     name, output = data.task.name, sweep.options.output_dir
     folder = model_folder(output, data.task, encoder, data.fingerprint)
+    plain = folder.with_name(model_name(data.task, encoder))
+    damaged = f"{plain} is damaged" if plain.exists() and read_facts(plain) is None else ""
     keeps = sweep.options.suite.keeps_model(name)
     if not keeps or read_facts(folder) is None:
-        why = f"; {NOT_KEPT}" if keeps else ""
+        why = f"; {damaged or NOT_KEPT}" if keeps else ""
         if data.unlabelled:
             why += f"; {data.unlabelled.path} is not predicted"
         return [f"{name}: no model of {encoder.name} was kept{why}"]
     use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
-    plain = folder.with_name(model_name(data.task, encoder))
-    other = f" ({plain} keeps that of other files or settings)" if folder != plain and read_facts(plain) else ""
+    told = damaged or f"{plain} keeps that of other files or settings" if plain.exists() else ""
+    other = f" ({told})" if told and folder != plain else ""
     lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]
     if data.unlabelled:
         data.unlabelled.check()

@@ -1,4 +1,5 @@
-"""File of a run's predictions for the development sets, and the check of runs.jsonl against it before a report.
+"""File of a run's predictions for the development sets: the check of runs.jsonl against it before a report, and scores
+on resampled rows.
 
 OUT/predictions/RUN.tsv has the columns file, index (the row's number from 0), prediction and label. Classes are written
 by name, numbers with all digits, and a prediction that is not finite as `nan`.
@@ -7,22 +8,32 @@ by name, numbers with all digits, and a prediction that is not finite as `nan`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.atomic import AtomicFile
+import numpy as np
+
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.sealed import content_sum
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Line
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.statistics import percentile_interval
 
 HEADER = "file\tindex\tprediction\tlabel"
 
 Scored = dict[str, tuple[Any, Any]]
 """Development file → (labels, predictions) in the form that the task's metric takes."""
+
+
+def predictions_file(folder: Path, run: Run) -> Path:
+    """Return the file of a run's predictions in an output folder."""
+    return folder / "predictions" / f"{run.name}.tsv"
 
 
 def write_predictions(path: Path, task: Task, scored: Scored) -> str:
@@ -31,8 +42,7 @@ def write_predictions(path: Path, task: Task, scored: Scored) -> str:
     for file, (answers, predictions) in scored.items():
         lines += ["\t".join((file, *line)) for line in KINDS[task.kind].lines(task, answers, predictions)]
     content = ("\n".join(lines) + "\n").encode()
-    with AtomicFile(path) as output:
-        output.write(content)
+    write_bytes(path, content)
     return content_sum(content)
 
 
@@ -71,10 +81,10 @@ def trusted_runs(folder: Path, suite: Suite) -> Trusted:
     store = RunStore(folder / RUNS, lambda told: left_out.append(f"{told}; the line is left out"), suite.known)
     rows, missing = [], []
     for row in store:
-        path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
+        path = predictions_file(folder, Run.of_row(row))
         if not path.is_file():
             missing.append(path)
-        elif reason := _reason(row, path.read_bytes(), suite):
+        elif reason := _disagreement(row, path.read_bytes(), suite):
             left_out.append(f"{path}: {reason}; its run is left out")
             continue
         rows.append(row)
@@ -87,16 +97,12 @@ def trusted_runs(folder: Path, suite: Suite) -> Trusted:
     return Trusted(rows, left_out, unchecked)
 
 
-def _reason(row: dict[str, Any], content: bytes, suite: Suite) -> str | None:
+def _disagreement(row: dict[str, Any], content: bytes, suite: Suite) -> str | None:
+    """Return a sentence about the difference between a run's predictions and its row; None if they agree."""
     try:
         task = suite.task(row)
     except UserError as error:
         return str(error)
-    return _disagreement(row, content, task, suite.program)
-
-
-def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str) -> str | None:
-    """Return a sentence about the difference between a run's predictions and its row; None if they agree."""
     expected = row.get("predictions_crc32")
     if expected is not None and content_sum(content) != expected:
         return "changed since the run wrote it (its sum does not match)"
@@ -104,7 +110,7 @@ def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str)
         found = read_predictions(content, task)
         scores = {name: KINDS[task.kind].score(task.metric, *sides) or 0.0 for name, sides in found.items()}
     except ValueError as error:
-        return f"no predictions of {program} ({error})"
+        return f"no predictions of {suite.program} ({error})"
     others = row.get("other_scores", {})
     scoring = next((name for name in found if name not in others), "no scoring file")
     told = {scoring: row["score"]} | others
@@ -116,3 +122,66 @@ def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str)
     if len(found[scoring][0]) != row["dev_examples"]:
         return f"holds {len(found[scoring][0])} rows of {scoring}, runs.jsonl says {row['dev_examples']}"
     return None
+
+
+Interval = tuple[float, float]
+
+
+class Resampled(NamedTuple):
+    """Run on resampled rows of its first development file."""
+
+    samples: np.ndarray
+    """Score on each bootstrap sample, `[samples]`."""
+    guess: float | None
+    """Score of a constant guess on all rows; None for kinds of tasks without one."""
+
+
+class Items:
+    """Runs on resampled rows, each read when it is first needed."""
+
+    def __init__(self, suite: Suite) -> None:
+        self._suite = suite
+        self._found: dict[Path, Resampled | None] = {}
+
+    def of_run(self, row: dict[str, Any]) -> Resampled | None:
+        """Return the run of a line that has its `folder`; None if its predictions are missing or damaged."""
+        path = predictions_file(Path(row.get("folder", "")), Run.of_row(row))
+        if path not in self._found:
+            self._found[path] = self._read(row, path)
+        return self._found[path]
+
+    def _read(self, row: dict[str, Any], path: Path) -> Resampled | None:
+        try:
+            task = self._suite.task(row)
+            answers, predictions = next(iter(read_predictions(path.read_bytes(), task).values()))
+        except (OSError, StopIteration, UserError, ValueError):
+            return None
+        kind, guess = KINDS[task.kind], row.get("baseline")
+        if guess is None:
+            guess = kind.constant_guess(task, answers)
+        return Resampled(kind.resampled_scores(task, answers, predictions), guess)
+
+    def samples(self, cell: Cell) -> np.ndarray | None:
+        """Return a cell's median over seeds on each bootstrap sample, `[samples]`; None if predictions are missing."""
+        found = [self.of_run(row) for row in cell.rows]
+        samples = [each.samples for each in found if each]
+        return np.median(samples, axis=0) if len(samples) == len(found) else None
+
+    def of_cell(self, cell: Cell) -> Interval | None:
+        """Return the 95 % interval of a cell's median over seeds; None if predictions are missing."""
+        samples = self.samples(cell)
+        return None if samples is None else percentile_interval(samples)
+
+    def guess(self, cell: Cell) -> float | None:
+        """Return the score of a constant guess on a cell's task; None if it is unknown."""
+        found = self.of_run(cell.rows[0])
+        return found.guess if found else cell.rows[0].get("baseline")
+
+    def of_difference(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Interval | None:
+        """Return the 95 % interval of the mean difference over pairs of runs; None if predictions are missing.
+
+        Both runs of a pair are scored on the same samples.
+        """
+        found = [(self.of_run(first), self.of_run(second)) for first, second in pairs]
+        differences = [first.samples - second.samples for first, second in found if first and second]
+        return percentile_interval(np.mean(differences, axis=0)) if len(differences) == len(found) else None

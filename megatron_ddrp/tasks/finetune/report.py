@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.errors import FAILURE, UserError
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names, wrapped
+from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names, wrap_title
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
-from megatron_ddrp.tasks.finetune.items import Items
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.predictions import Items, trusted_runs
+from megatron_ddrp.tasks.finetune.runs import RUNS, Run
 from megatron_ddrp.tasks.finetune.suite import Suite
-from megatron_ddrp.tasks.finetune.tables import Pair, all_tables, differences, gains, unlike, words
+from megatron_ddrp.tasks.finetune.tables import Pair, all_tables, differences, gains, unlike
+from megatron_ddrp.tasks.jobs.store import Row
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 
 LEAST_WIDTH, ENDS = 6.5, 1.3
@@ -64,6 +67,26 @@ def write_report(
     return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png, tables/{beside}"
 
 
+def report_only(folders: Sequence[Path], output: Path, suite: Suite) -> int:
+    """Write one table over several output folders; return 1 if it leaves damaged runs out."""
+    runs: dict[Path, list[Row]] = {}
+    left_out, unchecked = [], []
+    for folder in folders:
+        if not (folder / RUNS).is_file():
+            raise UserError(f"--report {folder}: no runs.jsonl in it; expected the --output-dir of an earlier command")
+        found = trusted_runs(folder, suite)
+        if not (found.rows or found.left_out):
+            raise UserError(f"--report {folder}: no finished run in its runs.jsonl; finish a run, or copy it again")
+        runs[folder] = found.rows
+        left_out += found.left_out
+        unchecked += found.unchecked
+    print(write_report(runs, output, suite, [*left_out, *unchecked]))
+    sys.stdout.flush()
+    for sentence in [*left_out, *unchecked]:
+        print(f"{suite.program}: warning: {sentence}", file=sys.stderr)
+    return FAILURE if left_out else 0
+
+
 def _spread(cell: Cell) -> Score:
     """Return a cell's median, lowest and highest score."""
     return Score(cell.median, min(cell.scores), max(cell.scores))
@@ -86,8 +109,7 @@ def summary(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str,
         }
         for gain in gains(encoders)
     ]
-    pairs = differences(encoders, items)
-    result["differences"] = [_pair(*told) for told in zip(pairs, words(pairs), strict=True)]
+    result["differences"] = [_pair(pair) for pair in differences(encoders, items)]
     if published := suite.published():
         result["paper"] = published
     return result
@@ -110,7 +132,7 @@ def _cell(cell: Cell, items: Items) -> dict[str, Any]:
     }
 
 
-def _pair(pair: Pair, word: str) -> dict[str, Any]:
+def _pair(pair: Pair) -> dict[str, Any]:
     low, high = pair.difference.interval or (None, None)
     return {
         "first": pair.first,
@@ -121,7 +143,7 @@ def _pair(pair: Pair, word: str) -> dict[str, Any]:
         "high": high,
         "mean": pair.difference.mean,
         "over_items": pair.over_items,
-        "word": word,
+        "word": pair.word,
     }
 
 
@@ -157,10 +179,10 @@ def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -
     axes.set_xlim(-0.5, len(tasks) - 0.5)
     axes.margins(y=0.1)
     axes.set_ylabel("development score × 100")
-    axes.set_title(wrapped(title, width))
+    axes.set_title(wrap_title(title, width))
     axes.grid(axis="y", alpha=0.3)
     legend_below(figure, handles)
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
 
 
 def _draw_cell(axes: Any, cell: Cell, place: float, width: float, style: dict[str, Any]) -> None:

@@ -32,14 +32,14 @@ class Point:
     epochs: int
 
 
-def grid(batch_sizes: Iterable[int], lrs: Iterable[float], epochs: Iterable[int]) -> tuple[Point, ...]:
+def grid(batch_size: Iterable[int], lr: Iterable[float], epochs: Iterable[int]) -> tuple[Point, ...]:
     """Return all combinations of the three hyper-parameters."""
-    return tuple(itertools.starmap(Point, itertools.product(batch_sizes, lrs, epochs)))
+    return tuple(itertools.starmap(Point, itertools.product(batch_size, lr, epochs)))
 
 
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "paper": {"batch_sizes": (16, 32), "lrs": (1e-5, 2e-5, 3e-5), "epochs": (4, 6)},
-    "quick": {"batch_sizes": (32,), "lrs": (3e-5,), "epochs": (4,)},
+    "paper": {"batch_size": (16, 32), "lr": (1e-5, 2e-5, 3e-5), "epochs": (4, 6)},
+    "quick": {"batch_size": (32,), "lr": (3e-5,), "epochs": (4,)},
 }
 """Arguments of `grid`: the grid of the paper's appendix B, and a single point for a first look."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import is_checkpoint
-from megatron_ddrp.conversion.exported_folder import CARD, whole_folder
+from megatron_ddrp.conversion.exported_folder import CARD, check_sums, whole_folder, write_sums
 from megatron_ddrp.conversion.finetuned import TunedHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_card import loading_lines, render_card
@@ -25,15 +25,18 @@ from megatron_ddrp.conversion.training_record import facts_table
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.task import Task, TaskData
+from megatron_ddrp.tasks.finetune.task import Columns, Task, TaskData
 from megatron_ddrp.tasks.jobs.store import one_at_a_time
 
 FINETUNED = "finetuned"
 """Key in config.json of the facts about task and run."""
+SHORTEST_ROW = 4
+"""Number of special pieces of a pair."""
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 
 
@@ -65,7 +68,15 @@ def keep_if_best(
     with one_at_a_time(output, model_name(data.task, encoder)):
         folder = model_folder(output, data.task, encoder, run.data)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        facts = finetuned_facts(encoder, data, run, row)
+        facts = {
+            "task": data.task.facts,
+            "columns": list(data.columns) if data.columns else None,
+            "max_seq_length": run.max_seq_length,
+            "pair_separators": encoder.pair_separators,
+            "data": run.data,
+            "run": run.name,
+            "score": row["score"],
+        }
         before = read_facts(folder)
         if before and _rank(before) >= _rank(facts):
             return
@@ -74,23 +85,37 @@ def keep_if_best(
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:
-    """Return the facts about task and run in a fine-tuned folder's config.json; None for any other folder."""
+    """Return the facts about task and run in a fine-tuned folder's config.json.
+
+    None for any other folder, also for one whose config.json is damaged.
+    """
     path = folder / "config.json"
-    facts = read_object(path).get(FINETUNED) if path.is_file() else None
-    return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
+    try:
+        check_sums(folder, path.name)
+        facts = read_object(path).get(FINETUNED) if path.is_file() else None
+    except UserError:
+        return None
+    return facts if _are_facts(facts) else None
 
 
-def finetuned_facts(encoder: Encoder, data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts about task and run for config.json."""
-    return {
-        "task": data.task.facts,
-        "columns": list(data.columns) if data.columns else None,
-        "max_seq_length": run.max_seq_length,
-        "pair_separators": encoder.pair_separators,
-        "data": run.data,
-        "run": run.name,
-        "score": row["score"],
-    }
+def _are_facts(facts: Any) -> bool:
+    """Return whether a value has the form of `finetuned_facts`."""
+    try:
+        task, columns = Task.of(facts["task"]), Columns(*facts["columns"] or ("", None, ""))
+        names = [facts["run"], facts["data"], task.name, task.metric, *task.labels, columns.text, columns.label]
+        names += [] if columns.pair is None else [columns.pair]
+        return (
+            isinstance(facts["task"]["labels"], list)
+            and isinstance(facts["columns"], list | None)
+            and task.kind in KINDS
+            and all(isinstance(name, str) for name in names)
+            and type(facts["max_seq_length"]) is int
+            and facts["max_seq_length"] >= SHORTEST_ROW
+            and facts["pair_separators"] in (1, 2)
+            and type(facts["score"]) in (int, float)
+        )
+    except (KeyError, TypeError):
+        return False
 
 
 def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
@@ -133,6 +158,7 @@ def _write_family_model(
                 classes[f"AutoModelFor{form.name}"] = f"modeling_ddrp.DdrpFor{form.name}"
             model.config.auto_map = classes
         model.save_pretrained(new, state_dict=states)
+        write_sums(new)
 
 
 def finetuned_card(

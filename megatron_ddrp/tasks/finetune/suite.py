@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
+from megatron_ddrp.tasks.jobs.store import Store
 
 
 class Suite(ABC):
@@ -46,6 +47,14 @@ class Suite(ABC):
     def keeps_model(self, task: str) -> bool:
         """Return whether to keep the fine-tuned model of a task's best run."""
         return False
+
+    def next_stage(self, sweep: Any) -> Any:
+        """Return the `SweepOptions` of a second sweep that runs after this `Sweep`; None without one."""
+        return None
+
+    def finish(self, sweep: Any, store: Store) -> list[str]:
+        """Finish a `Sweep` after its report, on every rank; return lines to print."""
+        return []
 
     def means(self, cells: Cells) -> dict[str, float | None]:
         """Return name in `averages` → mean; None if a task is missing."""

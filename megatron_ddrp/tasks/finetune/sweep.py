@@ -21,7 +21,7 @@ from megatron_ddrp.tasks.finetune.determinism import fix_workspace
 from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
-from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.predictions import predictions_file, write_predictions
 from megatron_ddrp.tasks.finetune.runs import RUNS, Point, Run, RunStore, count_undefined
 from megatron_ddrp.tasks.finetune.saving import keep_if_best
 from megatron_ddrp.tasks.finetune.task import Examples, TaskData
@@ -35,15 +35,10 @@ class Sweep:
     """Runs of one command line, with their encoders and data."""
 
     def __init__(
-        self,
-        options: SweepOptions,
-        data: dict[str, TaskData],
-        device: torch.device,
-        ranks: Ranks | None = None,
-        show_bar: bool = True,
+        self, options: SweepOptions, data: dict[str, TaskData], device: torch.device, ranks: Ranks | None = None
     ):
         """Load the encoders and list the runs. `ranks` is None unless several ranks share each run."""
-        self.options, self.device, self.ranks, self.show_bar = options, device, ranks, show_bar
+        self.options, self.device, self.ranks = options, device, ranks
         if device.type == "cuda":
             fix_workspace()
         else:
@@ -76,7 +71,7 @@ class Sweep:
         """Do a run, write its predictions and maybe its model (on rank 0), and return its row of runs.jsonl."""
         task, (train, dev) = self.data[run.task].task, self.encoded(run)
         result = self.finetune(run, train, dev)
-        path = self.options.output_dir / "predictions" / f"{run.name}.tsv"
+        path = predictions_file(self.options.output_dir, run)
         checksum = None
         if self.speaks:
             scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
@@ -114,7 +109,7 @@ class Sweep:
         """Fine-tune a fresh copy of the run's encoder."""
         task = self.data[run.task].task
         with allocations_as_user_errors(need_less_memory(run)):
-            return finetune(run, task, self.model(run), train, dev, self.ranks, test, self.show_bar)
+            return finetune(run, task, self.model(run), train, dev, self.ranks, test)
 
     def model(self, run: Run) -> nn.Module:
         """Return a fresh copy of a run's encoder with a new head, on the device."""
@@ -156,18 +151,6 @@ class Sweep:
             head=options.suite.head if encoder.family_model else "common",
             scales_labels=options.suite.scales_labels and KINDS[self.data[task].task.kind].predicts_numbers,
         )
-
-
-class AfterSweep:
-    """Steps of a command after the runs of a sweep; a subclass says which, on every rank."""
-
-    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
-        """Return the options of a second sweep that runs after this one; None without one."""
-        return None
-
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Finish the sweep after its report; return lines to print."""
-        return []
 
 
 def need_less_memory(run: Run) -> str:

@@ -1,6 +1,6 @@
 """Reader of files of examples as rows of named cells, in one pass and in constant memory.
 
-read_rows("train.csv.gz") → Row("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
+read_rows("train.csv.gz") → FileRow("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
 
 The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/packed.py`.
 Cells of .csv and .tsv are strings; JSON and Parquet keep their types. A JSON file that is one value, such as SQuAD's,
@@ -19,7 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES, ROWS, open_parquet
+from megatron_ddrp.data.preprocess.arrow_tables import ROWS, open_parquet
+from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
 from megatron_ddrp.data.preprocess.packed import PACKINGS
 from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors
@@ -34,7 +35,7 @@ _MARKS = {";": "semicolon", "\t": "tab"}
 """Character in a header of one cell → name of the separator that the file then has."""
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """One example of a file."""
 
     where: str
@@ -47,7 +48,7 @@ Placed = tuple[str, dict[str, Any]]
 """Place in the file, such as `line 7`, and the cells."""
 
 
-def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
+def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[FileRow]:
     """Yield the rows of a file in order. Every row has at least `columns`.
 
     Raises:
@@ -58,9 +59,14 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
     if file.ending not in FORMATS:
         packed = ", ".join(PACKINGS)
         raise UserError(f"{path}: expected a name that ends in {', '.join(FORMATS)}, or in one of these and {packed}")
+    yield from checked_rows(path, FORMATS[file.ending](file), columns)
+
+
+def checked_rows(path: str, placed: Iterable[Placed], columns: Sequence[str]) -> Iterator[FileRow]:
+    """Yield rows that have at least `columns`. Raises `UserError` for a row that lacks one, and without any row."""
     row = None
-    for place, cells in FORMATS[file.ending](file):
-        row = Row(f"{path}, {place}", cells)
+    for place, cells in placed:
+        row = FileRow(f"{path}, {place}", cells)
         for column in columns:
             if column not in cells:
                 raise UserError(f"{row.where}: {_no_column(column, list(cells))}")
@@ -93,7 +99,7 @@ class KnownFile:
                 "again to go on with the new rows, or put the old file back first"
             )
 
-    def rows(self, columns: Sequence[str] = ()) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] = ()) -> Iterator[FileRow]:
         """Yield the rows as `read_rows` does; check before the first and after the last row."""
         self.check()
         yield from read_rows(str(self.path), columns)
@@ -101,7 +107,7 @@ class KnownFile:
 
 
 @contextmanager
-def at_row(row: Row) -> Iterator[None]:
+def at_row(row: FileRow) -> Iterator[None]:
     """Turn a ValueError of the block into a `UserError` that names the file and line of a row."""
     try:
         yield
@@ -135,15 +141,16 @@ def _read_lines(file: InputFile) -> Iterator[str]:
             rest = data[end:]
             if len(rest) > MAX_RECORD_BYTES:
                 raise UserError(f"{file.path}, line {number + 1}: longer than {MAX_RECORD_BYTES >> 20} MiB")
-            for line in _decode(file.path, data[:end], number).split("\n")[:-1]:
+            for line in decode(file.path, data[:end], number).split("\n")[:-1]:
                 yield line if number else line.removeprefix("\ufeff")
                 number += 1
     if rest:
-        last = _decode(file.path, rest, number)
+        last = decode(file.path, rest, number)
         yield last if number else last.removeprefix("\ufeff")
 
 
-def _decode(path: str, data: bytes, lines_before: int) -> str:
+def decode(path: str, data: bytes, lines_before: int = 0) -> str:
+    """Return a part of a text file behind some lines. Raises `UserError` that names the line of a wrong byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -191,15 +198,11 @@ def _check_object(where: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _read_csv(file: InputFile) -> Iterator[Placed]:
-    """Read comma-separated rows below a header. A quoted cell may contain commas, line breaks and doubled quotes."""
-    yield from _table(file.path, _csv_rows(file), "comma")
-
-
 def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the first line and the cells of each row.
+    """Yield the number of the first line and the cells of each row of comma-separated values.
 
-    A blank line between rows of one column is an empty cell; all other blank lines are skipped.
+    A quoted cell may contain commas, line breaks and doubled quotes. A blank line between rows of one column is an
+    empty cell; all other blank lines are skipped.
     """
     csv.field_size_limit(MAX_CELL)
     reader = csv.reader((line + "\n" for line in _read_lines(file)), strict=True)
@@ -220,28 +223,34 @@ def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
         ) from None
 
 
-def _read_tsv(file: InputFile) -> Iterator[Placed]:
-    """Read tab-separated rows below a header. Quotation marks are text, as in GLUE."""
-    lines = (line.removesuffix("\r").split("\t") for line in _read_lines(file))
-    yield from _table(file.path, enumerate(lines, 1), "tab")
+def tsv_rows(path: str, lines: Iterable[str], header: Sequence[str] = (), num_cut: int = 0) -> Iterator[Placed]:
+    """Yield the rows of tab-separated lines, in which quotation marks are text, as in GLUE.
+
+    `header` has the columns of a file without a header line. Up to `num_cut` rows of another width are left out.
+    """
+    cells = (line.removesuffix("\r").split("\t") for line in lines)
+    yield from _table(path, enumerate(cells, 1), "tab", header, num_cut)
 
 
-def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> Iterator[Placed]:
+def _table(
+    path: str, rows: Iterable[tuple[int, list[str]]], separator: str, header: Sequence[str] = (), num_cut: int = 0
+) -> Iterator[Placed]:
     """Yield the rows below the header. Raises `UserError` for another separator, a repeated column and a cut row."""
-    header: list[str] = []
     for line, cells in rows:
         if not header:
             header = cells
             if len(header) == 1 and (wrong := next((name for mark, name in _MARKS.items() if mark in cells[0]), "")):
                 raise UserError(f"{path}, line {line}: {wrong}-separated; save it with commas, or as .tsv with tabs")
             check_distinct(f"{path}, line {line}", header)
-        elif len(cells) != len(header):
+        elif len(cells) == len(header):
+            yield f"line {line}", dict(zip(header, cells, strict=True))
+        elif num_cut:
+            num_cut -= 1
+        else:
             raise UserError(
                 f"{path}, line {line}: {len(cells)} columns, expected {len(header)} ({', '.join(header)}); "
                 f"the row is cut off or not {separator}-separated"
             )
-        else:
-            yield f"line {line}", dict(zip(header, cells, strict=True))
 
 
 def check_distinct(where: str, columns: Sequence[str]) -> None:
@@ -272,8 +281,8 @@ def _cells(path: str, batch: Any) -> list[dict[str, Any]]:
 FORMATS: dict[str, Callable[[InputFile], Iterator[Placed]]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".csv": lambda file: _table(file.path, _csv_rows(file), "comma"),
+    ".tsv": lambda file: tsv_rows(file.path, _read_lines(file)),
     ".parquet": _read_parquet,
     ".conll": lambda file: read_conll(file.path, _read_lines(file)),
     ".txt": lambda file: read_conll(file.path, _read_lines(file)),

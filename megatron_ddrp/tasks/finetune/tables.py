@@ -14,25 +14,19 @@ from typing import Any, NamedTuple
 from megatron_ddrp.encoders.encoder import with_random_weights
 from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, task_order
-from megatron_ddrp.tasks.finetune.items import Interval, Items
+from megatron_ddrp.tasks.finetune.predictions import Interval, Items
 from megatron_ddrp.tasks.finetune.suite import Suite
-from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, Difference, judge, paired
+from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, Difference, judge, pair_by_seed
 
 DETAILS = [
-    *(
-        "encoder",
-        "task",
-        "metric",
-        "median",
-        "min to max",
-        "95 % over items",
-        "best epoch, median",
-        "seeds",
-        "undefined",
-    ),
-    *("batch", "lr", "epochs", "row length", "train examples", "dev examples"),
-]
+    "encoder", "task", "metric", "median", "min to max", "95 % over items", "best epoch, median", "seeds", "undefined",
+    "batch", "lr", "epochs", "row length", "train examples", "dev examples",
+]  # fmt: skip
 """Columns of the table of the runs behind each score."""
+DIFFERENCES = [
+    "encoder", "minus", "tasks", "seeds", "difference", "95 % over seeds", "95 % over items", "the encoder is",
+]  # fmt: skip
+"""Columns of the table of differences."""
 
 
 def all_tables(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str, Table | None]:
@@ -75,23 +69,13 @@ def _scores(encoders: dict[str, Cells], suite: Suite, items: Items) -> Table:
 
 
 def _differences(pairs: list[Pair]) -> Table:
-    header = [
-        "encoder",
-        "minus",
-        "tasks",
-        "seeds",
-        "difference",
-        "95 % over seeds",
-        "95 % over items",
-        "the encoder is",
-    ]
     rows = [
         [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.difference.values))]
         + [percent(pair.difference.mean), _interval(pair.difference.interval) or EQUAL_SEEDS]
-        + [_interval(pair.over_items), word]
-        for pair, word in zip(pairs, words(pairs), strict=True)
+        + [_interval(pair.over_items), pair.word]
+        for pair in pairs
     ]
-    return Table(header, rows, wordy=[1, len(header) - 1])
+    return Table(DIFFERENCES, rows, wordy=[1, len(DIFFERENCES) - 1])
 
 
 def _score(cell: Cell, items: Items) -> str:
@@ -137,6 +121,8 @@ class Pair(NamedTuple):
     difference: Difference
     over_items: Interval | None
     """95 % interval of the mean difference from resampling development rows; None if predictions are missing."""
+    word: str = ""
+    """Judgement of the first encoder against the second, over seeds and within this table."""
 
 
 def differences(encoders: dict[str, Cells], items: Items) -> list[Pair]:
@@ -144,18 +130,14 @@ def differences(encoders: dict[str, Cells], items: Items) -> list[Pair]:
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
-        difference = paired(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
+        difference = pair_by_seed(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
         if difference and len(difference.values) > 1:
             seeds = difference.seeds
             runs = (_runs(encoders[name], tasks, seeds) for name in (first, second))
             over_items = items.of_difference(list(zip(*runs, strict=True)))
             found.append(Pair(first, second, tasks, difference, over_items))
-    return found
-
-
-def words(pairs: list[Pair]) -> list[str]:
-    """Return how the first encoder of each pair compares with the second, judged over seeds within this table."""
-    return judge([pair.difference for pair in pairs])
+    words = judge([pair.difference for pair in found])
+    return [pair._replace(word=word) for pair, word in zip(found, words, strict=True)]
 
 
 def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bool:

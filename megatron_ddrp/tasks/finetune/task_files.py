@@ -22,14 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.config import registry
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.output_files import PREDICTION
-from megatron_ddrp.tasks.finetune.table_files import KnownFile, Row, at_row, columns_of, read_rows
+from megatron_ddrp.tasks.finetune.table_files import FileRow, KnownFile, at_row, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
@@ -51,7 +52,7 @@ def read_task(files: TaskFiles) -> TaskData:
     kind = KINDS[files.kind] if files.kind else _likely_kind(files, known)
     columns = _columns(files, known, kind)
     train = _Reading(files.train, kind, columns)
-    task = Task(files.called, files.metric or next(iter(kind.metrics)), kind.name, _sort_labels(train.counts))
+    task = Task(files.task_name, files.metric or next(iter(kind.metrics)), kind.name, _sort_labels(train.counts))
     with _at_file(files.train):
         kind.check_labels(task, is_guessed=files.kind is None)
     kind.check_metric(task.metric, task.labels)
@@ -67,7 +68,8 @@ def read_task(files: TaskFiles) -> TaskData:
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
     told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
-    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew]).encode())
+    code = [*registry.KINDS.code(kind.name), *registry.METRICS.code(task.metric)]
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
     with _at_file(files.valid):
@@ -121,7 +123,7 @@ class _Reading:
             self.counts.update(names)
             self.lengths.append(sum(map(len, texts)))
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[FileRow]:
         return self.file.rows([name for name in self.columns if name])
 
     def examples(self, task: Task) -> Examples:
@@ -152,7 +154,7 @@ def _likely_kind(files: TaskFiles, known: Sequence[str]) -> Kind:
             return []
         return [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
 
-    return next(kind for kind in reversed(KINDS.values()) if kind.is_likely(known, cells))
+    return next(kind for kind in reversed([*KINDS.values()]) if kind.is_likely(known, cells))
 
 
 def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
@@ -219,7 +221,7 @@ def text_columns(columns: Columns) -> list[str]:
     return [name for name in (columns.text, columns.pair) if name]
 
 
-def texts_to_predict(row: Row, kind: Kind, columns: Columns) -> tuple[str, ...]:
+def texts_to_predict(row: FileRow, kind: Kind, columns: Columns) -> tuple[str, ...]:
     """Return the texts of a row.
 
     Raises:

@@ -16,6 +16,7 @@ the same score on any number of ranks.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import re
 import time
 from collections.abc import Iterable
@@ -202,14 +203,14 @@ def finetune(
     dev: dict[str, Encoded],
     ranks: Ranks | None = None,
     test: dict[str, Encoded] | None = None,
-    show_bar: bool = True,
 ) -> RunResult:
     """Train for one run, score `dev` after each epoch, and after the last epoch also predict `test`."""
     start = time.perf_counter()
     tuning = FineTuning(run, task, model, train, ranks)
     scores: dict[str, list[float | None]] = {name: [] for name in dev}
     predictions: dict[str, Any] = {}
-    hidden = None if show_bar and tuning.rank == 0 else True  # None hides the bar outside a terminal
+    is_worker = multiprocessing.parent_process() is not None
+    hidden = True if is_worker or tuning.rank else None  # None hides the bar outside a terminal
     with (
         deterministic(tuning.device),
         tqdm(total=tuning.total, desc=f"{run.task} seed {run.seed}", unit="step", leave=False, disable=hidden) as bar,

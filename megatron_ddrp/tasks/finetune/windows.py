@@ -46,40 +46,21 @@ def windows_of(lengths: Sequence[int], room: int, overlap: int) -> list[Window]:
     the shared words is labelled in the earlier window, the second half in the later one, so that words have context on
     both sides. Without words there is no window.
     """
-    sizes = [min(length, room) for length in lengths]
+    sizes = np.minimum(np.asarray(lengths, dtype=np.int64), room)
+    ends = np.cumsum([0, *sizes])  # number of pieces before each word
     windows: list[Window] = []
     begin = own_begin = 0
     while own_begin < len(sizes):
-        end = _last_that_fits(sizes, begin, room)
+        end = int(np.searchsorted(ends, ends[begin] + room, side="right")) - 1  # of the words that fit
         if end == len(sizes):
             windows.append(Window(begin, end, own_begin, end))
             break
-        shared = _first_shared(sizes, begin, end, min(overlap, room - sizes[end]))
+        budget = min(overlap, room - int(sizes[end]))
+        shared = max(begin + 1, int(np.searchsorted(ends, ends[end] - budget)))  # windows advance
         own_end = (shared + end + 1) // 2
         windows.append(Window(begin, end, own_begin, own_end))
         begin, own_begin = shared, own_end
     return windows
-
-
-def _last_that_fits(sizes: Sequence[int], begin: int, room: int) -> int:
-    """Return the end, exclusive, of the words from `begin` that fit into a window."""
-    end, used = begin, 0
-    while end < len(sizes) and used + sizes[end] <= room:
-        used += sizes[end]
-        end += 1
-    return end
-
-
-def _first_shared(sizes: Sequence[int], begin: int, end: int, budget: int) -> int:
-    """Return the first word of the next window. It shares the last words before `end`, of at most `budget` pieces.
-
-    It begins after `begin`, so that windows advance.
-    """
-    first = end
-    while first - 1 > begin and budget >= sizes[first - 1]:
-        first -= 1
-        budget -= sizes[first]
-    return first
 
 
 def context_windows(pieces: int, room: int, overlap: int) -> list[Span]:

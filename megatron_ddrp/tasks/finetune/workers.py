@@ -9,94 +9,88 @@ import torch
 
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, shared_error
+from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.options import SweepOptions
-from megatron_ddrp.tasks.finetune.plan import ResultLines, encoder_lines, plan_text
-from megatron_ddrp.tasks.finetune.report import write_report
+from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
+from megatron_ddrp.tasks.finetune.report import report_only, write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
-from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task import TaskData
 from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import device_of, drain, share_out
 
 
-def open_store(options: SweepOptions) -> RunStore:
-    """Return the store of the finished runs."""
-    return RunStore(options.output_dir / RUNS, tasks=options.suite.known)
+def run(options: SweepOptions) -> int:
+    """Carry out a parsed command line. Return 1 if --report leaves damaged runs out."""
+    require_packages("glue", "scipy")  # the report needs it; here, before hours of runs
+    if options.report is not None:
+        return report_only(options.report, options.output_dir, options.suite)
+    if launched_world_size() == 1:
+        _run_stages(options)
+        return 0
+    # 24 hours, because rank 0 may wait for runs of another sweep.
+    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
+    with process_group.print_shared_errors_once(options.suite.program):
+        _run_stages(options, ranks)
+        process_group.stop()
+    return 0
 
 
-def run_here(options: SweepOptions, after: AfterSweep) -> None:
-    """Do the sweep and its next stages, in this process or in worker processes, and write the report."""
+def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
+    """Do the sweep and its next stages, each on all ranks of a launcher if there are `ranks`, and write the report."""
     lines: list[str] = []
     stage: SweepOptions | None = options
     while stage is not None:
-        sweep, store = Sweep(stage, stage.suite.read(), device_of(0)), open_store(stage)
-        _do_here(sweep, store)
-        following = after.next_stage(sweep)
+        sweep, store = _open_on_ranks(stage, ranks) if ranks else _open(stage, stage.suite.read(), device_of(0))
+        workers = _num_workers(sweep, store)
+        if sweep.speaks:
+            print(plan_text(sweep, store, workers), flush=True)
+        if not stage.machine.dry_run and not _do_runs(sweep, store, workers):
+            if sweep.speaks:
+                print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
+            break
+        following = stage.suite.next_stage(sweep)  # after the runs, which choose the folders of kept models
         if not stage.machine.dry_run:
-            if left := len(store.missing(sweep.runs)):
-                print(left_to_others(left, options.output_dir))
-                break
-            report(sweep, store, shown=following is None)
-            lines += after.finish(sweep, store)
+            if sweep.speaks:
+                report(sweep, store, shown=following is None)
+            lines += stage.suite.finish(sweep, store)
         stage = following
     print("\n".join(lines), end="\n" * bool(lines))
 
 
-def _do_here(sweep: Sweep, store: RunStore) -> None:
-    options = sweep.options
-    per_gpu = max(1, torch.cuda.device_count())
-    workers = min(options.machine.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
-    print(plan_text(sweep, store, workers), flush=True)
-    if options.machine.dry_run:
-        return
-    lines = ResultLines(sweep, store, workers)
-    if workers > 1:
-        digests = {name: data.digest for name, data in sweep.data.items()}
-        share_out(_work, (options, digests), workers, sweep.runs, store, lines.tell, options.suite.program)
-    else:
-        drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
-
-
-def run_on_ranks(options: SweepOptions, after: AfterSweep) -> None:
-    """Do every run data-parallel over the ranks of a launcher."""
-    # 24 hours, because rank 0 may wait for runs of another sweep.
-    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
-    lines: list[str] = []
-    stage: SweepOptions | None = options
-    with process_group.print_shared_errors_once(options.suite.program):
-        while stage is not None:
-            sweep, store = _open_on_ranks(stage, ranks)
-            is_done = stage.machine.dry_run or do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
-            if not is_done:
-                if ranks.rank == 0:
-                    print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
-                break
-            following = after.next_stage(sweep)  # after the runs, which choose the folders of kept models
-            if not stage.machine.dry_run:
-                if ranks.rank == 0:
-                    report(sweep, store, shown=following is None)
-                lines += after.finish(sweep, store)
-            stage = following
-        if ranks.rank == 0:
-            print("\n".join(lines), end="\n" * bool(lines))
-        process_group.stop()
+def _open(
+    options: SweepOptions, data: dict[str, TaskData], device: torch.device, ranks: Ranks | None = None
+) -> tuple[Sweep, RunStore]:
+    return Sweep(options, data, device, ranks), RunStore(options.output_dir / RUNS, tasks=options.suite.known)
 
 
 def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
     data = process_group.agree(lambda: options.suite.read())
     first = process_group.gather_objects({name: task.digest for name, task in data.items()})[0]
     process_group.agree(lambda: _check_alike(data, first))
-    sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
-    store = process_group.agree(lambda: open_store(options))
-    if ranks.rank == 0:
-        missing = store.missing(sweep.runs)
-        print(f"plan: {len(missing)} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
-        print(*encoder_lines(sweep), sep="\n", flush=True)
-        for task in dict.fromkeys(run.task for run in missing):
-            print(*(f"  {task}: {fact}\n" for fact in data[task].facts), sep="", end="", flush=True)
-    return sweep, store
+    return process_group.agree(lambda: _open(options, data, ranks.device, ranks))
+
+
+def _num_workers(sweep: Sweep, store: RunStore) -> int:
+    """Return the number of worker processes; ranks do every run together."""
+    wanted = sweep.options.machine.workers or max(1, torch.cuda.device_count())
+    return 1 if sweep.ranks else min(wanted, max(1, len(store.missing(sweep.runs))))
+
+
+def _do_runs(sweep: Sweep, store: RunStore, workers: int) -> bool:
+    """Do the missing runs; return whether the store has all. With --no-wait, others may still be doing some."""
+    options, lines = sweep.options, ResultLines(sweep, store, workers)
+    if sweep.ranks:
+        return do_on_ranks(sweep, sweep.ranks, store, lines.tell)
+    if workers > 1:
+        digests = {name: data.digest for name, data in sweep.data.items()}
+        share_out(_work, (options, digests), workers, sweep.runs, store, lines.tell, options.suite.program)
+    else:
+        drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
+    return not store.missing(sweep.runs)
 
 
 def report(sweep: Sweep, store: RunStore, shown: bool) -> None:
@@ -112,8 +106,8 @@ def report(sweep: Sweep, store: RunStore, shown: bool) -> None:
 def _work(number: int, options: SweepOptions, digests: dict[str, str]) -> None:
     data = options.suite.read()
     _check_alike(data, digests)
-    sweep = Sweep(options, data, device_of(number), show_bar=False)
-    drain(sweep.runs, open_store(options), sweep.perform, wait=options.machine.wait)
+    sweep, store = _open(options, data, device_of(number))
+    drain(sweep.runs, store, sweep.perform, wait=options.machine.wait)
 
 
 def _check_alike(data: dict[str, TaskData], digests: dict[str, str]) -> None:

@@ -6,18 +6,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.config.option import option, refuse
 from megatron_ddrp.run.launch import first_rank_speaks
 from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require, sweep_sections
-from megatron_ddrp.tasks.finetune.running import run
 from megatron_ddrp.tasks.glue.suite import STARTED, Glue
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
-
-if TYPE_CHECKING:
-    from megatron_ddrp.tasks.finetune.sweep import AfterSweep
 
 DESCRIPTION = """Fine-tune encoders on GLUE tasks and report the development scores.
 
@@ -80,10 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check the inputs, do the missing runs, and report. Return 1 if --report leaves damaged runs out."""
     with first_rank_speaks():
         options = parse_arguments(arguments)
-    return run(options, _after)
+    from megatron_ddrp.tasks.finetune.workers import run  # here, because it imports torch
 
-
-def _after() -> AfterSweep:
-    from megatron_ddrp.tasks.glue.submission import AfterGlue  # here, because it imports torch
-
-    return AfterGlue()
+    return run(options)

@@ -15,24 +15,20 @@ import contextlib
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile, write_text
+from megatron_ddrp.data.atomic import atomic_file, write_text
 from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.parallel.process_group import gather_objects
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.options import SweepOptions
-from megatron_ddrp.tasks.finetune.runs import Run, RunStore
-from megatron_ddrp.tasks.finetune.saving import model_folder
-from megatron_ddrp.tasks.finetune.sweep import AfterSweep, Sweep
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task import Examples
-from megatron_ddrp.tasks.glue.suite import Glue
 from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 from megatron_ddrp.tasks.jobs.store import Store, digest, one_at_a_time
 
@@ -42,33 +38,6 @@ PLAIN = "submission"
 """Name of the folder of a single encoder."""
 OWNER = "encoder.json"
 """File of a folder that names the encoder of its predictions."""
-
-
-class AfterGlue(AfterSweep):
-    """Second stage of --start-from-task, and submissions of --predict-test."""
-
-    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
-        """Return the options of the sweep over tasks that start from another task's best model; None without one."""
-        before, suite = sweep.options, sweep.options.suite
-        assert isinstance(suite, Glue)
-        if suite.start_from_task is None:
-            return None
-        data = sweep.data[suite.start_from_task]
-        task, output = data.task, before.output_dir
-        made = {
-            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
-            for encoder in sweep.encoders.values()
-        }
-        names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
-        made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
-        started = replace(suite, tasks=suite.started, start_from_task=None, made_from=made_from)
-        return replace(before, suite=started, load=tuple(names), names=names, random_init=False)
-
-    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Write the submissions if --predict-test is set; return lines that name them."""
-        suite = sweep.options.suite
-        assert isinstance(suite, Glue)
-        return write_submissions(sweep, store, suite.made_from) if suite.predict_test else []
 
 
 def write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
@@ -138,7 +107,7 @@ def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) 
 def pack_submission(folder: Path) -> list[str]:
     """Zip the folder's files into submission.zip; return the names of missing files that the server wants."""
     present = [name for name in SUBMISSION if (folder / name).is_file()]
-    with AtomicFile(folder / "submission.zip") as output, zipfile.ZipFile(output.stream, "w") as archive:
+    with atomic_file(folder / "submission.zip") as output, zipfile.ZipFile(output, "w") as archive:
         for name in present:
             archive.write(folder / name, name, zipfile.ZIP_DEFLATED)
     return [name for name in SUBMISSION if name not in present]

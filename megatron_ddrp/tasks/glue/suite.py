@@ -1,19 +1,125 @@
-"""Suite of the GLUE tasks: files, two averages, the paper's scores, and the submission."""
+"""Suite of the GLUE tasks: files, two averages, the paper's scores, and the submission.
+
+The reader of GLUE's TSV files checks everything before training starts; errors name file, line and expectation.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.suite import Suite
-from megatron_ddrp.tasks.finetune.task import Task, TaskData
-from megatron_ddrp.tasks.glue.data import read_task, read_test
-from megatron_ddrp.tasks.glue.tasks import PAPER_AVERAGES, PAPER_SCORES, PAPER_TASKS, TASKS, paper_rows
+from megatron_ddrp.tasks.finetune.table_files import checked_rows, decode, tsv_rows
+from megatron_ddrp.tasks.finetune.task import Example, Examples, Task, TaskData
+from megatron_ddrp.tasks.glue.tasks import PAPER_AVERAGES, PAPER_SCORES, PAPER_TASKS, TASKS, GlueTask, paper_rows
+from megatron_ddrp.tasks.jobs.store import Store
+
+
+def read_task(task: GlueTask, data_dir: Path) -> TaskData:
+    """Read and check train.tsv and the development files of `data_dir/task.name`.
+
+    Raises:
+        UserError: a file is missing, truncated, empty, not UTF-8, or has a wrong column or label.
+    """
+    folder = data_dir / task.name
+    names = _files(task)
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder / name}: no such file; {task.name} needs {', '.join(names)} of the GLUE release in {folder}; "
+                + _remedy(data_dir)
+            )
+    digest = hashlib.sha256()
+    found = []
+    for name in names:  # each file is read once, so that the digest is that of the rows
+        raw = (folder / name).read_bytes()
+        digest.update(raw)
+        broken_rows = task.broken_rows if name == names[0] else 0
+        found.append(Examples.of(read_examples(task, folder / name, raw, broken_rows)))
+    dev = dict(zip((Path(name).stem for name in task.dev_files), found[1:], strict=True))
+    return TaskData(task, found[0], dev, digest.hexdigest())
+
+
+def _files(task: GlueTask) -> tuple[str, ...]:
+    return ("train.tsv", *task.dev_files)
+
+
+def _complete(data_dir: Path) -> list[str]:
+    """Return the names of the tasks whose training and development files are in `data_dir`."""
+    return [
+        task.name for task in TASKS.values() if all((data_dir / task.name / name).is_file() for name in _files(task))
+    ]
+
+
+def _remedy(data_dir: Path) -> str:
+    """Return the advice for a task that `data_dir` lacks: the tasks it has, a folder nearby that has some, the site."""
+    if tasks := _complete(data_dir):
+        return f"complete there: --tasks {' '.join(tasks)}"
+    for folder in (*sorted(data_dir.glob("*/")), data_dir.parent):
+        if tasks := _complete(folder):
+            return f"use --data-dir {folder}, which has {', '.join(tasks)}"
+    return "get the files from gluebenchmark.com/tasks"
+
+
+def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
+    """Read the task's test sets; return name in a submission → examples, whose labels are nan.
+
+    A missing diagnostic set is left out.
+
+    Raises:
+        UserError: another file is missing, or a file is not as released.
+    """
+    found = {}
+    for file, name in task.submission_files.items():
+        path = data_dir / task.name / file
+        if not path.is_file():
+            if file.startswith(".."):
+                continue
+            raise UserError(f"{path}: no such file; --predict-test needs the test sets of the GLUE release")
+        found[name] = Examples.of(read_examples(task, path, path.read_bytes(), labelled=False))
+    return found
+
+
+def read_examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
+    """Return the rows of a file with the content `raw`, without up to `broken_rows` rows that lack columns.
+
+    Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
+    """
+    lines = decode(str(path), raw).removeprefix("\ufeff").removesuffix("\n").split("\n")
+    header = task.columns or () if labelled else ()
+    columns = (*task.text_columns, *[task.label_column] * labelled)
+    return [
+        Example(
+            tuple(row.cells[name] for name in task.text_columns),
+            _parse_label(task, row.cells[task.label_column], row.where) if labelled else math.nan,
+        )
+        for row in checked_rows(str(path), tsv_rows(str(path), lines, header, broken_rows), columns)
+    ]
+
+
+def _parse_label(task: GlueTask, text: str, where: str) -> float:
+    if task.labels:
+        if text not in task.labels:
+            raise UserError(f"{where}: label {text!r}, expected one of {', '.join(task.labels)}")
+        return task.labels.index(text)
+    assert task.label_range is not None
+    lowest, highest = task.label_range
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not lowest <= value <= highest:
+        raise UserError(f"{where}: label {text!r}, expected a number from {lowest:g} to {highest:g}")
+    return value
+
 
 MISMATCHED = "dev_mismatched"
 STARTED = ("RTE", "MRPC", "STS-B")
@@ -70,6 +176,29 @@ class Glue(Suite):
         """Return the task of a line of runs.jsonl."""
         return TASKS[row["task"]]
 
+    def next_stage(self, sweep: Any) -> Any:
+        """Return the options of the sweep over tasks that start from another task's best model; None without one."""
+        from megatron_ddrp.tasks.finetune.saving import model_folder  # here, because it imports torch
+
+        if self.start_from_task is None:
+            return None
+        before, data = sweep.options, sweep.data[self.start_from_task]
+        task, output = data.task, before.output_dir
+        made = {
+            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
+            for encoder in sweep.encoders.values()
+        }
+        names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
+        made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
+        started = replace(self, tasks=self.started, start_from_task=None, made_from=made_from)
+        return replace(before, suite=started, load=tuple(names), names=names, random_init=False)
+
+    def finish(self, sweep: Any, store: Store) -> list[str]:
+        """Write the submissions if --predict-test is set; return lines that name them."""
+        from megatron_ddrp.tasks.glue.submission import write_submissions  # here, because it imports torch
+
+        return write_submissions(sweep, store, self.made_from) if self.predict_test else []
+
     def keeps_model(self, task: str) -> bool:
         """Return whether other tasks start from this task's best model."""
         return task == self.start_from_task
@@ -105,5 +234,5 @@ class Glue(Suite):
             for cells in encoders.values()
             for task, cell in cells.items()
         )
-        rows = [[f"{name} (paper)", *scores] for name, *scores in paper_rows(PAPER_SCORES)]
+        rows = [[f"{name} (paper)", *scores] for name, *scores in paper_rows()]
         return Table(["the paper's encoder", *PAPER_TASKS, self.averages[0]], rows) if is_official else None

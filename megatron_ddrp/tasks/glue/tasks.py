@@ -9,7 +9,7 @@ Numbers and comparisons of the DDRP+MTH paper (base size). Tables show its numbe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_ddrp.tasks.finetune.task import Task
@@ -51,11 +51,7 @@ _ENTAILMENT = ("entailment", "not_entailment")
 TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
-        GlueTask(
-            name="RTE",
-            labels=_ENTAILMENT,
-            dev_examples=277,
-        ),
+        GlueTask(name="RTE", labels=_ENTAILMENT, dev_examples=277),
         GlueTask(
             name="STS-B",
             metric="pearson",
@@ -65,12 +61,7 @@ TASKS: dict[str, GlueTask] = {
             label_range=(0.0, 5.0),
             dev_examples=1500,
         ),
-        GlueTask(
-            name="MRPC",
-            text_columns=("#1 String", "#2 String"),
-            label_column="Quality",
-            dev_examples=408,
-        ),
+        GlueTask(name="MRPC", text_columns=("#1 String", "#2 String"), label_column="Quality", dev_examples=408),
         GlueTask(
             name="CoLA",
             metric="matthews",
@@ -78,17 +69,8 @@ TASKS: dict[str, GlueTask] = {
             columns=("source", "label", "star", "sentence"),
             dev_examples=1043,
         ),
-        GlueTask(
-            name="SST-2",
-            text_columns=("sentence",),
-            dev_examples=872,
-        ),
-        GlueTask(
-            name="QNLI",
-            labels=_ENTAILMENT,
-            text_columns=("question", "sentence"),
-            dev_examples=5463,
-        ),
+        GlueTask(name="SST-2", text_columns=("sentence",), dev_examples=872),
+        GlueTask(name="QNLI", labels=_ENTAILMENT, text_columns=("question", "sentence"), dev_examples=5463),
         GlueTask(
             name="QQP",
             text_columns=("question1", "question2"),
@@ -108,11 +90,7 @@ TASKS: dict[str, GlueTask] = {
                 "../diagnostic/diagnostic.tsv": "AX.tsv",
             },
         ),
-        GlueTask(
-            name="WNLI",
-            dev_examples=71,
-            in_average=False,
-        ),
+        GlueTask(name="WNLI", dev_examples=71, in_average=False),
     )
 }
 """Tasks by name, in the order of the paper's tables; WNLI, which is in no average, comes last."""
@@ -142,34 +120,7 @@ PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
 PAPER_SCORES = {name: dict(zip(PAPER_TASKS, scores, strict=True)) for name, scores, _ in PAPER_ROWS}
 PAPER_AVERAGES = {name: average for name, _, average in PAPER_ROWS}
 
-PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
-"""Encoding → name in the paper's tables; the paper's TUPE has T5's relative biases, as tupe-r."""
-BETTER = (
-    ("bert-r", "absolute"), ("tupe-r", "absolute"), ("deberta", "absolute"), ("ddrp", "absolute"),
-    ("ddrp", "bert-r"), ("ddrp", "tupe-r"), ("ddrp", "deberta"),
-)  # fmt: skip
-"""Pairs (better, worse) of encodings in section 4.4.1 of the paper."""
-PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
-"""Encoding → sentences with the up-down triangle effect in per cent, section 5.3."""
 
-
-def paper_row(encoding: str, objective: str, half: bool) -> str | None:
-    """Return the name of the row of a model in `PAPER_ROWS`; None without such a row.
-
-    `objective` is "MLM", "MTH" or "MTH without HCD"; `half` is True for half the budget.
-    """
-    name = f"{PAPER_NAMES.get(encoding, encoding)} ({objective}) {'500k' if half else '1M'} steps"
-    return name if name in PAPER_AVERAGES else None
-
-
-def paper_rows(names: Iterable[str]) -> list[list[str]]:
-    """Return a table row per name in `PAPER_ROWS`: the name, its scores and their average."""
-    return [
-        [name, *(f"{PAPER_SCORES[name][task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
-        for name in names
-    ]
-
-
-def average_difference(first: str | None, second: str | None) -> str:
-    """Return the difference of two rows' averages as text; empty if a row is None."""
-    return f"{PAPER_AVERAGES[first] - PAPER_AVERAGES[second]:+.2f}" if first and second else ""
+def paper_rows() -> list[list[str]]:
+    """Return a table row per row of `PAPER_ROWS`: the name, its scores and their average."""
+    return [[name, *(f"{score:.2f}" for score in (*scores, average))] for name, scores, average in PAPER_ROWS]

@@ -16,6 +16,8 @@ class Forecast(ABC, Generic[AnyJob]):
 
     def __init__(self, store: Store):
         self.store = store
+        self._probed: dict[str, float] = {}
+        """Kind → seconds per unit of work, from a probe."""
 
     @abstractmethod
     def kind(self, job: AnyJob) -> str:
@@ -29,9 +31,19 @@ class Forecast(ABC, Generic[AnyJob]):
     def rates(self, kind: str) -> list[float]:
         """Return seconds per unit of work, one value per finished job of this kind."""
 
-    @abstractmethod
     def guess(self, job: AnyJob) -> float | None:
-        """Return the expected seconds of a job if no job of its kind is finished; None if unknown."""
+        """Return the expected seconds of a job if no job of its kind is finished; None if unknown.
+
+        By default the first job of a kind is probed.
+        """
+        kind = self.kind(job)
+        if kind not in self._probed:
+            self._probed[kind] = self.probe(job)
+        return self._probed[kind] * self.work(job)
+
+    def probe(self, job: AnyJob) -> float:
+        """Return the seconds per unit of work, from timing a part of a job."""
+        raise NotImplementedError
 
     def expected(self, jobs: Iterable[AnyJob]) -> list[float | None]:
         """Return the expected seconds of each job; None for an unknown one."""
@@ -65,9 +77,6 @@ class Forecast(ABC, Generic[AnyJob]):
 
 def _sum(seconds: Iterable[float | None]) -> float | None:
     """Return the sum; None if one of the values is unknown."""
-    total = 0.0
-    for each in seconds:
-        if each is None:
-            return None
-        total += each
-    return total
+    values = list(seconds)
+    known = [each for each in values if each is not None]
+    return sum(known, 0.0) if len(known) == len(values) else None

@@ -23,7 +23,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
 
 
-class Job(Protocol):
+class Named(Protocol):
     """Piece of work that is done once."""
 
     @property
@@ -31,7 +31,7 @@ class Job(Protocol):
         """File name that no other job has."""
 
 
-AnyJob = TypeVar("AnyJob", bound=Job)
+AnyJob = TypeVar("AnyJob", bound=Named)
 Row = dict[str, Any]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.config import load_plugin
-from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.errors import FAILURE, UserError, run_command
 from megatron_ddrp.tasks.jobs.store import AnyJob, Row, Store
 
@@ -57,7 +57,7 @@ def share_out(
     Raises:
         UserError: a worker failed and jobs are missing. The failed worker has printed its own message before.
     """
-    plugins = set(PLUGINS.values())
+    plugins = plugin_files()
     workers = [
         SPAWN.Process(
             target=_begin, args=(program, number, count, plugins, work, arguments), name=f"worker {number}", daemon=True
@@ -88,7 +88,12 @@ def share_out(
 
 
 def _begin(
-    program: str, number: int, count: int, plugins: set[Path], work: Callable[..., None], arguments: tuple[Any, ...]
+    program: str,
+    number: int,
+    count: int,
+    plugins: tuple[Path, ...],
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     for path in plugins:

@@ -13,8 +13,6 @@ from megatron_ddrp.tasks.finetune.options import Machine
 from megatron_ddrp.tasks.minimal_pairs.results import TIES
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
-__all__ = ["SECTIONS", "main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check the inputs, do the missing jobs, and report."""

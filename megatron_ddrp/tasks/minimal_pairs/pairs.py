@@ -10,14 +10,15 @@ import dataclasses
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import RepeatedKey, parse_json
+from megatron_ddrp.foreign import parse_json
+from megatron_ddrp.tasks.finetune.table_files import read_rows
 
 SENTENCES = ("sentence_good", "sentence_bad")
 LARGEST_DIGEST = 16
@@ -36,8 +37,8 @@ class Paradigm:
     """BLiMP's field, for example `morphology`; empty if the file has none."""
     term: str = ""
     """BLiMP's `linguistics_term`; empty if the file has none."""
-    lines: list[int] = dataclasses.field(default_factory=list)
-    """Line number of each pair in the file."""
+    places: list[str] = dataclasses.field(default_factory=list)
+    """File and line of each pair."""
     good: list[str] = dataclasses.field(default_factory=list)
     bad: list[str] = dataclasses.field(default_factory=list)
 
@@ -55,8 +56,8 @@ class Paradigm:
         if size is None or size >= len(self):
             return self
         kept = sorted(np.random.default_rng(_SUBSET_SEED).permutation(len(self))[:size].tolist())
-        lines, good, bad = ([values[i] for i in kept] for values in (self.lines, self.good, self.bad))
-        return Paradigm(self.uid, self.file, self.field, self.term, lines, good, bad)
+        places, good, bad = ([values[i] for i in kept] for values in (self.places, self.good, self.bad))
+        return Paradigm(self.uid, self.file, self.field, self.term, places, good, bad)
 
 
 def pair_files(folder: Path) -> list[Path]:
@@ -85,10 +86,7 @@ def read_pairs(folder: Path, max_pairs: int | None = None) -> list[Paradigm]:
     """
     found: dict[str, Paradigm] = {}
     for file in pair_files(folder):
-        own = _read_file(file)
-        if not own:
-            raise UserError(f"{file}: holds no pair; delete the file, or copy it again")
-        for uid, paradigm in own.items():
+        for uid, paradigm in _read_file(file).items():
             if uid in found:
                 raise UserError(f"{file}: UID {uid!r} is in {found[uid].file} too; put each paradigm into one file")
             found[uid] = paradigm.sample(max_pairs)
@@ -97,42 +95,20 @@ def read_pairs(folder: Path, max_pairs: int | None = None) -> list[Paradigm]:
 
 def _read_file(file: Path) -> dict[str, Paradigm]:
     found: dict[str, Paradigm] = defaultdict(lambda: Paradigm("", file))
-    for number, row in _objects(file):
-        good, bad = (_text(row, key, f"{file}, line {number}") for key in SENTENCES)
+    for place, row in read_rows(str(file)):
+        good, bad = (_text(row, key, place) for key in SENTENCES)
         uid = row.get("UID", file.stem)
         if not isinstance(uid, str) or not uid:
-            raise UserError(f"{file}, line {number}: UID is {uid!r}; expected a name, or no such key")
+            raise UserError(f"{place}: UID is {uid!r}; expected a name, or no such key")
         paradigm = found[uid]
         if not paradigm.good:
             paradigm.uid = uid
             paradigm.field = str(row.get("field") or "").replace("/", "_")  # one file of BLiMP has syntax/semantics
             paradigm.term = str(row.get("linguistics_term") or "")
-        paradigm.lines.append(number)
+        paradigm.places.append(place)
         paradigm.good.append(good)
         paradigm.bad.append(bad)
     return dict(found)
-
-
-def _objects(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the line number and the object of each line that is not blank."""
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.strip():
-                    continue
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    row = parse_json(text)
-                except RepeatedKey as error:
-                    raise UserError(f"{file}, line {number}: {error}; remove one") from None
-                except ValueError as error:
-                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
-                    raise UserError(f"{file}, line {number}: {reason}; expected one JSON object per line") from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{file}, line {number}: expected a JSON object, got {type(row).__name__}")
-                yield number, row
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; give a readable file") from None
 
 
 def _text(row: dict[str, object], key: str, place: str) -> str:

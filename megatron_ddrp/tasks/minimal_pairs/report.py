@@ -22,9 +22,17 @@ from megatron_ddrp.pages.plotting import pyplot, save_figure, short_names
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
-from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
-from megatron_ddrp.tasks.minimal_pairs.results import Cell, Difference, Interval, Result, cell, difference
+from megatron_ddrp.tasks.minimal_pairs.results import (
+    Interval,
+    PairDifference,
+    PairJob,
+    PairStore,
+    ParadigmScore,
+    Result,
+    cell,
+    difference,
+)
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
 PIECE_COUNTS = "piece counts alone"
@@ -43,7 +51,7 @@ class Report:
     ties: str
 
     @property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[PairDifference]:
         """Differences between every two encoders."""
         return [difference(first, second) for first, second in combinations(self.results, 2)]
 
@@ -78,7 +86,7 @@ def report_of(
 ) -> Report:
     """Return the report on finished jobs; `subjects` maps (fingerprint, seed) to the name of an encoder."""
     rows = {PairJob.of_row(row).name: row for row in store}
-    cells: dict[tuple[str, int | None], dict[str, Cell]] = {key: {} for key in subjects}
+    cells: dict[tuple[str, int | None], dict[str, ParadigmScore]] = {key: {} for key in subjects}
     for job in jobs:
         cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name], ties)
     results = [Result(name, cells[key]) for key, name in subjects.items()]
@@ -117,7 +125,7 @@ def _score(result: Result) -> Score:
     return Score(result.macro_average, result.macro_average - error, result.macro_average + error)
 
 
-def summary(report: Report, differences: list[Difference]) -> dict[str, Any]:
+def summary(report: Report, differences: list[PairDifference]) -> dict[str, Any]:
     """Return the content of results.json: the numbers of the tables as fractions."""
     return {
         "score": report.score,
@@ -151,7 +159,7 @@ def _encoder(report: Report, result: Result) -> dict[str, Any]:
     }
 
 
-def all_tables(report: Report, differences: list[Difference]) -> dict[str, Table]:
+def all_tables(report: Report, differences: list[PairDifference]) -> dict[str, Table]:
     """Return the tables of the page by name."""
     return {
         "scores": _scores(report),
@@ -191,7 +199,7 @@ def _scores(report: Report) -> Table:
     return Table(header, rows)
 
 
-def _differences(differences: list[Difference]) -> Table:
+def _differences(differences: list[PairDifference]) -> Table:
     header = ["encoder", "minus", "difference", "95 % interval"]
     return Table(
         header,
@@ -273,4 +281,4 @@ def draw_heat_map(
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
     bar.set_label("accuracy [%] (white: chance)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
-    save_figure(plt, figure, path)
+    save_figure(figure, path)

@@ -1,4 +1,8 @@
-"""Accuracies, standard errors and paired differences from the scores of sentences.
+"""Store scores.jsonl, and accuracies, standard errors and paired differences from its scores of sentences.
+
+The store has one line per encoder and paradigm. Everything that affects the scores (weights, sentences, kind of score)
+identifies a line. So a restarted command scores nothing twice, and new weights under an old name are never mistaken for
+the old ones. Ties are counted later.
 
 A pair is right if the good sentence scores higher by more than `TIE`. A tie is wrong, as BLiMP defines it. A program
 that takes the first of two equal scores, with the good sentence first, counts it as right (`ties="first"`) and gives a
@@ -14,13 +18,17 @@ and no interval then.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.tasks.jobs.store import Store, digest
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED, percentile_interval
 
 TIES = ("strict", "first")
@@ -32,8 +40,52 @@ DRAWS = 10_000
 _SEED = 0
 
 
+SCORES_FILE = "scores.jsonl"
+
+
 @dataclass(frozen=True)
-class Cell:
+class PairJob:
+    """Everything that determines the scores of a paradigm's sentences."""
+
+    encoder: str
+    """Fingerprint of the encoder."""
+    seed: int | None
+    """Seed of random weights; None for the loaded weights."""
+    paradigm: str
+    data: str
+    """Fingerprint of the sentences."""
+    score: str
+
+    @cached_property
+    def name(self) -> str:
+        """File name that no other job has."""
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.paradigm)[:60]}-{digest(asdict(self))}"
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> PairJob:
+        """Return the job of a line of scores.jsonl."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+
+class PairStore(Store):
+    """Store of finished jobs in scores.jsonl."""
+
+    def __init__(self, path: Path):
+        """Read the finished lines. Raises `UserError` for a damaged line."""
+        super().__init__(path, lambda row: PairJob.of_row(row).name, "written by megatron-ddrp minimal-pairs", _checked)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row unchanged. Raises KeyError, TypeError or ValueError if it is not a finished job."""
+    lengths = {len(row[name]) for name in ("good", "bad", "pieces_good", "pieces_bad")}
+    numbers = (row["rows"], row["seconds"], row["identical"])
+    if len(lengths) != 1 or not all(isinstance(number, (int, float)) for number in numbers):
+        raise ValueError("expected two scores and two lengths per pair")
+    return row
+
+
+@dataclass(frozen=True)
+class ParadigmScore:
     """Result of an encoder on a paradigm."""
 
     right: np.ndarray
@@ -66,7 +118,7 @@ def standard_error(accuracies: Sequence[float], pairs: Sequence[int]) -> float |
     return math.sqrt(math.fsum(variances)) / len(accuracies)
 
 
-def cell(row: Mapping[str, Any], ties: str) -> Cell:
+def cell(row: Mapping[str, Any], ties: str) -> ParadigmScore:
     """Return the result in a line of scores.jsonl; `ties` is one of `TIES`."""
     good, bad = (np.array([np.nan if v is None else v for v in row[key]]) for key in ("good", "bad"))
     difference = good - bad
@@ -76,7 +128,7 @@ def cell(row: Mapping[str, Any], ties: str) -> Cell:
     identical = row["identical"]
     even = (int((counts == 0).sum()) - identical) / 2 + (identical if ties == "first" else 0)
     piece_counts = (int((counts < 0).sum()) + even) / len(counts)
-    return Cell(right, int(tied.sum()), int(np.isnan(difference).sum()), piece_counts)
+    return ParadigmScore(right, int(tied.sum()), int(np.isnan(difference).sum()), piece_counts)
 
 
 @dataclass(frozen=True)
@@ -84,7 +136,7 @@ class Result:
     """Results of an encoder on all paradigms."""
 
     name: str
-    cells: dict[str, Cell]
+    cells: dict[str, ParadigmScore]
     """Results by the paradigm's UID."""
 
     @property
@@ -127,7 +179,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairDifference:
     """Difference of the macro averages, `first` − `second`, on the same pairs."""
 
     first: str
@@ -144,12 +196,12 @@ class Difference:
         return self.over_paradigms or self.over_pairs
 
 
-def difference(first: Result, second: Result) -> Difference:
+def difference(first: Result, second: Result) -> PairDifference:
     """Return the paired difference of two encoders; its interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
     of_pairs = over_pairs(gains[0]) if len(gains) == 1 else None
-    return Difference(first.name, second.name, float(means.mean()), of_pairs, over_paradigms(means))
+    return PairDifference(first.name, second.name, float(means.mean()), of_pairs, over_paradigms(means))
 
 
 def over_paradigms(means: np.ndarray) -> Interval | None:

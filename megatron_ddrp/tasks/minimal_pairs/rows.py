@@ -31,7 +31,7 @@ MOST_LOGITS = 2**28
 """Largest number of logits of a batch, 1 GiB in fp32. With a large vocabulary it limits the rows of a batch."""
 
 
-class Rows(NamedTuple):
+class MaskedRows(NamedTuple):
     """Masked rows of one length, without padding."""
 
     sentences: np.ndarray
@@ -44,7 +44,9 @@ class Rows(NamedTuple):
     """Id of the scored piece, int64 `[rows]`."""
 
 
-def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score: str, budget: int) -> Iterator[Rows]:
+def masked_rows(
+    sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score: str, budget: int
+) -> Iterator[MaskedRows]:
     """Yield batches of at most `budget` tokens with one row per piece of each sentence, the longest rows first.
 
     All rows of a batch have one length, so that there is no padding. A batch has at least one row.
@@ -64,7 +66,7 @@ def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score:
             ids = table[which]  # [rows, length], a copy
             targets = ids[np.arange(len(ids)), places]
             ids[_masked(words[which], places, score)] = tokenizer.mask_id
-            yield Rows(members[which], ids, places, targets)
+            yield MaskedRows(members[which], ids, places, targets)
 
 
 def _word_numbers(table: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

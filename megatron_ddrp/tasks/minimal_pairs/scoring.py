@@ -16,8 +16,8 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_unmarked_words
 from megatron_ddrp.encoders.masked_lm import PieceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
-from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob
 from megatron_ddrp.tasks.minimal_pairs.pairs import SENTENCES, Paradigm
+from megatron_ddrp.tasks.minimal_pairs.results import PairJob
 from megatron_ddrp.tasks.minimal_pairs.rows import masked_rows
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131072}
@@ -65,11 +65,11 @@ def encode_pairs(paradigm: Paradigm, tokenizer: Tokenizer, max_length: int) -> t
     """
     encoded = tokenizer.encode_batch(paradigm.good), tokenizer.encode_batch(paradigm.bad)
     for key, sentences in zip(SENTENCES, encoded, strict=True):
-        for line, pieces in zip(paradigm.lines, sentences, strict=True):
+        for place, pieces in zip(paradigm.places, sentences, strict=True):
             if not 0 < len(pieces) <= max_length - 2:
                 raise UserError(
-                    f"{paradigm.file}, line {line}: {key} has {len(pieces)} pieces; expected 1 to {max_length - 2}, "
-                    "the number of positions of the encoder"
+                    f"{place}: {key} has {len(pieces)} pieces; expected 1 to {max_length - 2}, the number of positions "
+                    "of the encoder"
                 )
     return encoded
 

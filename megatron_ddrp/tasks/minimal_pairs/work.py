@@ -17,9 +17,9 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, drain, share_out, share_threads
-from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, published_levels, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.report import report_of, write_report
+from megatron_ddrp.tasks.minimal_pairs.results import SCORES_FILE, PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.scoring import Scorer, Subject, encode_pairs, score_sentences, subjects_of
 
 MOST_WORKERS = 8
@@ -27,7 +27,7 @@ MOST_WORKERS = 8
 _PROBE_SECONDS = 0.3
 
 
-class Plan:
+class PairPlan:
     """Encoders and paradigms of a command, and the number of rows of each job."""
 
     def __init__(self, options: argparse.Namespace):
@@ -72,10 +72,9 @@ def _num_rows(paradigm: Paradigm, subject: Subject) -> int:
 class PairForecast(Forecast[PairJob]):
     """Forecast of jobs from an encoder's finished jobs or, without one, from timing some of its sentences."""
 
-    def __init__(self, plan: Plan, store: PairStore, device: torch.device):
+    def __init__(self, plan: PairPlan, store: PairStore, device: torch.device):
         super().__init__(store)
         self.plan, self.device = plan, device
-        self._probed: dict[tuple[str, int | None], float] = {}
 
     def kind(self, job: PairJob) -> str:
         """Return the encoder's fingerprint."""
@@ -89,14 +88,7 @@ class PairForecast(Forecast[PairJob]):
         """Return seconds per row for the finished jobs of an encoder."""
         return [row["seconds"] / row["rows"] for row in self.store if row["encoder"] == kind]
 
-    def guess(self, job: PairJob) -> float:
-        """Return the expected seconds of a job, from timing sentences of one paradigm."""
-        key = (job.encoder, job.seed)
-        if key not in self._probed:
-            self._probed[key] = self._probe(job)
-        return self._probed[key] * self.work(job)
-
-    def _probe(self, job: PairJob) -> float:
+    def probe(self, job: PairJob) -> float:
         """Return seconds per row, timed on a sample that grows until it takes long enough."""
         subject, whole = self.plan.subjects[job.encoder, job.seed], self.plan.paradigms[job.paradigm]
         scorer = Scorer(self.plan.subjects, {}, self.device, self.plan.options.tokens_per_batch, lambda rows: None)
@@ -114,7 +106,7 @@ class PairForecast(Forecast[PairJob]):
 
 def run_here(options: argparse.Namespace) -> None:
     """Do the missing jobs, in this process or in worker processes, and write the report."""
-    plan, store = Plan(options), PairStore(options.output_dir / SCORES_FILE)
+    plan, store = PairPlan(options), PairStore(options.output_dir / SCORES_FILE)
     published = published_levels(options.data_dir, plan.paradigms)
     missing = store.missing(plan.jobs)
     workers = min(options.workers or _own_workers(), max(1, len(missing)))
@@ -176,7 +168,7 @@ def _own_workers() -> int:
     return torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
-def plan_text(plan: Plan, store: PairStore, workers: int) -> str:
+def plan_text(plan: PairPlan, store: PairStore, workers: int) -> str:
     """Return the text of the plan: the missing jobs, the origin of each encoder, and the expected time."""
     device, missing = device_of(0), store.missing(plan.jobs)
     rows = sum(plan.rows[job] for job in missing)

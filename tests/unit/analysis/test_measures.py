@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.analysis.attention_maps import GROUPS, measure_maps, measure_triangles, triangle_parts
-from megatron_ddrp.analysis.direction import divide_heads, layer_maps
+from megatron_ddrp.analysis.attention_maps import (
+    GROUPS,
+    divide_heads,
+    layer_maps,
+    measure_maps,
+    measure_triangles,
+    triangle_parts,
+)
 from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError

@@ -41,7 +41,7 @@ def dataset(tokenizer, tmp_path):
 
 @pytest.fixture
 def rare(dataset, tokenizer):
-    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
+    finder = WordFinder(tokenizer)
     return count_rare_words([(dataset, (0, 2))], finder, (1, 2))
 
 

@@ -233,7 +233,7 @@ def test_a_single_checkpoint_stands_at_its_step_and_a_folder_without_step_is_a_l
         return {"run": run, "iteration": step, "layers": [{"layer": 1, **dict.fromkeys(figures.SPACE, 0.5)}]}
 
     kept = []
-    monkeypatch.setattr(figures, "save_figure", lambda plt, figure, path: kept.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: kept.append(figure))
     rows = [row("several", 500), row("several", 2000), row("one", 1500), row("hf", None)]
     figures.draw_space(rows, tmp_path / "space.png")
     (figure,) = kept

@@ -12,13 +12,12 @@ import yaml
 from megatron_ddrp.config import save_config
 from megatron_ddrp.data.sealed import object_sum
 from megatron_ddrp.tasks.compare.experiment import Experiment, Work
-from megatron_ddrp.tasks.compare.jobs import open_store
+from megatron_ddrp.tasks.compare.jobs import Job, open_store
 from megatron_ddrp.tasks.compare.measures import Measure
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.jobs.processes import Job
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
 

@@ -41,7 +41,7 @@ def finish_throughput(work):
     encoders = []
     for number, run in enumerate(timed, 1):
         row = {"rows": 4, "tokens_per_second": 1000.0 * number, "lower_quartile": 900.0, "upper_quartile": 4100.0}
-        lengths = [row | {"length": 16, "memory_bytes": number * 2**20}]
+        lengths = [row | {"length": 16, "memory_bytes": 1000 * number * 2**20}]
         lengths += [row | {"length": 32, "memory_bytes": None}] * (number == 1)
         encoders.append({"checkpoint": str(run.folder / "iter_0000040"), "lengths": lengths})
     write(work, measure, {"encoders": encoders})
@@ -72,8 +72,8 @@ def test_the_page_has_a_table_of_each(work):
     text = write_page(work)
     assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
     assert "| model | row length | tokens/s | quartiles | MiB |" in text
-    assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text
-    assert "| BERT (MTH) | 16 | 2,000 | 900 to 4,100 | 2 |" in text
+    assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1,000 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text
+    assert "| BERT (MTH) | 16 | 2,000 | 900 to 4,100 | 2,000 |" in text
 
 
 def test_without_their_jobs_the_page_has_neither(work):

@@ -9,13 +9,12 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.pages.markdown import Table, code, marked
+from megatron_ddrp.pages.markdown import Table, code, paragraph
 from megatron_ddrp.pages.rendering import to_html
 from megatron_ddrp.tasks.compare.command import main
-from megatron_ddrp.tasks.compare.jobs import JobForecast
+from megatron_ddrp.tasks.compare.jobs import JobForecast, log_file
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.recording import make_row
-from megatron_ddrp.tasks.jobs.processes import log_file
 from megatron_ddrp.tasks.measures import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
 from tests.unit.compare.conftest import experiment_of, finish_run, finish_similarity, measures_of, record, write_page
 
@@ -193,7 +192,13 @@ def test_the_figures_of_the_markdown_are_files_beside_it(work):
 
 def test_text_is_escaped_and_markdown_tables_keep_their_columns(tmp_path):
     table = Table(["a", "b"], [["x|y", "1"], ["<script>", "`2`"], ["_z_", "*3*"]], "a `x|y` of <b>")
-    parts = ["# a &lt; b", marked("*so* it `is` & was"), f"- {marked('2 < 3')}", str(table), code(["x > y"])]
+    parts = [
+        "# a &lt; b",
+        paragraph("*so* it `is` & was"),
+        f"- {paragraph('2 < 3')}",
+        str(table),
+        code(["x > y"]),
+    ]
     text = "\n\n".join(parts)
     assert "| x\\|y | 1 |" in text and "| &lt;script&gt; | \\`2\\` |" in text
     assert "\n*so* it `is` &amp; was\n" in text and "a `x|y` of &lt;b&gt;\n" in text

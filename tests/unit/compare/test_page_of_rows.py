@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
+from megatron_ddrp import __main__
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare import ladder
 from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.page import NAMES, Page
 from megatron_ddrp.tasks.compare.rows import read_rows
@@ -34,11 +35,15 @@ def words_of(page, text=MTH, measure=LOSS):
     return {g.budget: g.word for g in gains if (g.claim.text, g.claim.measure) == (text, measure)}
 
 
-def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, capsys):
+def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     (out / "figures").mkdir(parents=True)
     (out / "figures" / "gains-others.png").write_bytes(b"old")
-    assert ladder.main([str(write_rows(full_rows())), "--output-dir", str(out)]) == 0
+    words = ["megatron-ddrp", "ladder", str(write_rows(full_rows())), "--output-dir", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert not ended.value.code
     said = capsys.readouterr()
     assert "the same is: megatron-ddrp compare " in said.err and "figures written" in said.out
     text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ddrp.tasks.compare.results import Claim, gains
 from megatron_ddrp.tasks.compare.tables import above_chance
-from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, difference, standard_error
+from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, difference, standard_error
 from tests.unit.compare.made_rows import RUNGS, make_row, results_of
 
 
@@ -35,7 +35,7 @@ def test_the_standard_error_is_that_of_the_pairs():
     paradigms = [[1, 1, 0, 1], [0, 1], [1, 1, 1, 1]]
     accuracies, pairs = [sum(right) / len(right) for right in paradigms], [len(right) for right in paradigms]
     assert standard_error(accuracies, pairs) == pytest.approx(slow_error(paradigms), rel=1e-12)
-    cells = {str(place): Cell(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(paradigms)}
+    cells = {str(place): ParadigmScore(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(paradigms)}
     first = Result("", cells)
     assert first.standard_error == standard_error(accuracies, pairs)
     row = pairs_row("absolute", 1, accuracies, pairs={f"p{place}": count for place, count in enumerate(pairs)})
@@ -57,7 +57,9 @@ def test_the_interval_over_paradigms_is_that_of_the_command_minimal_pairs():
     results = results_of(rows)
     (gain,) = gains(results, [Claim("", "minimal pairs", *results.arms[::-1])])
     base, ddrp = (
-        Result(name, {f"p{place}": Cell(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(found)})
+        Result(
+            name, {f"p{place}": ParadigmScore(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(found)}
+        )
         for name, found in rights.items()
     )
     assert gain.items == difference(ddrp, base).over_paradigms

@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.jobs import JobForecast, job_name, open_store
+from megatron_ddrp.tasks.compare.jobs import Job, JobForecast, job_name, open_store
+from megatron_ddrp.tasks.compare.running import Runner, full_command
 from megatron_ddrp.tasks.compare.runs import facts_of, start_of
 from megatron_ddrp.tasks.compare.scoring import make_config
-from megatron_ddrp.tasks.jobs.processes import Job, Runner, full_command
 from tests.unit.compare.conftest import read_plan
 
 
@@ -116,7 +116,7 @@ def test_a_runner_that_does_not_wait_leaves_what_others_hold(runner, folder):
 
 def test_workers_share_the_cores(runner, folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("megatron_ddrp.tasks.jobs.processes.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("megatron_ddrp.tasks.compare.running.os.cpu_count", lambda: 8)
     threads = "import os; open('{}', 'w').write(os.environ.get('OMP_NUM_THREADS', 'all'))"
     for workers, expected in ((4, "2"), (1, "all")):
         told = folder / f"threads-{workers}"

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from megatron_ddrp.tasks.compare.tables import format_spread
+from megatron_ddrp.tasks.measures import LOSS
 from megatron_ddrp.tasks.statistics import (
     BETTER,
     NOT_TOLD_APART,
@@ -13,9 +15,8 @@ from megatron_ddrp.tasks.statistics import (
     Difference,
     benjamini_hochberg,
     judge,
-    paired,
+    pair_by_seed,
     percentile_interval,
-    spread,
 )
 
 FIRST = {1: 0.61, 2: 0.58, 3: 0.66, 4: 0.60}
@@ -23,14 +24,13 @@ SECOND = {1: 0.52, 2: 0.55, 3: 0.57, 9: 0.90}
 
 
 def test_a_spread_is_mean_and_deviation_of_the_seeds():
-    found = spread({1: 1.0, 2: 2.0, 3: 6.0})
-    assert found.mean == 3.0 and found.deviation == pytest.approx(7**0.5)
-    assert spread({1: 2.0}).deviation is None
-    assert spread({}) is None
+    assert format_spread(LOSS, {1: 1.0, 2: 2.0, 3: 6.0}) == f"3.0000 ± {7**0.5:.4f}"
+    assert format_spread(LOSS, {1: 2.0}) == "2.0000"
+    assert format_spread(LOSS, {}) == ""
 
 
 def test_a_difference_is_paired_by_seed_as_in_scipy():
-    found = paired(FIRST, SECOND)
+    found = pair_by_seed(FIRST, SECOND)
     common = sorted(FIRST.keys() & SECOND.keys())
     expected = stats.ttest_rel([FIRST[s] for s in common], [SECOND[s] for s in common])
     assert len(found.values) == 3 and found.mean == pytest.approx((0.09 + 0.03 + 0.09) / 3)
@@ -45,7 +45,7 @@ def test_three_seeds_by_hand():
 
 
 def test_a_relative_difference_is_a_share_of_the_second():
-    assert paired({1: 1.1, 2: 2.4}, {1: 1.0, 2: 2.0}, relative=True).values == pytest.approx((0.1, 0.2))
+    assert pair_by_seed({1: 1.1, 2: 2.4}, {1: 1.0, 2: 2.0}, relative=True).values == pytest.approx((0.1, 0.2))
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_seeds_that_agree_have_an_interval_only_at_0(values, has_interval):
 
 
 def test_rounding_is_no_difference_and_no_spread():
-    found = paired({1: 0.1 + 0.2, 2: 0.5}, {1: 0.3, 2: 0.5})
+    found = pair_by_seed({1: 0.1 + 0.2, 2: 0.5}, {1: 0.3, 2: 0.5})
     assert found.values[0] > 0 and (found.mean, found.deviation, found.interval) == (0.0, 0.0, (0.0, 0.0))
-    found = paired({1: 6.05, 2: 6.35}, {1: 6.02, 2: 6.32})
+    found = pair_by_seed({1: 6.05, 2: 6.35}, {1: 6.02, 2: 6.32})
     assert len(set(found.values)) == 2 and (found.deviation, found.interval) == (0.0, None)
     assert found.interval is None and found.mean == pytest.approx(0.03)
 
 
 def test_no_common_seed_is_no_difference():
-    assert paired({1: 1.0}, {2: 1.0}) is None
+    assert pair_by_seed({1: 1.0}, {2: 1.0}) is None
 
 
 def test_a_percentile_interval_is_the_central_95_per_cent():
@@ -75,7 +75,7 @@ def test_a_percentile_interval_is_the_central_95_per_cent():
 def test_the_p_value_is_that_of_scipys_paired_test():
     common = sorted(FIRST.keys() & SECOND.keys())
     expected = stats.ttest_rel([FIRST[s] for s in common], [SECOND[s] for s in common]).pvalue
-    found = paired(FIRST, SECOND)
+    found = pair_by_seed(FIRST, SECOND)
     assert found.p_value == pytest.approx(expected, rel=1e-12)
     assert found.by_seed == {seed: FIRST[seed] - SECOND[seed] for seed in common}
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.config import ENCODINGS, load_plugin
+from megatron_ddrp.config import ENCODINGS, encoding_class, load_plugin
 from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.layers_ddrp import EncoderLayer
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import PositionTerms
@@ -296,3 +298,9 @@ def test_torch_export_takes_the_model(offline, encoding):
             ids = torch.arange(size[0] * size[1]).view(size) % 20
             found, expected = (run(ids).last_hidden_state for run in (program, model))
             torch.testing.assert_close(found, expected)
+
+
+def test_each_dropout_of_an_exported_layer_has_its_own_rate(offline):
+    config = DdrpConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
+    layer = EncoderLayer(config, encoding_class(config.position_encoding), 0)
+    assert (layer.dropout.p, layer.attention.dropout.p) == (0.3, 0.2)

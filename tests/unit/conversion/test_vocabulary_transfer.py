@@ -16,7 +16,7 @@ from tests.unit.conversion.conftest import WORDS, ours, padded_pair_batch, write
 from tests.unit.conversion.test_from_huggingface import byte_level_tokenizer
 from tests.unit.conversion.test_to_huggingface import run_tool
 from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
-from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, write
+from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, plain_bpe, write
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 OLD = [*SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
@@ -71,6 +71,12 @@ def test_pieces_are_kept_spelled_or_the_mean_of_all(pair):
     assert transfer.summary() == (
         "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
     )
+
+
+def test_a_piece_of_which_the_old_tokenizer_drops_a_part_is_the_mean_of_all(tmp_path):
+    old = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path / "old", plain_bpe("ab")))
+    made = made_of(old, wordpiece(tmp_path / "new.txt", [*SPECIALS, "ab", "az"]))
+    assert (made["ab"], made["az"]) == (["a", "b"], [])
 
 
 def test_rows_are_those_of_the_loops(pair):

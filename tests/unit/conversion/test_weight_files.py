@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.encoders.encoder import NoMaskedLM, load_encoder
 from megatron_ddrp.encoders.text_encoder import TextEncoder
 from megatron_ddrp.errors import UserError
@@ -272,6 +273,13 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(hf, vocab, kind, reader
     with pytest.raises(UserError, match=words) as refused:
         READERS[reader](hf)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 1
+
+
+def test_a_type_that_torch_only_stores_is_refused(tmp_path):
+    header = json.dumps({"a.weight": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(UserError, match=r"cannot be read: torch stores torch\.float4\w+ but computes nothing with it"):
+        read_weights(tmp_path)
 
 
 WITHOUT = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.data import atomic
-from megatron_ddrp.data.atomic import AtomicFile, BeingWritten, atomic_folder, write_bytes, write_text
+from megatron_ddrp.data.atomic import BeingWritten, atomic_file, atomic_folder, write_bytes, write_text
 from megatron_ddrp.errors import UserError, run_command
 
 
@@ -106,7 +106,7 @@ def test_a_folder_comes_back_if_its_successor_cannot_take_its_name(tmp_path, mon
 
 def test_a_full_disk_is_one_line_with_the_files_name(tmp_path, capsys):
     def main():
-        with AtomicFile(tmp_path / "h"):
+        with atomic_file(tmp_path / "h"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(SystemExit) as end:
@@ -119,7 +119,7 @@ def test_a_full_disk_is_one_line_with_the_files_name(tmp_path, capsys):
 @WRITERS
 def test_the_second_writer_gets_a_line_and_the_first_one_its_name(tmp_path, write, monkeypatch):
     monkeypatch.setattr(atomic, "WAITS", (0.0,))
-    with AtomicFile(tmp_path / "h") if write is write_file else atomic_folder(tmp_path / "h"):
+    with atomic_file(tmp_path / "h") if write is write_file else atomic_folder(tmp_path / "h"):
         held = tree(tmp_path)
         with pytest.raises(BeingWritten, match="h: another process is writing it; wait for it or choose another name"):
             write(tmp_path / "h")
@@ -129,7 +129,8 @@ def test_the_second_writer_gets_a_line_and_the_first_one_its_name(tmp_path, writ
 
 
 def test_a_writer_waits_for_a_short_write(tmp_path):
-    first = AtomicFile(tmp_path / "h")
+    first = atomic_file(tmp_path / "h")
+    first.__enter__()
     sleep = time.sleep
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", lambda _: (first.__exit__(None, None, None), sleep(0)))
@@ -140,11 +141,11 @@ def test_a_writer_waits_for_a_short_write(tmp_path):
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from megatron_ddrp.data.atomic import AtomicFile, atomic_folder
-with (AtomicFile if sys.argv[1] == "file" else atomic_folder)(Path(sys.argv[2])) as output:
+from megatron_ddrp.data.atomic import atomic_file, atomic_folder
+with (atomic_file if sys.argv[1] == "file" else atomic_folder)(Path(sys.argv[2])) as output:
     if sys.argv[1] == "file":
         output.write(b"half")
-        output.stream.flush()
+        output.flush()
     else:
         (output / "content").write_text("half")
     print("writing", flush=True)
@@ -259,7 +260,7 @@ def test_without_locks_every_writer_has_a_file_of_its_own(tmp_path, monkeypatch)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with AtomicFile(tmp_path / "h") as first:
+    with atomic_file(tmp_path / "h") as first:
         write_text(tmp_path / "h", "second")
         first.write(b"first")
     assert tree(tmp_path) == {"h": "first"}

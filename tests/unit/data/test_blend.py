@@ -112,7 +112,7 @@ def test_each_corpus_is_walked_once_an_epoch_in_its_own_order(parts):
     positions = 5 * max(sum(counts) * -(-size // count) for count, (_, size) in zip(counts, parts, strict=True))
     stream = visits(blend, np.arange(positions))
     offset = 0
-    for (_, size), consumed in zip(parts, blend.consumed(positions), strict=True):
+    for (_, size), consumed in zip(parts, blend.count_visits(positions), strict=True):
         own = [(epoch, index - offset) for epoch, index in stream if offset <= index < offset + size]
         assert len(own) == consumed >= 5 * size
         for epoch in range(4):

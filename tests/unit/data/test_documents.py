@@ -239,6 +239,56 @@ def test_parquet_rows(tmp_path, monkeypatch):
         texts(path)
 
 
+def saved_dataset(folder, texts, batch=3):
+    """A folder as `Dataset.save_to_disk` of Hugging Face writes it, with a cache of `map`."""
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir()
+    table = pyarrow.table({"id": range(len(texts)), "text": texts})
+    for name, part in (("data-00000-of-00001", table), ("cache-1f", table)):
+        with (
+            pyarrow.OSFile(str(folder / f"{name}.arrow"), "wb") as file,
+            pyarrow.ipc.new_stream(file, part.schema) as out,
+        ):
+            out.write_table(part, max_chunksize=batch)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (folder / "dataset_info.json").write_text('{"features": {}, "text": "no document"}')
+    return folder / "data-00000-of-00001.arrow"
+
+
+def test_rows_of_a_saved_dataset(tmp_path, capsys):
+    wanted = ["one", "zwei", "", "three é", "four\nlines", "five", "six"]
+    file = saved_dataset(tmp_path / "train", wanted)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for given in (tmp_path, tmp_path / "train", file):
+        assert [text for (text,) in iter_documents([str(given)])] == wanted, given
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=r"arrow:1: no column 'body', it has id, text \(see --json-keys\)"):
+        list(iter_documents([str(file)], ["body"]))
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": wanted})
+    with pyarrow.ipc.new_file(str(tmp_path / "other.arrow"), table.schema) as out:
+        out.write_table(table)
+    assert [text for (text,) in iter_documents([str(tmp_path / "other.arrow")])] == wanted
+
+
+def test_a_damaged_arrow_file_is_refused_and_never_read_in_part(tmp_path):
+    file = saved_dataset(tmp_path / "train", ["some text", "another text", "a third"] * 20)
+    whole = file.read_bytes()
+    texts = [text for (text,) in iter_documents([str(file)])]
+    cuts = range(0, len(whole), 41)
+    damaged = [whole[:cut] for cut in cuts]
+    damaged += [whole[:cut] + bytes([whole[cut] ^ 255]) + whole[cut + 1 :] for cut in cuts]
+    refused = 0
+    for content in damaged:
+        file.write_bytes(content)
+        try:
+            assert len(list(iter_documents([str(file)], ["text"], "skip"))) == len(texts)  # a letter was changed
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > len(list(cuts))
+
+
 def parquet_shards():
     """Return name → table of 3 rows without a text, and the reason; pyarrow is imported on use."""
     pyarrow = pytest.importorskip("pyarrow")
@@ -294,7 +344,9 @@ def test_where_chunks_end_changes_nothing(tmp_path, chunk_bytes):
         chunks = chunks_of(path, chunk_bytes)
         parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
         assert [text for part in parsed for (text,) in part.texts] == texts(path) and texts(path)
-        assert sum(part.lines for part in parsed) == content.count("\n")
+        assert [chunk.line for chunk in chunks] == [
+            sum(chunk.data.count(b"\n") for chunk in chunks[:number]) for number in range(len(chunks))
+        ]
         assert sum(chunk.read for chunk in chunks) == path.stat().st_size
         assert b"".join(chunk.data for chunk in chunks) == path.read_bytes()
         assert chunk_bytes == 10**6 or len(chunks) > 5

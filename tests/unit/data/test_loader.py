@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.loader import Share, iterate
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.loader import SampleReader, Share, iterate
+from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.errors import UserError
-from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader
+from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader, fake_tokenizer
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
 SEQ = 60
@@ -75,6 +77,24 @@ def test_the_fields_of_a_batch():
             assert np.unique(batch.sequence_ids[row, :n]).size == 1
             assert (batch.labels[row] != IGNORED_LABEL).sum() >= 1
         assert not batch.segment_ids.any()
+
+
+def test_the_text_of_a_full_row_may_continue_behind_it():
+    """Where rare words are marked, a row as long as rows can be does not hold the end of its text, one shorter does."""
+    seen = []
+
+    def mark(ids, ends_here):
+        seen.append((ids, ends_here.tolist()))
+        return np.zeros_like(ids)
+
+    lengths = np.array([SEQ, SEQ - 1, 9])
+    samples = FakeSamples(lengths - 2, np.random.default_rng(0))
+    tokenizer = fake_tokenizer(np.ones(FAKE_VOCAB, bool))
+    reader = SampleReader(Blend([samples]), tokenizer, Masker(tokenizer), SEQ, mark)
+    batch = reader.read(np.arange(3), np.zeros(3, int), np.arange(3), lengths)
+    ((ids, ends_here),) = seen
+    assert ends_here == [False, True, True] and batch.note_ids.shape == (3, SEQ)
+    assert (ids != MASK).all() and (batch.input_ids == MASK).any()  # read before they are masked
 
 
 def test_rows_are_cut_to_their_longest():

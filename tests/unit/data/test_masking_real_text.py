@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.masking import MASKINGS, Masker
+from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
 from megatron_ddrp.data.tokenizers.wordpiece import WordPieceTokenizer
@@ -53,7 +54,7 @@ def corpus(request, texts, tmp_path_factory):
 def mask(corpus, masking, mask_prob=0.15):
     """Rows `[EPOCHS * rows, LENGTH]`: ids, masked ids, whether selected."""
     tokenizer, _, rows = corpus
-    masker = Masker(tokenizer, mask_prob, masking=masking)
+    masker = Masker(tokenizer, mask_prob, masking=MASKINGS.find(masking)())
     ids = np.tile(rows, (EPOCHS, 1))
     epochs, samples = np.divmod(np.arange(len(ids)), len(rows))
     masked, labels = masker(ids, np.ones_like(ids), epochs, samples)

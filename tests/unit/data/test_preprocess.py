@@ -21,7 +21,8 @@ import tokenizers
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.preprocess import pipeline as preprocess_module
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, PreprocessResult, preprocess
+from megatron_ddrp.data.tokenizers.chunks import KeyCounts
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -265,6 +266,11 @@ def test_a_fault_in_a_worker_stops_with_its_line_and_leaves_nothing(folder):
     result = preprocess(config(folder, on_error="skip"))
     assert result.skipped == 1 and IndexedDataset(result.prefixes[0]).manifest["skipped"] == 1
     assert "1 unreadable records skipped (first: " in result.summary()
+
+
+def test_the_speed_is_in_millions_of_bytes_per_second():
+    result = PreprocessResult(["p"], [KeyCounts(documents=1, tokens=2)], text_bytes=8_000_000, seconds=2.0)
+    assert ", 4.0 MB/s → p.{bin,idx,json}" in result.summary()
 
 
 def test_existing_output_stays_unless_overwrite(folder):

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from megatron_ddrp.data.progress import progress, reading_progress, tracked
+from megatron_ddrp.data.progress import progress, reading_progress, track
 
 
 def test_a_tracked_sequence_is_whole_and_its_bar_knows_the_total(monkeypatch):
     bars = []
-    monkeypatch.setattr("megatron_ddrp.data.progress.tqdm", lambda **how: bars.append(how) or _Bar())
-    assert list(tracked("abc", "letter", "spelling")) == ["a", "b", "c"]
+    monkeypatch.setattr("tqdm.tqdm", lambda **how: bars.append(how) or _Bar())
+    assert list(track("abc", "letter", "spelling")) == ["a", "b", "c"]
     assert (bars[0]["total"], bars[0]["unit"], bars[0]["desc"], bars[0]["leave"]) == (3, "letter", "spelling", False)
     assert _Bar.moved == 3
 
@@ -31,5 +31,5 @@ def test_short_work_and_hidden_bars_say_nothing(capsys, tmp_path: Path):
     with progress("row", 2, show=False) as hidden, reading_progress([tmp_path / "file"]) as reading:
         assert reading.total == 5 and hidden.disable
         reading.update(5)
-    assert list(tracked([1], "item")) == [1]
+    assert list(track([1], "item")) == [1]
     assert capsys.readouterr().err == ""

@@ -1,6 +1,7 @@
 """Rare words: counted as words over whole corpora, cached once, found in a batch as written and nowhere else."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ CLS, SEP, PAD, UNK = 2, 3, 0, 1
 A, B, C = 5, 6, 7  # start a word
 X, Y = 8, 9  # continue one
 STARTS = np.array([True] * 8 + [False] * 2)
-FINDER = WordFinder(STARTS, np.arange(5))
+FINDER = WordFinder(SimpleNamespace(word_starts=STARTS, word_ends=np.zeros(10, bool), special_ids=np.arange(5)))
 
 
 def write(folder, documents, name="d"):
@@ -132,10 +133,10 @@ def corpus(tiny_corpus):
     return [(dataset, (0, dataset.num_documents))], tokenizer
 
 
-def test_counts_are_kept_under_their_fingerprint(corpus, tmp_path, monkeypatch, capsys):
+def test_counts_are_kept_under_their_fingerprint(corpus, tmp_path, monkeypatch):
     parts, tokenizer = corpus
-    words, _ = open_rare_words(parts, tokenizer, (3, 9), tmp_path)
-    assert "counting words" in capsys.readouterr().err
+    words, first = open_rare_words(parts, tokenizer, (3, 9), tmp_path)
+    assert "counted into" in first
     assert len(words) > 20 and set(words.counts.tolist()) <= set(range(3, 10))
     other, _ = open_rare_words([(parts[0][0], (0, 300))], tokenizer, (3, 9), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2 and len(other) != len(words)

@@ -5,7 +5,13 @@ import shutil
 import pytest
 
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, TokenizerFlags, completed, recorded_flags, relative_path
+from megatron_ddrp.data.dataset.manifest import (
+    PATH,
+    TokenizerFlags,
+    complete,
+    recorded_flags,
+    relative_path,
+)
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
@@ -23,22 +29,27 @@ def test_flags_that_are_not_given_come_from_the_first_manifest_that_has_them(tmp
     plain = write_dataset(tmp_path / "data" / "plain", [[[1]]]).prefix
     pieces = made_with(tmp_path / "data" / "pieces", "SentencePiece", tmp_path / "a.model")
     nothing = TokenizerFlags()
-    assert completed(nothing, [plain, pieces]) == ("SentencePiece", None, "a.model")
-    assert completed(nothing, [plain]) == ("BertWordPieceLowerCase", None, None)
-    assert completed(TokenizerFlags(vocab_file="v.txt"), [plain]) == ("BertWordPieceLowerCase", "v.txt", None)
-    assert completed(TokenizerFlags(tokenizer_model="b.model"), [pieces]) == ("SentencePiece", None, "b.model")
+    assert complete(nothing, [plain, pieces]) == ("SentencePiece", None, "a.model")
+    assert complete(nothing, [plain]) == ("BertWordPieceLowerCase", None, None)
+    assert complete(TokenizerFlags(vocab_file="v.txt"), [plain]) == ("BertWordPieceLowerCase", "v.txt", None)
+    assert complete(TokenizerFlags(tokenizer_model="b.model"), [pieces]) == ("SentencePiece", None, "b.model")
     other = TokenizerFlags("BertWordPieceCase", "v.txt")
-    assert completed(other, [pieces]) == other, "what the flags say is checked against the dataset later"
+    assert complete(other, [pieces]) == other, "what the flags say is checked against the dataset later"
     for given in (
         TokenizerFlags(vocab_file="v.txt"),
         TokenizerFlags(vocab_file=""),
         TokenizerFlags(tokenizer_model=""),
     ):
-        chosen = completed(given, [pieces])
+        chosen = complete(given, [pieces])
         assert chosen == given._replace(tokenizer_type="SentencePiece"), "no vocabulary that is given is ignored"
         with pytest.raises(UserError, match=r"--tokenizer-type SentencePiece needs --tokenizer-model \(a local path\)"):
             build_tokenizer(*chosen)
-    assert completed(nothing, [pieces]).words() == ["--tokenizer-type", "SentencePiece", "--tokenizer-model", "a.model"]
+    assert complete(nothing, [pieces]).words() == [
+        "--tokenizer-type",
+        "SentencePiece",
+        "--tokenizer-model",
+        "a.model",
+    ]
 
 
 def test_a_tree_can_be_moved_and_a_lost_vocabulary_is_named(tmp_path):
@@ -47,10 +58,10 @@ def test_a_tree_can_be_moved_and_a_lost_vocabulary_is_named(tmp_path):
     (old / "vocab.txt").touch()
     made_with(old / "data" / "a", "BertWordPieceCase", old / "vocab.txt")
     old.rename(new)
-    assert completed(TokenizerFlags(), [new / "data" / "a"]).vocab_file == str(new / "vocab.txt")
+    assert complete(TokenizerFlags(), [new / "data" / "a"]).vocab_file == str(new / "vocab.txt")
     (new / "vocab.txt").unlink()
     with pytest.raises(UserError, match=r"data/a was made with .*vocab\.txt, which is not there any more"):
-        completed(TokenizerFlags(), [new / "data" / "a"])
+        complete(TokenizerFlags(), [new / "data" / "a"])
     assert recorded_flags(new / "data" / "a").path == str(new / "vocab.txt")
     shutil.rmtree(new)
     assert recorded_flags(new / "data" / "a") == TokenizerFlags()
@@ -79,7 +90,7 @@ def test_a_missing_dataset_comes_with_the_ones_that_are_there(tmp_path, typed, h
 def test_a_wrong_prefix_is_reported_before_a_missing_vocabulary(tmp_path):
     (tmp_path / "corpus_text_document.idx").touch()
     with pytest.raises(UserError, match=r"corpus\.idx: No such file.*did you mean .*corpus_text_document\?"):
-        completed(TokenizerFlags(), [tmp_path / "corpus"])
+        complete(TokenizerFlags(), [tmp_path / "corpus"])
 
 
 @pytest.mark.parametrize("shape", ["links", "chain", "folder", "store", "another"])
@@ -109,11 +120,11 @@ def test_a_dataset_behind_links_finds_its_vocabulary(tmp_path, shape):
         prefix = other / "a"
     if shape == "another":  # a vocabulary of that name beside the links is another one
         (other / "vocab.txt").touch()
-    assert completed(TokenizerFlags(), [prefix]).vocab_file == str(expected)
+    assert complete(TokenizerFlags(), [prefix]).vocab_file == str(expected)
     shutil.rmtree(data)
     if shape == "links":
         with pytest.raises(UserError, match=r"runs/deep/a\.idx: No such file"):
-            completed(TokenizerFlags(), [prefix])
+            complete(TokenizerFlags(), [prefix])
 
 
 def test_a_vocabulary_that_is_a_link_keeps_the_settings_beside_it(tmp_path):

@@ -323,3 +323,24 @@ def test_a_normalizer_may_write_the_bytes(tmp_path):
     made = byte_bpe()[0], None
     tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made, change=change))
     assert tokenizer.spells_all and not tokenizer.count_dropped([WHOLE])
+
+
+def test_a_special_piece_without_a_role_is_special_too(tmp_path):
+    """No text gives it, and masking never draws it; an added piece that is not special is text."""
+
+    def change(layout):
+        (plain,) = [token for token in layout["added_tokens"] if token["content"] == "<plain>"]
+        plain["special"] = False
+
+    folder = write(tmp_path, plain_bpe("abc", "<u>"), added=(*ADDED, "<extra>", "<plain>"), change=change)
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    extra, plain = (tokenizer.pieces.index(name) for name in ("<extra>", "<plain>"))
+    assert extra in tokenizer.special_ids and plain not in tokenizer.special_ids
+    assert extra not in Masker(tokenizer)._random_pieces and plain in Masker(tokenizer)._random_pieces
+
+
+def test_a_pickled_tokenizer_reads_the_names_of_special_pieces_as_text(tmp_path):
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, byte_bpe()))
+    other = pickle.loads(pickle.dumps(tokenizer))
+    spelled = [tokenizer.pieces.index(letter) for letter in "a<m>"]
+    assert other.encode("a<m>") == tokenizer.encode("a<m>") == spelled

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
+from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import WordFinder
@@ -119,7 +120,7 @@ def test_masks_take_words_whole(suffixed, masking):
     ids = suffixed.encode(text)
     row = np.array([[suffixed.cls_id, *ids, suffixed.sep_id, suffixed.pad_id]] * 500)
     inside = np.where(row == suffixed.pad_id, 0, 1)
-    _, labels = Masker(suffixed, 0.4, masking=masking)(row, inside, np.zeros(500, int), np.arange(500))
+    _, labels = Masker(suffixed, 0.4, masking=MASKINGS.find(masking)())(row, inside, np.zeros(500, int), np.arange(500))
     predicted = labels[:, 1 : 1 + len(ids)] >= 0
     begins = word_begins(suffixed.word_starts, suffixed.word_ends, np.array(ids))
     begins[0] = True
@@ -145,7 +146,7 @@ def test_scores_mask_the_words_own_pieces(suffixed):
 def test_notes_are_of_whole_words(suffixed, tmp_path):
     documents = [suffixed.encode(text) for text in ("cats sat", "the cats", "mats cats the")]
     dataset = write_dataset(tmp_path / "d", [[ids] for ids in documents])
-    finder = WordFinder(suffixed.word_starts, suffixed.special_ids, suffixed.word_ends)
+    finder = WordFinder(suffixed)
     rare = count_rare_words([(dataset, (0, 3))], finder, (1, 9))
     pieces = np.split(rare.pieces, rare.ends[:-1])
     found = {tuple(word.tolist()): int(count) for word, count in zip(pieces, rare.counts, strict=True)}

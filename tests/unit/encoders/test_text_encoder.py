@@ -175,6 +175,7 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encoder.pool(["cat " * 22])
+    assert len(encoder.fill_mask("[MASK] " * 22)) == 22  # 24 pieces, the longest row
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,8 @@ def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer
         load_encoder(tmp_path, dtype="half a float")
     with pytest.raises(UserError, match="device='gpu': expected cpu, cuda, or cuda:N for the GPU with number N"):
         load_encoder(tmp_path, device="gpu")
+    with pytest.raises(UserError, match="device='meta': torch cannot compute on it here; leave it out, or give cpu"):
+        load_encoder(tmp_path, device="meta")
     with pytest.raises(UserError, match="device='cuda:99': torch sees .* here; leave it out, or give cpu"):
         load_encoder(tmp_path, device="cuda:99")
     if not torch.cuda.is_available():

@@ -10,10 +10,10 @@ import torch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune import predict, workers
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task_files import read_task
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles
-from megatron_ddrp.tasks.glue.data import read_task as read_glue
+from megatron_ddrp.tasks.glue.suite import read_task as read_glue
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from tests.unit.finetune.test_own_tasks import GLANCE, rows, words
 

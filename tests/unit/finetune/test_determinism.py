@@ -68,7 +68,7 @@ def tune(puts, precision="fp32"):
     rows = writer.rows(np.arange(16) % 2)
     run = Run("t", 8, 1e-2, 3, 1, 8, encoder="e", data="d", micro_batch_size=4, precision=precision)
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")
-    result = training.finetune(run, task, TaskModel(Encoder(puts), 8, SEQUENCE, 2), rows, {"dev": rows}, show_bar=False)
+    result = training.finetune(run, task, TaskModel(Encoder(puts), 8, SEQUENCE, 2), rows, {"dev": rows})
     return result.model.state_dict(), result.predictions["dev"]
 
 

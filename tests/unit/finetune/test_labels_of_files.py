@@ -8,10 +8,11 @@ import pytest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.options import TaskFiles
+from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
 from megatron_ddrp.tasks.finetune.predictions import _disagreement
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.finetune.task_files import read_task
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
 
 @pytest.fixture
@@ -140,7 +141,8 @@ def test_a_run_of_tags_without_rules_is_left_out_of_a_report():
     task = Task("ner", "seqeval-strict", "tokens", ("B-A", "O", "S-A"))
     content = b'file\tindex\tprediction\tlabel\nvalid\t0\t["B-A", "O"]\t["B-A", "S-A"]\n'
     row = {"score": 0.5, "dev_examples": 1}
-    assert "tags with B- S- have no strict rules" in (_disagreement(row, content, task, "megatron-ddrp finetune") or "")
+    reason = _disagreement(row | {"facts": task.facts}, content, OwnTasks())
+    assert "tags with B- S- have no strict rules" in (reason or "")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import torch
 
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune import workers
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.options import TaskFiles
+from megatron_ddrp.tasks.finetune.plan import plan_text
 from megatron_ddrp.tasks.finetune.predict import load_finetuned
 from megatron_ddrp.tasks.finetune.task_files import read_task
-from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 from tests.unit.finetune.conftest import first_word_kind
 from tests.unit.glue.conftest import sentences
 
@@ -245,7 +245,9 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
     model = tmp_path / "out" / "models" / "reviews-815d2790"
     for path, columns in ((model, ["text", None, "label"]), (model.parent / "MNLI-815d2790", None)):
         path.mkdir(parents=True)
-        facts = {"task": {}, "data": "", "score": 0.5, "run": "", "columns": columns}
+        task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
+        facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": columns}
+        facts |= {"max_seq_length": 64, "pair_separators": 1}
         (path / "config.json").write_text(json.dumps({"finetuned": facts}))
     (model.parent / "notes.txt").write_text("")
     for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
@@ -267,7 +269,7 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
     ],
 )
 def test_a_task_is_called_as_its_page_says(given, name):
-    assert given.called == name
+    assert given.task_name == name
 
 
 def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp_path):
@@ -276,6 +278,7 @@ def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp
     out, told = tmp_path / "out", tmp_path / "told.jsonl"
     main(words(topics, bert_folder, out, *GLANCE))
     path = model_of(out) / "model.safetensors"
+    (model_of(out) / "export_sums.json").unlink()
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(path).items()}, path)
     main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl"), "--output", str(told)])
     assert {json.loads(line)["prediction"] for line in told.open()} == {None}
@@ -419,17 +422,12 @@ def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folde
     assert "left out, it has the same weights as" in capsys.readouterr().out
 
 
-def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is(monkeypatch, capsys):
+def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     options = Namespace(suite=Namespace(read=dict), training=Namespace(max_seq_length=32))
     encoder = Namespace(name="alibi", origin="loaded: 3 weights", max_length=16, fingerprint="a")
     twin = Namespace(name="twin", fingerprint="a")
-    found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin])
-    monkeypatch.setattr(workers.process_group, "agree", lambda action: action())
-    monkeypatch.setattr(workers.process_group, "gather_objects", lambda item: [item])
-    monkeypatch.setattr(workers, "Sweep", lambda *_: found)
-    monkeypatch.setattr(workers, "open_store", lambda _: Namespace(missing=list))
-    workers._open_on_ranks(options, Namespace(rank=0, world_size=2, device=torch.device("cpu")))
-    assert capsys.readouterr().out.splitlines() == [
+    found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin], ranks=Namespace(world_size=2))
+    assert plan_text(found, Namespace(missing=list), 1).splitlines() == [
         "plan: 0 of 0 runs to do, each on 2 ranks",
         "  alibi: loaded: 3 weights",
         "    rows are cut to 16 pieces: the encoder was trained on no longer rows",

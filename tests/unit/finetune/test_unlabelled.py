@@ -11,7 +11,8 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.output_files import JsonLinesFile, TableFile
-from megatron_ddrp.tasks.finetune.predict import AfterOwnTasks, FineTuned
+from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
+from megatron_ddrp.tasks.finetune.predict import FineTuned
 from megatron_ddrp.tasks.finetune.task import Columns
 from tests.unit.finetune.test_own_tasks import GLANCE, words
 
@@ -62,7 +63,7 @@ def test_times_of_a_parquet_file_are_written_as_text(writer):
 
 def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
     """The second one comes to its predictions while the first is writing the same file."""
-    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", AfterOwnTasks.finish, []
+    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", OwnTasks.finish, []
 
     def finish_twice(self, sweep, store):
         predict = FineTuned.predict
@@ -86,7 +87,7 @@ def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, t
         assert ends == [lines]
         return lines
 
-    monkeypatch.setattr(AfterOwnTasks, "finish", finish_twice)
+    monkeypatch.setattr(OwnTasks, "finish", finish_twice)
     assert main(words(topics, bert_folder, out, *GLANCE, "--test", path)) == 0
     (told,) = (out / "predictions").glob("*-test.jsonl")
     assert len(told.read_text().splitlines()) == 9 and len(ends) == 1

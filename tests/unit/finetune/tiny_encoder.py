@@ -53,4 +53,4 @@ def fine_tune(task, encoder, train, dev, max_length, epochs, head="common", micr
     encoded = [kind.encode(task, rows, encoder.tokenizer, max_length, 1) for rows in (train, dev)]
     run = Run(task.name, 16, 1e-2, epochs, 1, max_length, encoder="e", data="d", micro_batch_size=micro, head=head)
     model = build_model(encoder, task, run, torch.device("cpu"))
-    return finetune(run, task, model, encoded[0], {"dev": encoded[1]}, show_bar=False), encoded[1]
+    return finetune(run, task, model, encoded[0], {"dev": encoded[1]}), encoded[1]

@@ -8,7 +8,7 @@ from megatron_ddrp.encoders.rows import dev_order, pad_batch, train_order, trunc
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.task import Example
-from megatron_ddrp.tasks.glue.data import read_examples, read_task, read_test
+from megatron_ddrp.tasks.glue.suite import read_examples, read_task, read_test
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 
@@ -83,12 +83,12 @@ def test_digest_follows_the_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (RTE.replace("sentence2", "sentence_2"), "line 1: no column 'sentence2'"),
+        (RTE.replace("sentence2", "sentence_2"), "line 2: no column 'sentence2', it has index"),
         (RTE.replace("\tnot_entailment", ""), "line 3: 3 columns, expected 4"),
         (RTE.replace("\tentailment", "\tyes"), "line 2: label 'yes', expected one of entailment, not_entailment"),
-        (RTE.split("\n")[0], "no examples"),
-        ("", "line 1: no column 'sentence1'"),
-        (RTE.encode().replace(b"\tf\t", b"\t\xff\t"), "line 3: not valid UTF-8"),
+        (RTE.split("\n")[0], "no rows"),
+        ("", "no rows"),
+        (RTE.encode().replace(b"\tf\t", b"\t\xff\t"), "line 3: not UTF-8"),
     ],
 )
 def test_errors_name_file_line_and_expectation(tmp_path, text, message):
@@ -132,9 +132,10 @@ def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
     text = header + "1\t1\t2\ta\tb\t0\n" + "2\t3\t4\tc\n" + "3\t5\t6\td\te\t1\n"
     path = write(tmp_path, "QQP", train=text) / "QQP" / "train.tsv"
-    assert [example.texts for example in read_examples(TASKS["QQP"], path, broken_rows=1)] == [("a", "b"), ("d", "e")]
+    raw = path.read_bytes()
+    assert [example.texts for example in read_examples(TASKS["QQP"], path, raw, 1)] == [("a", "b"), ("d", "e")]
     with pytest.raises(UserError, match="line 3: 4 columns"):
-        read_examples(TASKS["QQP"], path)
+        read_examples(TASKS["QQP"], path, raw)
 
 
 def test_pairs_are_cls_a_sep_b_sep(tmp_path):

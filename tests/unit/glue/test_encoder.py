@@ -9,12 +9,14 @@ import torch
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.task_heads import SEQUENCE, SPAN, Labels
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.task import Example
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from tests.unit.conversion.conftest import write_checkpoint
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 
@@ -183,6 +185,13 @@ def test_a_pair_of_the_roberta_family_has_two_separators(segments, first, expect
     """As the same model has as a Hugging Face folder."""
     tokenizer = SimpleNamespace(pieces=["x", first], cls_id=1)
     assert pair_separators(ModelConfig(num_segments=segments), tokenizer) == expected
+
+
+def test_a_run_in_the_style_of_roberta_has_two_separators_between_texts(tmp_path):
+    (tmp_path / "vocab.txt").write_text("<pad>\n<unk>\n<s>\n</s>\n<mask>\nred\ncat\n")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
+    folder = write_checkpoint(tmp_path / "run", tokenizer, num_segments=1, position_encoding="absolute")
+    assert load_encoder(folder).pair_separators == 2
 
 
 def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_folder):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.finetune.cells import best_cells
-from megatron_ddrp.tasks.finetune.items import Items
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
+from megatron_ddrp.tasks.finetune.predictions import Items
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import Run, RunStore
 from megatron_ddrp.tasks.glue.suite import Glue

@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.glue.command import main, parse_arguments
 
@@ -254,3 +255,11 @@ def test_fewer_training_rows_are_runs_of_their_own(glue_dir, bert_folder, tmp_pa
     for more in ([], ["--max-train-examples", "32"]):
         main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--seeds", "1", *more))
     assert [(row["train_examples"], row["steps"]) for row in rows(out)] == [(64, 8), (32, 4)]
+
+
+def test_the_flags_of_training_reach_the_run(glue_dir, bert_folder, tmp_path):
+    flags = {"--seeds": 1, "--epochs": 1, "--layerwise-lr-decay": 0.5, "--micro-batch-size": 3, "--max-seq-length": 500}
+    main(arguments(glue_dir, bert_folder, tmp_path / "out", *(str(word) for pair in flags.items() for word in pair)))
+    [row] = rows(tmp_path / "out")
+    assert (row["layerwise_lr_decay"], row["micro_batch_size"]) == (0.5, 3)
+    assert row["max_seq_length"] == load_encoder(bert_folder).max_length < 500

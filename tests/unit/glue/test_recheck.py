@@ -61,6 +61,15 @@ def test_a_changed_prediction_takes_its_run_out(out, capsys):
     assert "| 2 | 1 |" in text and "## Damage found" in text and "-s2-" in text
 
 
+def test_a_score_that_was_changed_a_little_is_noticed(out, capsys):
+    without_sums(out)
+    *others, last = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    rows = [*others, last | {"score": last["score"] + 1e-4}]
+    (out / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said, _ = report(out, capsys)
+    assert code == 1 and "gives dev a matthews of 0.000000, runs.jsonl says 0.0001;" in said
+
+
 def test_a_change_that_keeps_the_score_is_noticed_by_the_sum(out, capsys):
     rewrite(file_of(out, 3), "dev\t3\t1\t1", "dev\t3\t1\t1\n")
     code, said, _ = report(out, capsys)

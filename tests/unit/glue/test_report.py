@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ddrp.tasks.finetune import report as figure
 from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
-from megatron_ddrp.tasks.finetune.items import Items
+from megatron_ddrp.tasks.finetune.predictions import Items
 from megatron_ddrp.tasks.finetune.report import page, summary, write_report
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains
@@ -274,7 +274,7 @@ def drawn(rows, monkeypatch, title="GLUE"):
     """Return the figure of some rows."""
     pytest.importorskip("matplotlib")
     kept = []
-    monkeypatch.setattr(figure, "save_figure", lambda plt, drawn, path: kept.append(drawn))
+    monkeypatch.setattr(figure, "save_figure", lambda drawn, path: kept.append(drawn))
     cells = best_cells(rows, GLUE.order)
     figure.draw(cells, task_order(cells, GLUE.order), title, Path("table.png"))
     return kept[0]

@@ -134,6 +134,12 @@ def test_a_random_encoder_prefers_the_sentence_with_fewer_pieces(tmp_path, check
     assert encoder["macro_average"] == encoder["piece_counts"] == pytest.approx(2 / 3)
 
 
+def test_each_seed_has_random_weights_of_its_own(words, tmp_path):
+    main([*words[:-1], "--random-init", "--seeds", "2"])
+    scores = [json.loads(line)["good"] for line in lines(tmp_path / "out")]
+    assert len(scores) == 4 and len({tuple(good) for good in scores}) == 4  # two paradigms, two seeds
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [

@@ -14,14 +14,14 @@ GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "holds no pair"),
+        ("", "no rows, expected at least one"),
         ("{}\n", "line 1: sentence_good is missing"),
         (GOOD + "\n" + '{"sentence_good": "a b"}\n', "line 3: sentence_bad is missing"),
         (GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n', "line 2: sentence_good is ' '"),
         (GOOD + '{"sentence_good": 3, "sentence_bad": "b"}\n', "line 2: sentence_good is 3"),
-        (GOOD + "[1]\n", "line 2: expected a JSON object, got list"),
+        (GOOD + "[1]\n", "row 1: a JSON int, expected an object"),
         (GOOD + "{\n", "line 2: not JSON"),
-        (GOOD + "[" * 100_000 + "\n", "line 2: not JSON"),
+        (GOOD + "[" * 100_000 + "\n", "line 2: nested too deeply; expected one object per line"),
         (GOOD + '{"sentence_good": "\xe9", "sentence_bad": "b"}\n', "line 2: not UTF-8"),
         (GOOD[:-2] + ', "UID": 7}\n', "line 1: UID is 7"),
         (
@@ -55,7 +55,7 @@ def test_a_pair_belongs_to_its_uid_else_to_its_file(tmp_path):
     (tmp_path / "data" / "own.jsonl").write_text("\ufeff" + GOOD + "\n" + GOOD)
     island, own = read_pairs(tmp_path)
     assert (island.uid, island.field, island.term, len(island)) == ("island", "syntax_semantics", "islands", len(PAIRS))
-    assert (own.uid, own.field, own.lines) == ("own", "", [1, 3])
+    assert (own.uid, own.field, own.places) == ("own", "", [f"{own.file}, line {number}" for number in (1, 3)])
     assert [list(pair) for pair in zip(island.good, island.bad, strict=True)] == [list(pair) for pair in PAIRS]
 
 
@@ -64,7 +64,7 @@ def test_a_sample_is_the_same_every_time_and_known_by_its_sentences(tmp_path):
     (whole,), (first,), (again,) = read_pairs(tmp_path), read_pairs(tmp_path, 3), read_pairs(tmp_path, 3)
     assert len(first) == 3
     assert first == again
-    assert [whole.good[line - 1] for line in first.lines] == first.good
+    assert [whole.good[whole.places.index(place)] for place in first.places] == first.good
     assert first.digest == again.digest != whole.digest
     assert read_pairs(tmp_path, 99)[0] == whole
 

@@ -3,12 +3,14 @@
 import math
 import random
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.minimal_pairs import report as pair_report
-from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, cell, difference
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
+from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, cell, difference
 
 
 def row(good, bad, pieces=((5, 5), (5, 5), (4, 5), (6, 5)), identical=1):
@@ -25,7 +27,7 @@ def row(good, bad, pieces=((5, 5), (5, 5), (4, 5), (6, 5)), identical=1):
 def encoder(name, *accuracies, pairs=100):
     """A result whose n-th paradigm has this many hundredths right, the first pairs first."""
     cells = {
-        f"p{n}": Cell(np.arange(pairs) < share * pairs, ties=0, undefined=0, piece_counts=0.5)
+        f"p{n}": ParadigmScore(np.arange(pairs) < share * pairs, ties=0, undefined=0, piece_counts=0.5)
         for n, share in enumerate(accuracies)
     }
     return Result(name, cells)
@@ -74,7 +76,9 @@ def anew(values, rng):
 
 
 def drawn(rng, share, uids="xyzuvw"):
-    return Result("e", {uid: Cell(np.array([rng.random() < share for _ in range(40)]), 0, 0, 0.5) for uid in uids})
+    return Result(
+        "e", {uid: ParadigmScore(np.array([rng.random() < share for _ in range(40)]), 0, 0, 0.5) for uid in uids}
+    )
 
 
 @pytest.mark.parametrize(("uids", "step"), [("xyzuvw", 0.012), ("x", 0.026)])  # one pair of 40 is 0.025
@@ -105,7 +109,9 @@ def test_pairs_of_several_paradigms_are_not_resampled():
 def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
     """The interval is that of the mean's standard error; resampling 3 pairs alone would make it narrower by √(2/3)."""
     gain = np.array([1, 0, 0])
-    found = difference(*(Result(name, {"x": Cell(gain > least, 0, 0, 0.5)}) for name, least in (("a", 0), ("b", 1))))
+    found = difference(
+        *(Result(name, {"x": ParadigmScore(gain > least, 0, 0, 0.5)}) for name, least in (("a", 0), ("b", 1)))
+    )
     assert found.over_pairs[0] == pytest.approx(1 / 3 - math.sqrt(3 / 2) / 3)
     assert difference(encoder("a", 1.0, pairs=1), encoder("b", 0.0, pairs=1)).interval is None
     one, other = encoder("a", 1.0, 1.0, pairs=1), encoder("b", 0.0, 1.0, pairs=1)
@@ -115,10 +121,19 @@ def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
 def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     kept = []
-    monkeypatch.setattr(pair_report, "save_figure", lambda plt, figure, path: kept.append(figure))
+    monkeypatch.setattr(pair_report, "save_figure", lambda figure, path: kept.append(figure))
     fields = {"p0": "syntax", "p1": "syntax"}
     pair_report.draw_heat_map({"e": {"p0": 0.7, "p1": 0.25}}, 1, fields, tmp_path / "heatmap.png")
     cells, *_, bar = kept[0].axes
     (image,) = cells.images
     assert [float(text.get_text()) for text in cells.texts] == image.get_array()[:, 0].tolist() == [70, 25]
     assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()
+
+
+def test_the_table_has_each_standard_error_in_its_column():
+    paradigms = {uid: Paradigm(uid, Path("pairs.jsonl")) for uid in ("p0", "p1")}
+    report = pair_report.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r", "strict")
+    table = pair_report.all_tables(report, [])["scores"]
+    assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
+    of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
+    assert list(table.rows[0][:4]) == ["e", "55.00", f"{of_pairs:.2f}", "15.00"]  # (0.7 - 0.4) / 2 over paradigms

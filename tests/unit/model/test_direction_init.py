@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from megatron_ddrp.arguments import build_parser
-from megatron_ddrp.config import ModelConfig, OptimizerConfig
+from megatron_ddrp.config import Config, ModelConfig
 from megatron_ddrp.engine.build import build_optimizer, decays
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.positions import LayerPositions
 from megatron_ddrp.model.positions.ddrp import DIRECTION_INITS, SPREAD, Ddrp
+from megatron_ddrp.parallel.process_group import Ranks
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
 
 
 def encoding(start):
@@ -48,7 +51,7 @@ def test_weight_decay_leaves_d_alone_and_shrinks_the_distances(table):
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "seq_length": 5}
     model = build_model(ModelConfig(**sizes, relative_table=table))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5, lr=0.1), "ddrp")
+    optimizer = build_optimizer(model, Config().replace(optimizer={"weight_decay": 0.5, "lr": 0.1}), RANKS)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -78,7 +81,7 @@ class Plugged(nn.Module):
 
 def test_weight_decay_spares_norms_of_any_name_and_the_gains_of_a_layer_part():
     model = Plugged()
-    decayed, spared = (group["params"] for group in build_optimizer(model, OptimizerConfig(), "ddrp").param_groups)
+    decayed, spared = (group["params"] for group in build_optimizer(model, Config(), RANKS).param_groups)
     expected = ["scaling.weight", "scaling.bias", "squares.weight", "map.bias", "part.factor"]
     assert {id(x) for x in spared} == {id(model.get_parameter(name)) for name in expected}
     assert {id(x) for x in decayed} == {id(model.map.weight), id(model.part.other)}

@@ -12,7 +12,7 @@ from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.logits import spread
 from megatron_ddrp.model.electra import SampleKeys
-from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model
+from tests.unit.model.tiny import encode, gradients, some_draws, tiny_batch, tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -112,6 +112,13 @@ def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, trace
     assert answers[0].keys() == answers[1].keys()
     for name, expected in answers[0].items():
         torch.testing.assert_close(answers[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("order", ["post", "pre"])
+def test_a_compiled_model_drops_nothing_in_evaluation(order, traced):
+    batch, changes = tiny_batch(), {"layernorm_position": order, "hidden_dropout": 0.5}
+    compiled, plain = (tiny_model(compile=setting, **changes).eval() for setting in ("on", "off"))
+    torch.testing.assert_close(encode(compiled, batch), encode(plain, batch))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

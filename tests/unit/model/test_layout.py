@@ -10,8 +10,10 @@ from tests.unit.model.tiny import packed_batch, tiny_batch
 PADDED = tiny_batch(lengths=(7, 4, 2))
 FULL = tiny_batch(lengths=(7, 7))
 PACKED = packed_batch(tiny_batch(lengths=(7, 4, 2, 3)), [[0], [1, 2], [3]])
+PACKED_FULL = packed_batch(tiny_batch(lengths=(4, 3, 7)), [[0, 1], [2]])
 NOTHING_TO_PREDICT = tiny_batch(predicted=0)
-BATCHES = {"padded": PADDED, "full": FULL, "packed": PACKED, "nothing to predict": NOTHING_TO_PREDICT}
+BATCHES = {"padded": PADDED, "full": FULL, "packed": PACKED, "packed without padding": PACKED_FULL}
+BATCHES |= {"nothing to predict": NOTHING_TO_PREDICT}
 
 
 def count(batch):

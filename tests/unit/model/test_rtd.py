@@ -8,6 +8,7 @@ from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.model import count_parameters, on_meta_device
+from megatron_ddrp.model.stages import Inputs, NoteInputs
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.rtd import half_as_deep
 from tests.datasets import fake_tokenizer
@@ -166,3 +167,13 @@ def test_the_weight_of_detection_is_the_objectives_own_unless_given():
     }
     terms = make_objective(ObjectiveConfig(objective="rtd", rtd_weight=0.5)).terms
     assert {term.name: term.weight for term in terms}["rtd_loss"] == 0.5
+
+
+@pytest.mark.parametrize("objective", ["rtd", "electra"])
+def test_generator_and_discriminator_read_the_same_notes(objective):
+    model = tiny_electra(objective=ObjectiveConfig(objective=objective, notes=True, notes_mix=0.5))
+    batch = tiny_batch(lengths=(7, 6, 5))
+    notes = NoteInputs(torch.tensor([2, 9]), torch.ones(2, 12), torch.zeros(0, 1, dtype=torch.long))
+    for embeddings in (model.generator.embeddings, model.embeddings):
+        plain, read = (embeddings.embed(Inputs.of(batch, no_draws(batch), given)) for given in (None, notes))
+        assert (plain != read).any(-1).flatten().nonzero().flatten().tolist() == [2, 9]

@@ -1,11 +1,12 @@
-"""Gumbel sampling: the right distribution, a pure function of its keys; replaced-token detection against its loops."""
+"""Gumbel sampling: the right distribution, a pure function of its keys; detection against its loops; its rates."""
 
 import numpy as np
 import torch
 
+from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.heads import gumbel_argmax, replace_tokens, rtd_sums, rtd_targets
-from megatron_ddrp.objectives.contract import sample_keys
+from megatron_ddrp.objectives.contract import losses_of, make_objective, sample_keys
 from tests.reference.electra import replaced_token_detection
 
 
@@ -70,3 +71,19 @@ def test_rtd_follows_the_loops():
     torch.testing.assert_close(ours[0], expected[0])
     assert [int(count) for count in ours[1:]] == list(expected[1:])
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours[0], expected[0])))
+
+
+def test_the_generator_sees_masks_and_originals_but_no_random_pieces():
+    """The released code's shares, beside BERT's: 85 % of the selected pieces become [MASK], the rest stays."""
+    shares = {name: ObjectiveConfig(objective=name).mask_shares for name in ("electra", "mlm")}
+    assert shares["electra"] == {"mask_share": 0.85, "random_share": 0.0}
+    assert shares["mlm"] == {"mask_share": 0.8, "random_share": 0.1}
+
+
+def test_each_rate_is_divided_by_its_own_count():
+    objective = make_objective(ObjectiveConfig(objective="electra"))
+    totals = dict.fromkeys(("lm_loss", "tcd_loss", "hcd_loss", "rtd_loss"), 0.0) | {"sequences": 3}
+    totals |= {"predicted": 20, "generator_correct": 5, "tokens": 80, "rtd_correct": 60, "replaced": 16}
+    row = losses_of(totals | {"replaced_found": 4}, objective)
+    assert (row["generator_accuracy"], row["rtd_accuracy"]) == (5 / 20, 60 / 80)
+    assert (row["rtd_recall"], row["replaced_share"]) == (4 / 16, 16 / 80)

@@ -139,7 +139,7 @@ def test_weights_choose_the_parts_and_nothing_is_computed_without():
 
 
 def test_the_dry_run_counts_the_maps_that_are_kept():
-    part = Part(((0,), (0,)), (12, 12), has_head=True, in_flight=1, muon=0)
+    part = Part(((0,), (0,)), (12, 12), has_head=True, in_flight=1, moments=0, moments_per_element=2)
     model, training = tiny_config(), TrainingConfig(micro_batch_size=4)
     of_outputs = Config(model, ObjectiveConfig(objective="head-disagreement"), training=training)
     less, more = (activation_bytes(part, c, 4) for c in (of_outputs, replace(of_outputs, objective=ALL)))

@@ -123,3 +123,12 @@ def test_a_draw_is_empty_where_its_weight_is_zero(changes, widths):
     draws = make_objective(ObjectiveConfig(**changes)).draw(batch, ModelConfig(), seed=1, step=3)
     assert draws.token_mask.shape == (2, 1, widths[0]) and draws.heads.shape == (12, widths[1])
     assert draws.token_mask.dtype == draws.heads.dtype == torch.long
+
+
+def test_a_draw_has_as_many_tokens_and_heads_as_the_settings_say():
+    valid, sequence_ids, position_ids = rows([16, 16])
+    nothing = np.zeros_like(position_ids)
+    batch = Batch(nothing, nothing, valid.astype(np.int64), position_ids, nothing, sequence_ids)
+    objective = make_objective(ObjectiveConfig(objective="mth", tcd_tokens=7, hcd_heads=3))
+    draws = objective.draw(batch, ModelConfig(), seed=1, step=3)
+    assert draws.token_mask.sum(-1).tolist() == [[7], [7]] and draws.heads.shape == (12, 3)

@@ -15,7 +15,7 @@ from megatron_ddrp.pages.plotting import (
     save_figure,
     short_names,
     thousands,
-    wrapped,
+    wrap_title,
 )
 
 
@@ -47,7 +47,7 @@ def test_an_axis_has_the_number_that_is_there() -> None:
 
 def test_a_long_title_keeps_all_its_words() -> None:
     title = "Development scores of eleven encoders on all of the tasks of GLUE at the best grid point"
-    lines = wrapped(title, 4.0).split("\n")
+    lines = wrap_title(title, 4.0).split("\n")
     assert " ".join(lines) == title and max(map(len, lines)) <= 36
 
 
@@ -58,7 +58,7 @@ def save(path: Path) -> dict[str, bytes]:
     axis.plot([0, 1], [0, -1], label="ddrp & mth")
     axis.set(title="σ of 3 seeds", xlabel="tokens")
     axis.legend()
-    save_figure(plt, figure, path)
+    save_figure(figure, path)
     return {file.suffix: file.read_bytes() for file in path.parent.iterdir() if file.stem == path.stem}
 
 

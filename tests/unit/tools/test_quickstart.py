@@ -123,4 +123,4 @@ def test_the_real_parsers_take_its_flags(quickstart):
     assert config.checkpoint.save == config.checkpoint.load
     options = parse_finetune(words["tasks.finetune"])
     assert options.random_init
-    assert [task.called for task in options.suite.tasks] == ["word-order"]
+    assert [task.task_name for task in options.suite.tasks] == ["word-order"]

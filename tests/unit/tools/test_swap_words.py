@@ -82,8 +82,8 @@ def test_the_seed_decides_everything():
 
 
 def test_the_files_are_a_task_of_named_labels(tmp_path, monkeypatch):
+    from megatron_ddrp.tasks.finetune.options import TaskFiles
     from megatron_ddrp.tasks.finetune.task_files import read_task
-    from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
     path = tmp_path / "corpus.txt"
     path.write_text("\n\n".join(corpus()))

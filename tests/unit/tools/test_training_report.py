@@ -13,8 +13,8 @@ from megatron_ddrp.config import Config, ObjectiveConfig, save_config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run_report import figures
-from megatron_ddrp.run_report.curves import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
-from megatron_ddrp.run_report.page import Extras, facts, page, training_seconds
+from megatron_ddrp.run_report.figures import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
+from megatron_ddrp.run_report.page import facts, page, training_seconds
 from tests.datasets import write_dataset
 
 ROWS = [
@@ -36,14 +36,14 @@ ELECTRA = [
 ]
 
 
-def text_of(rows, beside=None, extras=None):
+def text_of(rows, beside=None, **extras):
     """Return the page of one run, or of a run and others beside it."""
     runs = {"runs/own": rows, **(beside or {})}
     return page(
         runs,
         {name: facts(Path("nowhere"), rows) for name, rows in runs.items()},
         {"Curves": "l.png"},
-        extras or Extras(),
+        **extras,
     )
 
 
@@ -60,8 +60,8 @@ def test_a_running_mean_stands_at_the_middle_step():
 
 
 def test_the_report_says_where_the_loss_ended():
-    extras = Extras(6.5, "# GLUE development scores\n\n| encoder |\n", "Mind this.", "one\ntwo\n")
-    text = text_of(ROWS, extras=extras)
+    scores = "# GLUE development scores\n\n| encoder |\n"
+    text = text_of(ROWS, unigram=6.5, scores=scores, remark="Mind this.", commands="one\ntwo\n")
     assert "| masked-LM loss (nats), training | 9.000 | 6.500 | 100 |" in text
     assert "| masked-LM loss (nats), validation | 7.000 | 6.000 | 200 |" in text
     assert "| perplexity, validation | 1,097 | 403 | 200 |" in text
@@ -80,13 +80,13 @@ def test_each_run_has_its_lines():
 
 
 def test_names_and_commands_are_shown_as_they_stand():
-    text = text_of(ROWS, {"<script>|x": ROWS[:2]}, Extras(commands="echo '```' '<b>'\n"))
+    text = text_of(ROWS, {"<script>|x": ROWS[:2]}, commands="echo '```' '<b>'\n")
     assert r"| masked-LM loss (nats), validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
     assert "\n````\necho '```' '<b>'\n````\n" in text
 
 
 def test_a_run_that_did_not_learn_is_told_so():
-    assert "1.000 nats above it" in text_of(ROWS, extras=Extras(5.0))
+    assert "1.000 nats above it" in text_of(ROWS, unigram=5.0)
 
 
 def test_an_electra_run_is_measured_by_the_majority():

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind
-from megatron_ddrp.tasks.finetune.kinds.multi_label import MultiLabel
-from megatron_ddrp.tasks.finetune.kinds.qa import QuestionAnswering
-from megatron_ddrp.tasks.finetune.kinds.regression import Regression
-from megatron_ddrp.tasks.finetune.kinds.sequences import Classification
-from megatron_ddrp.tasks.finetune.kinds.tokens import Tokens
+from collections.abc import Iterator, Mapping
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Classification(),
-        MultiLabel(),
-        Regression(),
-        Tokens(),
-        QuestionAnswering(),
-    )
-}
-"""Kinds by name. The last one that is likely for a file is its kind, if the command line does not name one."""
+from megatron_ddrp.config import registry
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+
+
+class _Kinds(Mapping[str, Kind]):
+    """Kinds by name: those of `registry.KINDS`, with those of plug-ins."""
+
+    def __getitem__(self, name: str) -> Kind:
+        kind: Kind = registry.KINDS.find(name)()
+        if kind.name != name:
+            raise UserError(f"KINDS[{name!r}] has the name {kind.name!r}: give it its name", WRONG_ARGUMENTS)
+        return kind
+
+    def __contains__(self, name: object) -> bool:
+        return name in registry.KINDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(registry.KINDS)
+
+    def __len__(self) -> int:
+        return len(registry.KINDS)
+
+
+KINDS = _Kinds()

@@ -1,6 +1,6 @@
 """Contract of a kind of task: its metrics and head, conversion of files to rows, loss, predictions and their files.
 
-A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, and a test with its slow twin. A kind
+A kind is one file with a subclass of `Kind`, one line in `config/registry.py`, and a test with its slow twin. A kind
 imports torch only in the methods that compute with it, because command lines read the facts.
 """
 
@@ -19,7 +19,7 @@ from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.metrics import Metric, drawn_rows
+from megatron_ddrp.tasks.finetune.metrics import Metric, drawn_rows, metrics_of_plugins
 from megatron_ddrp.tasks.finetune.output_files import RowFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
@@ -35,8 +35,8 @@ class Kind(ABC):
 
     name: ClassVar[str]
     """Name on the command line and in files."""
-    metrics: ClassVar[Mapping[str, Metric]]
-    """Metrics by name; the first is the default."""
+    own_metrics: ClassVar[Mapping[str, Metric]]
+    """Metrics by name; the first is the default. Plug-ins may add others."""
     head: ClassVar[HeadForm]
     """Form of the layers on top of the encoder."""
     problem_type: ClassVar[str | None] = None
@@ -53,6 +53,14 @@ class Kind(ABC):
     """Further endings of files of predictions → their writers."""
     predicts_numbers: ClassVar[bool] = False
     """True if the outputs are numbers on the labels' scale, which a run may take out (`Run.scales_labels`)."""
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """All metrics by name, those of plug-ins last. Raises `UserError` if a plug-in takes a name of the kind."""
+        added = metrics_of_plugins(self.name)
+        if taken := added.keys() & self.own_metrics.keys():
+            raise UserError(f"METRICS names {min(taken)!r}, which --kind {self.name} has: choose another name")
+        return {**self.own_metrics, **added}
 
     def is_likely(self, columns: Sequence[str], cells: Callable[[], Sequence[Any]]) -> bool:
         """Return whether a file with these columns is of this kind.

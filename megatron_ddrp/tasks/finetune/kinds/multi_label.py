@@ -22,7 +22,7 @@ class MultiLabel(SequenceKind):
     """Kind that predicts any number of labels, or none. A cell holds a list, or text with `|` between the labels."""
 
     name = "multi-label"
-    metrics: ClassVar[Mapping[str, Metric]] = {"f1": F1, "macro-f1": MACRO_F1, "accuracy": ACCURACY}
+    own_metrics: ClassVar[Mapping[str, Metric]] = {"f1": F1, "macro-f1": MACRO_F1, "accuracy": ACCURACY}
     problem_type = "multi_label_classification"
     usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
 

@@ -70,7 +70,7 @@ class QuestionAnswering(Kind):
     """Kind that predicts a span of the context. An example's texts are question and context, its label `Answers`."""
 
     name = "qa"
-    metrics: ClassVar[Mapping[str, Metric]] = {"f1": ANSWER_F1, "exact-match": EXACT_MATCH}
+    own_metrics: ClassVar[Mapping[str, Metric]] = {"f1": ANSWER_F1, "exact-match": EXACT_MATCH}
     head: ClassVar[HeadForm] = SPAN
     usual_columns: ClassVar[Columns] = Columns("question", "context", "answers")
     output_files = {".json": SquadFile}

@@ -18,7 +18,7 @@ class Regression(SequenceKind):
     """Kind that predicts a number."""
 
     name = "regression"
-    metrics: ClassVar[Mapping[str, Metric]] = {"pearson": PEARSON, "spearman": SPEARMAN}
+    own_metrics: ClassVar[Mapping[str, Metric]] = {"pearson": PEARSON, "spearman": SPEARMAN}
     problem_type = "regression"
     predicts_numbers = True
 

@@ -124,7 +124,7 @@ class Classification(SequenceKind):
     """Kind that predicts one of several labels."""
 
     name = "classification"
-    metrics: ClassVar[Mapping[str, Metric]] = {
+    own_metrics: ClassVar[Mapping[str, Metric]] = {
         "accuracy": ACCURACY,
         "f1": F1,
         "macro-f1": MACRO_F1,

@@ -90,7 +90,7 @@ class Tokens(Kind):
     """
 
     name = "tokens"
-    metrics: ClassVar[Mapping[str, Metric]] = {
+    own_metrics: ClassVar[Mapping[str, Metric]] = {
         "seqeval": SEQEVAL,
         STRICT: SEQEVAL_STRICT,
         "accuracy": Metric(partial(_of_words, terms=right), share),

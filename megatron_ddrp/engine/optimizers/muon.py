@@ -17,12 +17,13 @@ not the part of Newton-Schulz. All data-parallel ranks do the same work.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import OptimizerConfig
+from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.engine.optimizers.adamw import AdamW
+from megatron_ddrp.engine.optimizers.contract import Groups, Optimizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import PositionEncoding
@@ -44,11 +45,26 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in local_parameters(model).items() if id(parameter) in taken}
 
 
-class MuonBesideAdamW(torch.optim.Optimizer):
+class Muon(Optimizer):
     """Two optimizers as one: the first group is Muon's, the others are AdamW's own, with AdamW's state.
 
     The state of a matrix is its momentum, cut like the matrix.
     """
+
+    moments = (*AdamW.moments, MOMENTUM)
+    zero_stages = (0,)
+    why_zero_stages = "Muon needs whole matrices, and ZeRO cuts them into flat parts"
+
+    @classmethod
+    def build(cls, groups: Groups, module: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
+        adamw = AdamW.build(groups, module, config, ranks)
+        return cls(adamw, module, config.optimizer, config.model.position_encoding, ranks)
+
+    @classmethod
+    def moments_of(cls, module: nn.Module) -> dict[str, tuple[str, ...]]:
+        matrices = hidden_matrices(module)
+        trained = super().moments_of(module)
+        return {name: (MOMENTUM,) if name in matrices else AdamW.moments for name in trained}
 
     def __init__(
         self, adamw: torch.optim.Optimizer, module: nn.Module, config: OptimizerConfig, encoding: str, ranks: Ranks
@@ -65,12 +81,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         self.own_group = self.param_groups[0]  # DeepSpeed removes it from the list if it is empty
         adamw.state = self.state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters, or none if the norm of the gradients is not finite (`GradientClipping`)."""
-        assert closure is None, "DeepSpeed gives none"
-        if getattr(self, "found_inf", None):
-            return
+    def update(self) -> None:
         for name, parameter in self.matrices.items():
             if parameter.grad is not None:
                 self._step_matrix(name, parameter, parameter.grad)
@@ -94,6 +105,18 @@ class MuonBesideAdamW(torch.optim.Optimizer):
             parameter.copy_(own_part(name, weight, self.encoding, self.ranks))
             state[MOMENTUM].copy_(own_part(name, momentum, self.encoding, self.ranks))
 
+    @classmethod
+    def remarks(cls, module: nn.Module) -> tuple[str, ...]:
+        """Return a line that counts the matrices of a whole model that Muon steps."""
+        matrices = hidden_matrices(module)
+        kinds = Counter(".".join(word for word in name.split(".")[:-1] if not word.isdigit()) for name in matrices)
+        size = sum(matrix.numel() for matrix in matrices.values())
+        taken = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+        return (
+            f"optimizer: muon for {len(matrices):,} matrices with {size:,} parameters ({taken}), adamw for the other "
+            f"{len(local_parameters(module)) - len(matrices):,} tensors",
+        )
+
 
 def refuse_old_torch() -> None:
     """Raise `UserError` if torch has no Muon."""
@@ -101,17 +124,3 @@ def refuse_old_torch() -> None:
         raise UserError(
             f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}: upgrade, or use adamw"
         )
-
-
-def optimizer_remarks(model: nn.Module, optimizer: str) -> tuple[str, ...]:
-    """Return a line that counts the matrices of a whole model that Muon steps; nothing with `--optimizer adamw`."""
-    if optimizer != "muon":
-        return ()
-    matrices = hidden_matrices(model)
-    kinds = Counter(".".join(word for word in name.split(".")[:-1] if not word.isdigit()) for name in matrices)
-    size = sum(matrix.numel() for matrix in matrices.values())
-    taken = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
-    return (
-        f"optimizer: muon for {len(matrices):,} matrices with {size:,} parameters ({taken}), adamw for the other "
-        f"{len(local_parameters(model)) - len(matrices):,} tensors",
-    )

@@ -20,15 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages import machine
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.compare.jobs import Job, JobForecast, log_file
 
 ROOT = Path(__file__).resolve().parents[3]
-RUN = "course"
-"""Kind of a training run in names of jobs and folders, kept from the first version; `shown_kind` shows "run"."""
 WAIT = 0.3
 """Seconds between two checks of the processes."""
 STATUS = 60.0
@@ -36,53 +34,6 @@ STATUS = 60.0
 GRACE = 120.0
 """Seconds that a stopped process gets to save its last checkpoint."""
 _SET_PARENT_DEATH_SIGNAL = 1
-
-
-@dataclass(frozen=True)
-class Job:
-    """One command and its output."""
-
-    kind: str
-    """Kind of the job."""
-    name: str
-    title: str
-    command: tuple[str, ...]
-    """Command line as typed."""
-    output: Path
-    """File or folder that the command makes."""
-    needs: tuple[str, ...] = ()
-    """Names of the jobs that must finish first."""
-    work: float = 1.0
-    """Size relative to other jobs of its kind."""
-
-    def __str__(self) -> str:
-        return f"{shown_kind(self.kind)} {self.title}"
-
-
-def shown_kind(kind: str) -> str:
-    """Return the name of a kind on the page and in printed lines."""
-    return "run" if kind == RUN else kind
-
-
-def log_file(folder: Path, job: Job) -> Path:
-    """Return the log file of a job."""
-    return folder / "logs" / f"{job.name}.log"
-
-
-class Progress(Protocol):
-    """Printed lines of a driver, and what they are made from."""
-
-    store: Store
-
-    @property
-    def workers(self) -> int:
-        """Number of processes at once."""
-
-    def line(self, job: Job, seconds: float, left: Sequence[Job]) -> str:
-        """Return the line of a finished job."""
-
-    def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job]) -> str:
-        """Return the line about running jobs, each with its start in `time.monotonic`."""
 
 
 @dataclass
@@ -100,7 +51,7 @@ class _Running:
 class Runner:
     """Driver of jobs that are command lines."""
 
-    def __init__(self, forecast: Progress, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
+    def __init__(self, forecast: JobForecast, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
         """Take what prints a line, `say`, and what runs whenever a job is finished, `after`."""
         self.after = after
         self.forecast, self.store, self.workers, self.say = forecast, forecast.store, forecast.workers, say

@@ -1,0 +1,3 @@
+"""Optimizers, one file each, and their contract."""
+
+from megatron_ddrp.engine.optimizers.contract import Optimizer

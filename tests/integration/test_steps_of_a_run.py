@@ -1,0 +1,78 @@
+"""A step has its own settings, also behind a validation, in a later phase and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ddrp import pretrain
+from megatron_ddrp.data.batches.loader import VALIDATION_SEED
+from megatron_ddrp.engine import step as engine_step
+from megatron_ddrp.objectives.contract import Objective
+from tests.conftest import TinyCorpus
+from tests.integration.conftest import TINY
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def train(tiny_corpus: TinyCorpus) -> Train:
+    """A run of four steps of two micro-batches."""
+    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file, "train_iters": 4}
+    return lambda **changes: pretrain(**TINY | data | changes)
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(seed, step) of every draw of an objective, in order."""
+    noted = []
+    draw = Objective.draw
+
+    def note(self: Objective, *given: Any) -> Any:
+        noted.append(given[-2:])
+        return draw(self, *given)
+
+    monkeypatch.setattr(Objective, "draw", note)
+    return noted
+
+
+def test_validation_has_its_own_seed_and_leaves_dropout_on(
+    train: Train, draws: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+    train_whole = engine_step._train_whole
+
+    def note(engine: Any, *given: Any) -> None:
+        modes.append(engine.module.training)
+        train_whole(engine, *given)
+
+    monkeypatch.setattr(engine_step, "_train_whole", note)
+    train(seed=7, objective="electra", eval_interval=2, eval_iters=1)
+    assert modes == [True] * 4
+    trained = [draw for draw in draws if draw[0] == 7]
+    assert trained == [(7, step) for step in (1, 2, 3, 4) for _ in range(2)]
+    validated = [draw for draw in draws if draw[0] != 7]
+    assert len(validated) == 4 and {seed for seed, _ in validated} == {VALIDATION_SEED} and len(set(validated)) == 1
+
+
+def test_a_resumed_run_goes_on_with_the_draws_of_its_next_step(
+    train: Train, draws: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    train(save=tmp_path, exit_interval=2)
+    assert [step for _, step in draws[:4]] == [1, 1, 2, 2]  # and steps that the loader made ahead
+    draws.clear()
+    train(save=tmp_path, load=tmp_path)
+    assert [step for _, step in draws] == [3, 3, 4, 4]
+
+
+def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases = []
+    monkeypatch.setattr(engine_step, "set_theta", lambda model, theta: bases.append(theta))
+    rotary = {"position_encoding": "rope", "relative_distance": None, "rope_theta": 50.0}
+    train(**rotary, seq_length_phases=("16:0.5:100",))
+    assert bases == [100.0, 100.0, 50.0, 50.0]

@@ -1,0 +1,98 @@
+"""config.json of a model that finetune kept from a foreign family: every damage is one line, also without its sums."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megatron_ddrp.conversion.exported_folder import SUMS
+from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.predict import load_finetuned
+from megatron_ddrp.tasks.finetune.saving import read_facts
+from tests.unit.finetune.test_own_tasks import GLANCE, model_of, words
+
+CPU = torch.device("cpu")
+MISSING = object()
+FACTS = [
+    *(("task", value) for value in (None, [], "text", {}, MISSING)),
+    *(("labels", value) for value in ("abc", [1, 2, 3], {"a": 1}, None, MISSING)),
+    *(("kind", value) for value in ("other", 7, [])),
+    *(("columns", value) for value in ({}, ["text"], [[], None, "label"], "abc", MISSING)),
+    *(("max_seq_length", value) for value in (10**12, -1, 0, 1.5, True, None, "8", MISSING)),
+    *(("pair_separators", value) for value in (0, 3, "1", MISSING)),
+    *(("score", value) for value in ("high", None, MISSING)),
+    *(("run", value) for value in (3, MISSING)),
+]
+
+
+@pytest.fixture
+def kept(topics, bert_folder, tmp_path):
+    """The folder of a kept BERT."""
+    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE)) == 0
+    return model_of(tmp_path / "out")
+
+
+def edit(folder, change):
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def put(values, key, value):
+    """Put a value at a key of the facts, or of the task in them; `MISSING` removes it."""
+    facts = values["finetuned"]
+    holder = facts["task"] if key in ("labels", "kind") else facts
+    if value is MISSING:
+        del holder[key]
+    else:
+        holder[key] = value
+
+
+def test_a_changed_config_json_is_refused_by_its_sum(kept):
+    load_finetuned(kept, CPU)
+    edit(kept, lambda values: values.update(layer_norm_eps=1e-3))
+    for read in (lambda folder: load_finetuned(folder, CPU), load_encoder):
+        with pytest.raises(UserError, match=r"config\.json has .*: damaged or changed since its export"):
+            read(kept)
+    assert read_facts(kept) is None
+
+
+def test_damaged_facts_are_refused_also_without_sums(kept, tmp_path):
+    (kept / SUMS).unlink()
+    for number, (key, value) in enumerate(FACTS):
+        folder = shutil.copytree(kept, tmp_path / f"damaged{number}")
+        edit(folder, lambda values, key=key, value=value: put(values, key, value))
+        with pytest.raises(UserError, match=r"config\.json") as refused:
+            load_finetuned(folder, CPU)
+        assert "\n" not in str(refused.value) and str(folder) in str(refused.value), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"id2label": {"0": "a"}, "label2id": {"a": 0}}, r"cannot load it|other labels|\[3"),
+        ({"classifier_dropout": -1.0}, "transformers cannot load it: dropout"),
+    ],
+)
+def test_impossible_heads_are_refused_without_sums(kept, topics, tmp_path, change, line):
+    (kept / SUMS).unlink()
+    edit(kept, lambda values: values.update(change))
+    with pytest.raises(UserError, match=line):
+        load_finetuned(kept, CPU)
+    if "classifier_dropout" in change:
+        with pytest.raises(UserError, match=line):
+            main(words(topics, kept, tmp_path / "again", *GLANCE))
+
+
+def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, topics, bert_folder, tmp_path, capsys):
+    edit(kept, lambda values: put(values, "score", "high"))
+    damaged = (kept / "config.json").read_bytes()
+    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE)) == 0
+    assert f"no model of {bert_folder} was kept; {kept} is damaged" in capsys.readouterr().out
+    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE[:-1], "2")) == 0
+    assert f"({kept} is damaged); to use it" in capsys.readouterr().out
+    assert (kept / "config.json").read_bytes() == damaged
