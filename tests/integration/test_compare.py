@@ -71,8 +71,9 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         "analyses": {"self-similarity": 8},
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with driver_of(plan, out) as driver:  # killed by -9 at the end of this block
-        while driver.poll() is None and max(steps_of(out).values(), default=0) < 10:
+    with driver_of(plan, out):  # killed by -9 at the end of this block
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and max(steps_of(out).values(), default=0) < 10:
             time.sleep(0.02)
     began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"

@@ -20,6 +20,7 @@ from tests.endurance.damage.verdict import (
     SILENT,
     TOLD,
     TRACEBACK,
+    UNDETECTABLE,
     Healthy,
     judge,
     plain_lines,
@@ -41,7 +42,7 @@ def test_no_damage_is_silent_or_ends_in_a_traceback(tmp_path: Path) -> None:
     outcomes = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(outcomes) == CASES
     assert {outcome["label"] for outcome in outcomes} == {kind.label for kind in KINDS}
-    assert {outcome["verdict"] for outcome in outcomes} == {REFUSED, TOLD, HARMLESS}
+    assert {outcome["verdict"] for outcome in outcomes} - {UNDETECTABLE} == {REFUSED, TOLD, HARMLESS}
 
 
 def test_a_drawing_is_the_same_every_time() -> None:
@@ -50,6 +51,14 @@ def test_a_drawing_is_the_same_every_time() -> None:
     assert len(set(drawn)) == CASES
     assert drawn == [case.name for case in some_cases(all_cases(2), CASES, SEED)]
     assert drawn != [case.name for case in some_cases(cases, CASES, SEED + 1)]
+
+
+def test_another_result_is_silent_if_the_format_has_a_sum(tmp_path: Path) -> None:
+    cases = {case.kind.has_sum: case for case in all_cases(1) if case.reader in ("finetune", "compare, rows")}
+    for has_sum, verdict in ((True, SILENT), (False, UNDETECTABLE)):
+        healthy = Healthy(plain_lines(""), {"out": "another"})
+        outcome = judge(cases[has_sum], tmp_path / "file", "", Ended(0, "", ""), tmp_path, healthy)
+        assert outcome.verdict == verdict and outcome.is_fault == has_sum
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
     words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
 
     def kill(commands: list[Any]) -> None:
-        while not (out / "locks").exists() and commands[0].is_alive():
+        deadline = time.monotonic() + 60
+        while not (out / "locks").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(chance.uniform(0.0, 0.6))
         commands[0].kill()

@@ -84,6 +84,8 @@ class SentencePieceTokenizer(Tokenizer):
 def read_model(content: bytes, file: AnyPath) -> sentencepiece.SentencePieceProcessor:
     """Return the library's model of a .model file. Raises `UserError` about `file` for any other content."""
     with reading(os.fspath(file), "not a SentencePiece model; expected a .model file"):
+        if not content:
+            raise ValueError("empty")  # of which the library makes a processor without a model
         return sentencepiece.SentencePieceProcessor(model_proto=content)
 
 

@@ -228,6 +228,8 @@ def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
     with one_at_a_time(experiment.folder, "page"):
         experiment.store.refresh()
         page = Page(experiment.finished_runs(), experiment.folder, options.claims)
+        if left := len(experiment.store.missing(experiment.jobs())):
+            print(f"{experiment.store.path}: {left:,} of the plan's jobs not finished; the page names them")
         print(page.write(experiment.missing, experiment.times()))
     return 0
 

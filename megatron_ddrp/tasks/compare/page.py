@@ -25,7 +25,7 @@ from megatron_ddrp.tasks.compare.results import (
     model_claims,
     over_baseline,
 )
-from megatron_ddrp.tasks.compare.rows import RunRow
+from megatron_ddrp.tasks.compare.rows import RunRow, missing_samples
 from megatron_ddrp.tasks.compare.tables import (
     checks_table,
     cost_table,
@@ -101,7 +101,7 @@ class Page:
         return {name: "\n\n".join(map(str, tables)) for name, tables in self.tables.items()}
 
     def write(self, missing: Sequence[str] = (), times: Mapping[str, tuple[int, float]] | None = None) -> str:
-        """Write all files into the folder; return a line that names them.
+        """Write all files into the folder; return a line that names them, after one about missing samples.
 
         `missing` are sentences about what the page lacks, `times` the number and seconds of finished jobs by kind.
         """
@@ -114,7 +114,8 @@ class Page:
         write_tables(self.folder / "tables", dict.fromkeys(NAMES) | files)
         text = self.text(figures, missing, times or {})
         write_page(self.folder, text, "Comparison of models", self.numbers())
-        return f"{self.folder / 'page.html'}, page.md, results.json, tables/ and {len(figures)} figures written"
+        written = f"{self.folder / 'page.html'}, page.md, results.json, tables/ and {len(figures)} figures written"
+        return "\n".join([*missing_samples(self.runs), written])
 
     def text(self, figures: Mapping[str, str], missing: Sequence[str], times: Mapping[str, tuple[int, float]]) -> str:
         """Return the text of page.md. `figures` maps names to captions."""

@@ -28,6 +28,8 @@ Curve = Sequence[Sequence[float]]
 Samples = Mapping[str, np.ndarray]
 """Measure → value on each bootstrap sample, `[samples]`."""
 Check = Callable[[Any], bool]
+_FILE = "file name"
+"""Array of a file of samples with the file's own name; files of earlier versions have none."""
 LARGEST = 1e15
 """Bound of all numbers of a row."""
 
@@ -235,22 +237,36 @@ def samples_file(folder: Path, row: Mapping[str, Any]) -> Path:
 
 
 def read_samples(folder: Path, row: Mapping[str, Any]) -> Samples:
-    """Return the samples of a row; none if their file is missing or damaged."""
-    try:
-        file = samples_file(folder, row)
-        with reading(file), np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except UserError:
+    """Return the samples of a row; none if their file is missing. Raises `UserError` for a damaged file."""
+    file = samples_file(folder, row)
+    if not file.exists():
         return {}
+    with reading(file, "damaged, or not the samples of its run; copy it again, or delete it"):
+        with np.load(file, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in stored.files}
+        if str(found.pop(_FILE, file.name)) != file.name:
+            raise ValueError("those of another run")
+        return found
 
 
 def write_samples(folder: Path, row: Mapping[str, Any], samples: Samples) -> None:
     """Store the samples of a row."""
     stream = io.BytesIO()
-    np.savez_compressed(stream, **dict(samples))  # type: ignore[arg-type]
     path = samples_file(folder, row)
+    np.savez_compressed(stream, **dict(samples) | {_FILE: np.array(path.name)})  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, stream.getvalue())
+
+
+def missing_samples(runs: Sequence[RunRow]) -> list[str]:
+    """Return a line about the runs without samples that have a measure of which other runs have them."""
+    measures = {measure for run in runs for measure in run.samples}
+    without = [run for run in runs if not run.samples and measures & run.values.keys()]
+    if not without:
+        return []
+    file = samples_file(Path(), {"run": without[0].run, "jobs": without[0].jobs})
+    more = f" and {len(without) - 1:,} more files" if len(without) > 1 else ""
+    return [f"{file}{more}: missing; differences of these runs have no interval over items"]
 
 
 def open_rows(path: Path) -> Store:
@@ -270,13 +286,17 @@ def read_rows(paths: Iterable[Path]) -> list[RunRow]:
     """Return the runs of some files; a later row of a run replaces an earlier one.
 
     Raises:
-        UserError: a file is missing or empty or has a damaged line, or two runs claim the same place.
+        UserError: a file is missing or empty or has a damaged line, samples are damaged, or two runs claim the same
+            place.
     """
     found: dict[str, RunRow] = {}
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give the rows.jsonl that megatron-ddrp compare writes")
-        found |= {row["run"]: as_run(row, path.parent) for row in open_rows(path)}
+        store = open_rows(path)
+        if store.ends_in_half_a_line:
+            raise UserError(f"{path}: its last line is cut off; delete it, or let megatron-ddrp compare write it again")
+        found |= {row["run"]: as_run(row, path.parent) for row in store}
     if not found:
         raise UserError(f"no row in {', '.join(map(str, paths))}; train a run of the plan first")
     return list(found.values())

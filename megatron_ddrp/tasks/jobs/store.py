@@ -94,7 +94,7 @@ class Store:
 
     def refresh(self) -> None:
         """Read new lines of the file."""
-        if self.path.is_file():
+        if self.path.exists():  # a folder is refused
             with self.path.open("rb") as stream:
                 self._read(stream)
 

@@ -1,6 +1,6 @@
 """Damage files of every kind in every way, and compare what every command makes of them with the healthy file.
 
-    python -m tests.endurance.damage [--repeats 3] [--only TEXT] [--write]
+    python -m tests.endurance.damage [--repeats 3] [--only TEXT …] [--write]
     python -m tests.endurance.damage --cases 60 --seed 3
     python -m tests.endurance.damage --case "run: latest, latest | blank | training | 0"
 
@@ -111,7 +111,7 @@ def _count(outcomes: Sequence[Outcome], verdict: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="cases of each damage that chance has a part in")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds it")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name has one of them")
     parser.add_argument("--case", metavar="NAME", help="one case; its folder is kept, and its output shown")
     parser.add_argument("--cases", type=int, metavar="N", help="so many, drawn by chance evenly over the kinds")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
@@ -120,7 +120,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT}")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    cases = [case for case in all_cases(given.repeats) if given.only in case.name and given.case in (None, case.name)]
+    cases = [case for case in all_cases(given.repeats) if any(text in case.name for text in given.only)]
+    cases = [case for case in cases if given.case in (None, case.name)]
     if given.cases:
         cases = some_cases(cases, given.cases, given.seed)
     if not cases:

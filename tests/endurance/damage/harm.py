@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Harm = Callable[[Path, random.Random], str]
 
 JUNK = 64
@@ -181,17 +183,22 @@ def _edit_json(
     harm: Callable[[Any, Any], str],
     fits: Callable[[Any, Any], bool],
 ) -> str:
-    """Do `harm(holder, key)` to one place of a JSON file, or of one line where the file has one value per line."""
+    """Do `harm(holder, key)` to one place of a JSON or YAML file, or of one line if the file has one value per line."""
     text = path.read_text(encoding="utf-8")
     per_line = path.suffix == ".jsonl"
-    values = [json.loads(line) for line in text.splitlines()] if per_line else [json.loads(text)]
+    read, write = (yaml.safe_load, yaml.safe_dump) if path.suffix == ".yaml" else (json.loads, _indented)
+    values = [json.loads(line) for line in text.splitlines()] if per_line else [read(text)]
     number = generator.randrange(len(values))
     value = values[number]
     places = [(holder, key) for holder, key in _places(value) if fits(holder, key)]
     done = harm(*generator.choice(places))
-    lines = [json.dumps(value) for value in values] if per_line else [json.dumps(value, indent=2)]
+    lines = [json.dumps(value) for value in values] if per_line else [write(value)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"line {number + 1}: {done}" if per_line else done
+
+
+def _indented(value: Any) -> str:
+    return json.dumps(value, indent=2)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

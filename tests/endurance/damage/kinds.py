@@ -3,6 +3,7 @@
 Left out is what no reader can tell, for lack of a sum: another value in a valid file that somebody else wrote (a weight
 or a setting of a foreign Hugging Face folder), another number in a row of metrics.jsonl and rows missing at its end, an
 older name in `latest` (which is how one goes back), and ids in a .bin for readers that are not asked to sum it up.
+Kinds that say that their format has no sum are damaged in every way; another result counts as undetectable there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.endurance.damage.harm import (
 from tests.endurance.damage.readers import SAVED
 
 ANY_JSON = BYTES | TEXT | JSON
+ANY_YAML = BYTES | TEXT | {"wrong type": wrong_type, "key missing": drop_key}
 VALID_OR_NOT = STRUCTURE | TEXT | {"zeroed block": zero_block}
 """Damage that a reader can tell without knowing what stood there."""
 NEWEST = f"run/iter_{SAVED:07d}"
@@ -46,6 +48,8 @@ RUN_READERS = (
     "analyze self-similarity",
     "analyze notes",
 )
+KEPT_READERS = (("kept", ("predict", "glue --load, a kept model")), ("kept_bert", ("predict, a BERT",)))
+TEXT_ROWS = VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_type, "key missing": drop_key}
 EXPORT_READERS = ("glue --load, our export", "analyze, our export")
 BERT_READERS = ("convert --from-hf", "glue --load, a BERT", "analyze, a BERT")
 DATA_CHECKS = ("training --verify-data", "dataset verify")
@@ -67,6 +71,8 @@ class Kind(NamedTuple):
     """A healthy file or folder of the sample to be put in its place."""
     loses: bool = False
     """Whether a reader that tells of the damage may go on with what is left."""
+    has_sum: bool = True
+    """Whether the format has a sum, or the reader writes one; without it other valid content cannot be told."""
 
 
 SAVED_FILES = (
@@ -188,6 +194,32 @@ KINDS = (
         ("tokenizer",),
         other="bert/tokenizer_config.json",
     ),
+    *(
+        kind
+        for folder, readers in KEPT_READERS
+        for kind in (
+            Kind("kept model: weights", f"{folder}/*.safetensors", BYTES, readers, other="plain/*.safetensors"),
+            Kind("kept model: config.json", f"{folder}/config.json", ANY_JSON, readers),
+            Kind("kept model: tokenizer", f"{folder}/[stv]*[!s]", BYTES | TEXT, readers, ("tokenizer",)),
+            Kind("kept model: sums", f"{folder}/export_sums.json", ANY_JSON, readers),
+        )
+    ),
+    Kind("task: YAML", "tone/tone.yaml", ANY_YAML, ("finetune",), ("tone.yaml",), has_sum=False),
+    Kind("task: rows", "tone/[tv]*.jsonl", TEXT_ROWS, ("finetune",), has_sum=False),
+    Kind("task: rows", "tone/new.jsonl", TEXT_ROWS, ("predict",), has_sum=False),
+    Kind("minimal pairs: scores.jsonl", "scores/scores.jsonl", ANY_JSON, ("minimal-pairs, resumed",)),
+    Kind("minimal pairs: pairs", "pairs/*.jsonl", TEXT_ROWS, ("minimal-pairs, resumed",), has_sum=False),
+    Kind("compare: jobs.jsonl", "compare/jobs.jsonl", ANY_JSON, ("compare --page-only",), loses=True),
+    Kind("compare: plan", "plan.yaml", ANY_YAML, ("compare --page-only",), has_sum=False),
+    Kind("compare: rows.jsonl", "rows/rows.jsonl", ANY_JSON, ("compare, rows",)),
+    Kind("compare: samples", "rows/items/*.npz", BYTES, ("compare, rows",), other="rows/items/*.npz", loses=True),
+    Kind("text", "texts.jsonl", TEXT_ROWS, ("preprocess",), other="packed/texts.jsonl.gz", has_sum=False),
+    *(
+        Kind("packed text", f"packed/*.{suffix}", BYTES, ("preprocess, packed",), other="sp.model")
+        for suffix in ("gz", "xz", "zst", "bz2")
+    ),
+    Kind("tokenizer.json", "hf/tokenizer.json", ANY_JSON, ("preprocess, HuggingFace",), ("hf",), has_sum=False),
+    Kind("SentencePiece model", "sp.model", BYTES, ("preprocess, SentencePiece",), other="vocab.txt", has_sum=False),
 )
 
 

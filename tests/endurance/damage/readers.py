@@ -34,6 +34,8 @@ ONE_TASK = ("--tasks", "CoLA", "--data-dir", "glue_data", "--batch-size", "8", "
 QUICK = (*ONE_TASK, "--epochs", "1", "--seeds", "1", "--max-train-examples", "16", "--output-dir", "out")
 SWEEP = (*ONE_TASK, "--load", "bert", "--epochs", "2", "--seeds", "3", "--output-dir", "glue")
 FEW = ("--sentences", "16", "--split", "0,1,0", "--data-path", DATASET, "--output", "out.json")
+FINETUNE = ("-m", "megatron_ddrp", "finetune", "--task-file", "tone/tone.yaml", "--batch-size", "8", "--lr", "1e-2")
+FINETUNE += ("--epochs", "1", "--seeds", "1", "--workers", "1", "--output-dir", "out")
 PREPROCESS = ("--vocab-file", "vocab.txt", "--output-prefix", "again")
 
 
@@ -70,6 +72,17 @@ def _import(name: str, folder: str) -> Reader:
     return Reader(name, ("tools/convert_checkpoint.py", "--from-hf", folder, "--output", "out"), ("out/**/*",))
 
 
+def _predict(name: str, folder: str) -> Reader:
+    files = ("--input", "tone/new.jsonl", "--output", "labelled.jsonl")
+    return Reader(name, ("-m", "megatron_ddrp", "finetune", "predict", "--load", folder, *files), ("labelled.jsonl",))
+
+
+def _preprocess(name: str, inputs: str, *tokenizer: str) -> Reader:
+    words = ("tools/preprocess_data.py", "--input", *inputs.split(), *tokenizer, "--output-prefix", "out/all")
+    return Reader(name, words, ("out/all*.bin", "out/all*.idx"))
+
+
+_PACKED = " ".join(f"packed/texts.jsonl.{suffix}" for suffix in ("gz", "xz", "zst", "bz2"))
 _RESUME = ("pretrain_bert.py", *command_line(RUN), "--load", "run")
 READERS = {
     reader.name: reader
@@ -114,6 +127,36 @@ READERS = {
             "preprocess, resumed",
             ("tools/preprocess_data.py", "--input", "{home}/texts.jsonl", *PREPROCESS),
             ("again_text_document.*",),
+        ),
+        _preprocess("preprocess", "texts.jsonl", *PREPROCESS[:2]),
+        _preprocess("preprocess, packed", _PACKED, *PREPROCESS[:2]),
+        _preprocess(
+            "preprocess, HuggingFace", "texts.jsonl", "--tokenizer-type", "HuggingFace", "--tokenizer-model", "hf"
+        ),
+        _preprocess(
+            "preprocess, SentencePiece",
+            "texts.jsonl",
+            *("--tokenizer-type", "SentencePiece", "--tokenizer-model", "sp.model"),
+        ),
+        Reader("finetune", (*FINETUNE, "--load", "bert", "--no-keep-models"), ("out/table.json", "out/runs.jsonl")),
+        _predict("predict", "kept"),
+        _predict("predict, a BERT", "kept_bert"),
+        _glue("glue --load, a kept model", "kept"),
+        Reader(
+            "minimal-pairs, resumed",
+            ("-m", "megatron_ddrp", "minimal-pairs", "--data-dir", "pairs", "--load", "bert", "--workers", "1")
+            + ("--output-dir", "scores"),
+            ("scores/results.json", "scores/table.md"),
+        ),
+        Reader(
+            "compare --page-only",
+            ("-m", "megatron_ddrp", "compare", "plan.yaml", "--output-dir", "compare", "--page-only"),
+            ("compare/results.json", "compare/page.md", "compare/rows.jsonl"),
+        ),
+        Reader(
+            "compare, rows",
+            ("-m", "megatron_ddrp", "compare", "rows/rows.jsonl", "--output-dir", "out"),
+            ("out/results.json", "out/page.md"),
         ),
     )
 }

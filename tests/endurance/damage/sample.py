@@ -7,23 +7,54 @@ export/, plain/                                    Hugging Face folders of ours:
 bert/                                              a BERT that transformers wrote
 glue_data/, glue/                                  a task, and a finished sweep over three seeds
 again.unfinished/                                  a preprocessing that was stopped
+packed/texts.jsonl.*                               the texts, once in each packing
+hf/, sp.model                                      tokenizers of tokenizers and of SentencePiece
+tone/                                              a task file and its rows
+kept/, kept_bert/                                  its kept models, of an encoder of ours and of the BERT
+pairs/, scores/                                    minimal pairs, and the finished scores of the BERT
+plan.yaml, compare/                                a comparison of one run, whose row is still to be written
+rows/                                              rows of a made-up comparison, with their bootstrap samples
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import random
 import shutil
 from pathlib import Path
 
-from megatron_ddrp.tasks.finetune.runs import RunStore
+import numpy as np
+import yaml
+import zstandard
+
+from megatron_ddrp.data.sealed import check_object, seal_object
+from megatron_ddrp.tasks.compare.rows import write_samples
+from megatron_ddrp.tasks.measures import MINIMAL_PAIRS
 from tests.conftest import documents, write_vocabulary
-from tests.endurance.damage.readers import CLOCK, PREPROCESS, READERS, RUN, SAVED
+from tests.endurance.damage.readers import CLOCK, DATASET, FINETUNE, PREPROCESS, READERS, RUN, SAVED
 from tests.endurance.damage.running import Command, run_one
 from tests.integration.conftest import command_line
+from tests.unit.compare.made_rows import gain_rows
 
 NUM_TEXTS = 160
 """Documents of each of the two datasets."""
+PACKERS = {
+    "gz": lambda data: gzip.compress(data, mtime=0),
+    "xz": lzma.compress,
+    "zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    "bz2": bz2.compress,
+}
+PLAN = {
+    "models": [{"name": "BERT", "encoding": "absolute", "objective": "mlm"}],
+    "seeds": 1,
+    "budget": {"steps": 4},
+    "corpus": {"data_path": [DATASET], "vocab_file": "vocab.txt"},
+    "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+    "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+}
 PLAIN = {"position_encoding": "absolute", "layernorm_position": "post"}
 
 
@@ -48,6 +79,11 @@ def make_sample(folder: Path) -> Path:
     shutil.rmtree(folder / "absolute")
     _run(folder, "-m", "tests.endurance.damage.foreign_bert", "vocab.txt", "bert")
     _run(folder, *READERS["glue, resumed"].words)
+    _write_tokenizers_and_texts(folder)
+    _write_kept_models(folder, texts)
+    _write_pairs(folder / "pairs", texts)
+    _run(folder, *READERS["minimal-pairs, resumed"].words)
+    _write_comparison(folder)
     _stop_clocks(folder)
     preprocess = [word.format(home=folder) for word in READERS["preprocess, resumed"].words]
     _run(folder, *preprocess, stop_after=3, exit_code=143)
@@ -67,11 +103,61 @@ def _stop_clocks(folder: Path) -> None:
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     stopped = [{name: 0.25 if name in CLOCK else value for name, value in row.items()} for row in rows]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in stopped), encoding="utf-8")
-    path = folder / "glue" / "runs.jsonl"
-    runs = RunStore(path).rows
-    path.unlink()
-    for run in runs:
-        RunStore(path).append(run | {"seconds": 0.25})
+    for path in (folder / name for name in ("glue/runs.jsonl", "scores/scores.jsonl", "compare/jobs.jsonl")):
+        sealed = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        _write_rows(path, [seal_object(check_object(row) | {"seconds": 0.25}) for row in sealed])
+
+
+def _write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_tokenizers_and_texts(folder: Path) -> None:
+    (folder / "packed").mkdir()
+    texts = (folder / "texts.jsonl").read_bytes()
+    for suffix, pack in PACKERS.items():
+        (folder / "packed" / f"texts.jsonl.{suffix}").write_bytes(pack(texts))
+    (folder / "hf").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / "plain" / name, folder / "hf" / name)
+    words = ("--input", "texts.jsonl", "--type", "sentencepiece", "--vocab-size", "150", "--output", "sp.model")
+    _run(folder, "-m", "megatron_ddrp", "train-tokenizer", *words)
+
+
+def _write_kept_models(folder: Path, texts: list[str]) -> None:
+    """Fine-tune two encoders on a task of a few rows whose labels are random, and keep their models."""
+    generator = random.Random(1)
+    rows = [{"said": " ".join(text.split()[:6]), "tone": generator.choice(["glad", "sad"])} for text in texts[:60]]
+    for name, part in (("train", rows[:40]), ("valid", rows[40:50]), ("new", rows[50:])):
+        _write_rows(folder / "tone" / f"{name}.jsonl", part)
+    facts = {"train": "train.jsonl", "valid": "valid.jsonl", "text-column": "said", "label-column": "tone"}
+    (folder / "tone" / "tone.yaml").write_text(yaml.safe_dump(facts | {"metric": "macro-f1"}), encoding="utf-8")
+    for encoder, kept in (("run", "kept"), ("bert", "kept_bert")):
+        _run(folder, *FINETUNE, "--load", encoder)
+        (model,) = (folder / "out" / "models").iterdir()
+        model.rename(folder / kept)
+        shutil.rmtree(folder / "out")
+
+
+def _write_pairs(folder: Path, texts: list[str]) -> None:
+    folder.mkdir()
+    for number, name in enumerate(("order", "repeat")):
+        words = [text.split()[:3] for text in texts[number * 8 :][:8]]
+        pairs = [{"sentence_good": " ".join(row), "sentence_bad": " ".join(reversed(row))} for row in words]
+        _write_rows(folder / f"{name}.jsonl", pairs)
+
+
+def _write_comparison(folder: Path) -> None:
+    """Do the only run of a plan, and write rows with their samples as other comparisons would."""
+    (folder / "plan.yaml").write_text(yaml.safe_dump(PLAN), encoding="utf-8")
+    _run(folder, *[word for word in READERS["compare --page-only"].words if word != "--page-only"])
+    (folder / "compare" / "rows.jsonl").unlink()
+    rows = gain_rows({"ddrp": (0.1,)}, (2,), measure=MINIMAL_PAIRS)
+    _write_rows(folder / "rows" / "rows.jsonl", list(map(seal_object, rows)))
+    for number, row in enumerate(rows):
+        values = np.random.default_rng(number).normal(row["values"][MINIMAL_PAIRS], 0.01, 50)
+        write_samples(folder / "rows", row, {MINIMAL_PAIRS: values})
 
 
 def _write_task(folder: Path, texts: list[str]) -> None:

@@ -12,11 +12,13 @@ from tests.endurance.damage.readers import READERS, result_of
 from tests.endurance.damage.running import Ended
 
 REFUSED, TOLD, HARMLESS = "refused", "reported", "harmless"
+UNDETECTABLE = "undetectable"
 SILENT, TRACEBACK, HANG, NOISE = "silent", "traceback", "hang", "not one line"
 VERDICTS = {
     REFUSED: "the command ends with exit code 1 or 2 and one line",
     TOLD: "one line names the damage; the result is right: rebuilt, from the intact rest, or from an older checkpoint",
     HARMLESS: "the result equals that of the healthy file, bit for bit",
+    UNDETECTABLE: "another result: the file is still valid, and its format has no sum",
     SILENT: "another result without any message",
     TRACEBACK: "a traceback or a crash",
     HANG: "the command does not end",
@@ -79,6 +81,8 @@ def _verdict(case: Case, path: Path, ended: Ended, folder: Path, healthy: Health
         return (TOLD, _last(naming)) if naming else (HARMLESS, "")
     if naming and (case.kind.loses or not READERS[case.reader].results):
         return TOLD, _last(naming)
+    if not case.kind.has_sum:
+        return UNDETECTABLE, f"differs: {', '.join(differing)}"
     return SILENT, f"differs: {', '.join(differing)}; said: {_last(naming)}"
 
 

@@ -151,13 +151,16 @@ def test_missing_predictions_leave_the_interval_over_items_out(work):
     assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
 
 
-def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_left_out(work):
+def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
     before = gain_of(work, GLUE).items
     for score in measures_of(work, "glue"):
         shutil.rmtree(score.job.output.parent)
     assert before and gain_of(work, GLUE).items == before
     for path in (work.folder / "items").iterdir():
         path.write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"items/.*\.npz: damaged"):
+        gain_of(work, GLUE)
+    shutil.rmtree(work.folder / "items")
     assert gain_of(work, GLUE).items is None
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.results import Results, check_places
-from megatron_ddrp.tasks.compare.rows import as_run, read_rows
+from megatron_ddrp.tasks.compare.rows import as_run, missing_samples, read_rows, samples_file, write_samples
 from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
 
@@ -94,6 +97,26 @@ def test_a_changed_line_and_a_missing_file(write_rows, tmp_path):
         read_rows([path])
     with pytest.raises(UserError, match="no such file; give the rows"):
         read_rows([tmp_path / "none.jsonl"])
+    path = write_rows([row(), row(seed=2)])
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(UserError, match="its last line is cut off"):
+        read_rows([path])
+
+
+def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path):
+    rows = [row(), row(seed=2)]
+    path = write_rows(rows)
+    assert missing_samples(read_rows([path])) == []
+    write_samples(tmp_path, rows[0], {LOSS: np.arange(3.0)})
+    first, second = read_rows([path])
+    assert [*first.samples] == [LOSS] and first.samples[LOSS].tolist() == [0, 1, 2] and second.samples == {}
+    own, other = (samples_file(tmp_path, one) for one in rows)
+    (line,) = missing_samples([first, second])
+    assert line.startswith(f"items/{other.name}: missing")
+    for content in (own.read_bytes(), own.read_bytes()[:-9], b"junk", b""):
+        other.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{re.escape(other.name)}: damaged, or not the samples of its run"):
+            read_rows([path])
 
 
 def test_the_same_name_may_mean_another_model_in_a_check(write_rows):

@@ -438,6 +438,7 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     )
     assert "--vocab-file v.txt has no effect" in complaint("SentencePiece", vocab_file="v.txt", tokenizer_model=file)
     assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)
-    assert "not a SentencePiece model" in complaint("SentencePiece", b"junk", tokenizer_model=file)
+    for content in (b"junk", b""):
+        assert "not a SentencePiece model" in complaint("SentencePiece", content, tokenizer_model=file)
     assert "not a tokenizer.json" in complaint("HuggingFace", b"{}", tokenizer_model=file)
     assert "use --tokenizer-type BertWordPiece" in complaint("HuggingFace", tokenizer_model=vocab_file.parent)
