@@ -24,6 +24,7 @@ from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import read_bytes
 from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
 from megatron_ddrp.run_report.figures import LOSS, MetricsRows, draw_losses, draw_speed, learning_panels, logged_panels
@@ -77,7 +78,7 @@ def unigram_level(prefix: str) -> float:
 def read_text(path: Path) -> str:
     """Return the text of a file. Raises `UserError` if it is empty or not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8: damaged; make it again") from None
     if not text.strip():
