@@ -59,6 +59,15 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     return content
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return a file's text, its lines ended by line feeds. Raises `UserError` if it cannot be read as UTF-8."""
+    content = read_bytes(path)
+    try:
+        return content.decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8; give a file of text") from None
+
+
 class RepeatedKey(ValueError):
     """Error for a JSON object with the same key twice."""
 

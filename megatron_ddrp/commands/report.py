@@ -24,6 +24,7 @@ from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import read_text
 from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
 from megatron_ddrp.run_report.figures import LOSS, MetricsRows, draw_losses, draw_speed, learning_panels, logged_panels
@@ -74,12 +75,9 @@ def unigram_level(prefix: str) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def read_text(path: Path) -> str:
+def read_words(path: Path) -> str:
     """Return the text of a file. Raises `UserError` if it is empty or not UTF-8."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8: damaged; make it again") from None
+    text = read_text(path)
     if not text.strip():
         raise UserError(f"{path} is empty: make it again")
     return text
@@ -111,8 +109,8 @@ def main(words: Sequence[str] | None = None) -> None:
     require_packages("plots", "matplotlib")
     found = read_runs(arguments.load, arguments.beside)
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
-    scores = read_text(arguments.scores_dir / "table.md") if arguments.scores_dir else None
-    commands = read_text(arguments.commands) if arguments.commands else None
+    scores = read_words(arguments.scores_dir / "table.md") if arguments.scores_dir else None
+    commands = read_words(arguments.commands) if arguments.commands else None
 
     from megatron_ddrp.run_report.page import facts, page  # loads torch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.config.option import flag
-from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, options_of, read_settings
+from megatron_ddrp.config.reading import Place, load_plugins, load_values, options_of, read_settings
 from megatron_ddrp.config.run import OLDER, Config, concerns
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
@@ -68,14 +68,9 @@ def read_config(path: str) -> FromFile:
 
 def _load(path: Path, place: Place) -> Any:
     """Return the content of a file; JSON by its name, since YAML reads 1e-06 as text."""
-    if path.suffix != ".json":
-        return load_yaml(path, place) or {}
-    try:
-        return parse_json(path.read_bytes())
-    except OSError as error:
-        raise place.error(f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise place.error(f"cannot be read: {error}") from None
+    if path.suffix == ".json":
+        return load_values(path, place, parse_json)
+    return load_values(path, place) or {}
 
 
 def _is_nested(content: Any) -> bool:

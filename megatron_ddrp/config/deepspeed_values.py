@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.config.option import flag
-from megatron_ddrp.config.reading import Option, Place, read_value
+from megatron_ddrp.config.reading import Option, Place, load_values, read_value
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
 from megatron_ddrp.foreign import parse_json
 
@@ -94,10 +94,7 @@ class Decision(NamedTuple):
 
 def load_file(path: str) -> dict[str, Any]:
     """Return the JSON object of a file. Raises `UserError` without one, and for a key that no run can use."""
-    try:
-        loaded = parse_json(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        refuse_file(path, f"cannot be read: {error.strerror if isinstance(error, OSError) else error}")
+    loaded = load_values(Path(path), Place(f"--deepspeed-config {path}"), parse_json)
     if not isinstance(loaded, dict):
         refuse_file(path, "expected a JSON object")
     check_names(path, loaded, TOP_LEVEL)

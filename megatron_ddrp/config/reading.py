@@ -7,7 +7,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -82,10 +82,13 @@ def load_plugins(files: Any, place: Place, source: Path, is_of_a_run: bool = Fal
             raise place.error(str(error)) from None
 
 
-def load_yaml(path: Path, place: Place) -> Any:
-    """Return the content of a YAML file. Raises `UserError` if it cannot be read or has a setting twice."""
+def load_values(path: Path, place: Place, parse: Callable[[bytes], Any] = parse_yaml) -> Any:
+    """Return the content of a YAML file, or of what `parse` reads.
+
+    Raises `UserError` if the file cannot be read or has a setting twice.
+    """
     try:
-        return parse_yaml(read_bytes(path, LARGEST_YAML))
+        return parse(read_bytes(path, LARGEST_YAML))
     except GivenTwice as error:
         raise place.error(str(error)) from None
     except (ValueError, UserError) as error:
@@ -167,7 +170,9 @@ def _one(value: Any, kind: Any, rules: Mapping[str, Any], place: Place) -> Any:
         if isinstance(value, (list, dict, type(None))) or isinstance(value, bool) != (kind is bool):
             raise ValueError
         converted = kind(value)
-        if kind is int and converted != float(value) or kind in (str, Path) and not str(value).strip():
+        if kind is int and converted != float(value):
+            raise ValueError
+        if kind in (str, Path) and (not str(value).strip() or "\0" in str(value)):  # which no file's name may have
             raise ValueError
         if choices and converted not in choices:
             raise ValueError

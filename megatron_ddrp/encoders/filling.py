@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +36,23 @@ def fill(folder: Path, config: Any, build: Callable[[Any], Any], finite: bool = 
     for name in sorted(tensors.keys() & {name.removeprefix(base) for name in tensors if name.startswith(base)}):
         if not torch.equal(tensors[name].float(), tensors[base + name].float()):
             raise UserError(f"{folder}: {name} and {base}{name} have different values; copy the folder again")
+    places = empty.state_dict()
+    for name, tensor in sorted(tensors.items()):  # before transformers makes room for what does not fit
+        place = next((places[key] for key in (name, base + name, name.removeprefix(base)) if key in places), tensor)
+        if place.shape != tensor.shape:
+            raise _misfit(folder, name, tensor.shape, place.shape)
     model, report = type(empty).from_pretrained(
         None, config=config, state_dict=tensors, output_loading_info=True, ignore_mismatched_sizes=True
     )
     for name, theirs, ours in sorted(report["mismatched_keys"]):
-        raise UserError(f"{folder}: the weight for {name} is {list(theirs)}, but config.json requires {list(ours)}")
+        raise _misfit(folder, name, theirs, ours)
     unused = set(report["unexpected_keys"])
     refuse_homeless(model.base_model.state_dict(), unused, base, folder)
     return model, Filled(set(report["missing_keys"]), unused)
+
+
+def _misfit(folder: Path, name: str, theirs: Sequence[int], ours: Sequence[int]) -> UserError:
+    return UserError(f"{folder}: the weight for {name} is {list(theirs)}, but config.json requires {list(ours)}")
 
 
 def _with_word_embedding(tensors: dict[str, torch.Tensor], config: Any, base: str) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import read_text
 
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
@@ -100,11 +101,7 @@ def write_blocks(path: Path, prefix: str, contents: Mapping[str, str]) -> list[s
     Raises:
         UserError: the file is missing or not UTF-8, has no block, an unknown one, or one without an end.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(f"{path}: {reason}; give a Markdown file") from None
+    text = read_text(path)
     names = [name.removeprefix(prefix) for name in block_names(text, prefix)]
     unknown = [name for name in names if name not in contents]
     if unknown or not names:

@@ -22,9 +22,54 @@ from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.compare import plan
 from megatron_ddrp.tasks.finetune.command import Prediction, parse_prediction
+from megatron_ddrp.tasks.finetune.options import TaskFiles, read_task_file
 
 NUMBERS = ("0", "-1", "nan", "inf", "1e308", "1" + "0" * 30, "9" * 5000, "", "text", "½")
 TEXTS = ("", " ", "\t", "x" * 5000)
+YAML_VALUES = (
+    *(
+        "true",
+        "''",
+        "' '",
+        "[]",
+        "[a, b]",
+        "[[a]]",
+        "{a: b}",
+        "{}",
+        "!!set {a}",
+        "!!binary aGk=",
+        "&a [*a]",
+        "*nowhere",
+    ),
+    *("!!python/object/apply:os.system [x]", r'"\0"', r'"a\0b"', r'"\ud800"', "9" * 5000, "\0", "a: b: c"),
+)
+"""Values that no path, name, kind, metric or column of a task can have."""
+YAML_FILES = (
+    *(
+        "[]",
+        "5",
+        "text",
+        "2020-01-01",
+        "[a]: b",
+        "? {a: b}\n: c",
+        "1: a",
+        "null: a",
+        "train: a\ntrain: b",
+        "- train: a",
+    ),
+    *(
+        "\0",
+        "\t",
+        "---\na: b\n---\nc: d",
+        "'': a",
+        "<<: 5",
+        "<<: {train: []}",
+        "x" * 5000 + ": a",
+        "? |\n  a\n  b\n: c",
+    ),
+    *(r'"\0": c', "!!set {a}", "train: a\n<<: {train: b}\nTRAIN: c", "Train: a", "train.x: a", "&a {train: *a}"),
+)
+"""Task files whose whole or whose keys are wrong."""
 PLAN_SECTIONS = (plan.Budget, plan.CorpusPlan, plan.Analyses, plan.Expected, plan.Alphas)
 SHAPES = {"pretrain": read_arguments, "finetune predict": parse_prediction}
 """Command → its reader of words, where it is not that of its dataclasses alone."""
@@ -150,3 +195,24 @@ def test_every_impossible_number_of_a_plan_is_refused(section: Any) -> None:
             if not is_within(text, kind, option.rules["within"]):
                 with pytest.raises(UserError, match=rf"plan\.yaml: {name}"):
                     read_value(value, option, Place("plan.yaml", name))
+
+
+@pytest.mark.parametrize("name", options_of(TaskFiles))
+def test_every_impossible_value_of_a_task_file_is_refused(name: str, tmp_path: Path) -> None:
+    taken = [value for value in YAML_VALUES if not is_refused_task_file(tmp_path, f"{name}: {value}\n")]
+    assert taken == []
+
+
+def test_every_task_file_with_wrong_keys_is_refused(tmp_path: Path) -> None:
+    assert [text for text in YAML_FILES if not is_refused_task_file(tmp_path, text)] == []
+
+
+def is_refused_task_file(folder: Path, text: str) -> bool:
+    """Whether a task file is refused in one line that names it; any other error fails."""
+    path = folder / "task.yaml"
+    path.write_text(text, encoding="utf-8")
+    try:
+        read_task_file(path)
+    except UserError as error:
+        return "\n" not in str(error) and str(path) in str(error) and error.exit_code == WRONG_ARGUMENTS
+    return False

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.config.option import option, refuse
-from megatron_ddrp.config.reading import Place, load_yaml, read_section
+from megatron_ddrp.config.reading import Place, load_values, read_section
 from megatron_ddrp.errors import UserError
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_not_yaml_is_named(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_bytes(b"a: \xff")
     with pytest.raises(UserError, match=r"f\.yaml: cannot be read: not YAML"):
-        load_yaml(path, Place(str(path)))
+        load_values(path, Place(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_a_setting_given_twice_is_refused_with_its_lines(tmp_path, text, message
     path = tmp_path / "f.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as refused:
-        load_yaml(path, Place("f.yaml"))
+        load_values(path, Place("f.yaml"))
     assert str(refused.value) == f"f.yaml: {message}; keep one of them"
 
 
 def test_an_own_setting_replaces_a_merged_one(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("a: &a {low: 0.1, high: 1}\nb: &b {<<: *a, low: 0.2}\nc: {<<: *b, high: 2}\nd: {<<: [*b, *a]}\n")
-    content = load_yaml(path, Place("f.yaml"))
+    content = load_values(path, Place("f.yaml"))
     assert (content["b"], content["c"]) == ({"low": 0.2, "high": 1}, {"low": 0.2, "high": 2})
     assert content["d"] == content["b"]
     with pytest.raises(UserError, match=r"f\.yaml: num-items: given twice, with dashes and with underscores"):

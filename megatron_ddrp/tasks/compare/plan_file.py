@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, read_section
+from megatron_ddrp.config.reading import Place, load_plugins, load_values, read_section
 from megatron_ddrp.tasks.compare.plan import Plan
 
 RUNGS = "rungs"
@@ -28,7 +28,7 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     place = Place(str(file))
     if not file.is_file():
         raise place.error("no such file; give a YAML plan: a clone of the repository has some in examples/compare/")
-    values = load_yaml(file, place)
+    values = load_values(file, place)
     if not isinstance(values, Mapping) or RUNGS not in values:
         plan = _plan(_replaced(values, given or {}), place, file)
         if plan.check:

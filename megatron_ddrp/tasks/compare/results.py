@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.option import option
-from megatron_ddrp.config.reading import SHOWN, Place, load_yaml, read_section
+from megatron_ddrp.config.reading import SHOWN, Place, load_values, read_section
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import averaged_tasks
@@ -204,7 +204,7 @@ class ClaimFile:
 def load_claims(file: Path | None = None) -> ClaimFile:
     """Read a file of claims, by default the paper's. Raises `UserError` with the file and the key."""
     place = Place(str(file or PAPER))
-    return read_section(ClaimFile, load_yaml(file or PAPER, place), place)
+    return read_section(ClaimFile, load_values(file or PAPER, place), place)
 
 
 def claims_of(results: Results, file: ClaimFile) -> tuple[list[Claim], list[str]]:

@@ -101,7 +101,7 @@ def fingerprint(plan: Plan, key: str, name: str) -> Any:
         with path.open("rb") as stream:
             total = hashlib.sha256(stream.read(_END))
             stream.seek(max(0, size - _END))
-            total.update(stream.read())
+            total.update(stream.read(_END))  # a device has no end
     except OSError as error:
         where, flag = _PLACES[key]
         raise UserError(f"{plan.file}: {where}: {name}: {error.strerror}; give {flag}", 2) from None

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config import registry
 from megatron_ddrp.config.option import COUNT, POSITIVE, Section, flag, option, refuse
-from megatron_ddrp.config.reading import Place, load_yaml, read_section
+from megatron_ddrp.config.reading import Place, load_values, read_section
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -246,7 +246,7 @@ def read_task_file(path: Path) -> TaskFiles:
     place = Place(str(path))
     if not path.is_file():
         raise place.error("no such file; expected YAML with keys such as train, valid, kind, text-column, label-column")
-    files = read_section(TaskFiles, load_yaml(path, place), place)
+    files = read_section(TaskFiles, load_values(path, place), place)
     found = {name: getattr(files, name) for name in ("train", "valid", "test")}
     moved = {name: path.parent / file for name, file in found.items() if file is not None}
     return replace(files, name=files.name or path.stem, **moved)

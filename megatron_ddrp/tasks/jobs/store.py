@@ -13,13 +13,14 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from megatron_ddrp.data.atomic import take_lock
 from megatron_ddrp.data.sealed import BrokenSeal, check_object, seal_object
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.foreign import parse_json
 
 
@@ -93,8 +94,14 @@ class Store:
         return stream
 
     def refresh(self) -> None:
-        """Read new lines of the file."""
-        if self.path.exists():  # a folder is refused
+        """Read new lines of the file. Raises `UserError` for anything but a file or a free path."""
+        with refusals_as_user_errors(self.path, "give a path to a file"):
+            try:
+                mode = self.path.stat().st_mode
+            except FileNotFoundError:
+                return
+            if not stat.S_ISREG(mode):
+                raise UserError(f"{self.path}: no regular file; give a path to a file, or one that is free")
             with self.path.open("rb") as stream:
                 self._read(stream)
 

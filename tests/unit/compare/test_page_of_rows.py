@@ -260,7 +260,7 @@ def test_a_wrong_document_is_one_line_and_stays_as_it_is(page_of, tmp_path, text
 
 
 def test_a_missing_document(page_of, tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; give a Markdown file"):
+    with pytest.raises(UserError, match="No such file or directory; give a readable file"):
         page_of(full_rows(num_rungs=1, num_seeds=1)).replace_tables(tmp_path / "none.md")
     (tmp_path / "binary.md").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_text, unigram_level
+from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_words, unigram_level
 from megatron_ddrp.config import Config, ObjectiveConfig, save_config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
@@ -264,7 +264,7 @@ def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch,
 def test_a_damaged_table_of_scores_is_named(tmp_path, content, message):
     (tmp_path / "table.md").write_bytes(content)
     with pytest.raises(UserError, match=f"table.md.*{message}"):
-        read_text(tmp_path / "table.md")
+        read_words(tmp_path / "table.md")
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "is empty"), ("{", "is empty")])
