@@ -126,7 +126,7 @@ def test_an_empty_yaml_changes_nothing(tmp_path):
         ("a: b: c", "cannot be read"),
         ("num-layers: 0", "run.yaml: num-layers: got 0: it must lie in [1, 10000]"),
         ("num-layers: .inf", "num-layers: got inf, expected a whole number"),
-        ("lr: .nan", "run.yaml: lr: got nan: it must lie in [0, 1e12]"),
+        ("lr: .nan", "run.yaml: lr: got nan: it must be at least 0 and at most 1e+12"),
     ],
 )
 def test_mistakes_in_yaml_are_refused_in_one_line(tmp_path, text, message):

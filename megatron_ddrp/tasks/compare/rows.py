@@ -74,10 +74,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_number(value, 0)
 
 
-def _is_share(value: Any) -> bool:
-    return _is_number(value, 0) and value <= 1
-
-
 def _is_value(value: Any) -> bool:
     return value is None or _is_number(value)
 
@@ -107,7 +103,7 @@ _NAME = ("some text that is not empty", lambda value: isinstance(value, str) and
 _TEXT = ("some text", _is_text)
 _COUNT = ("a whole number of at least 0", _is_count)
 _FLAGS = ("an object of flags with text, finite numbers, true or false", _objects(_is_setting))
-_SHARES = ("an object of numbers from 0 to 1", _objects(_is_share))
+_SHARES = ("an object of numbers from 0 to 1", _objects(lambda value: _is_number(value, 0) and value <= 1))
 
 
 def _key(kind: tuple[str, Check], default: Any = MISSING) -> Any:
