@@ -258,11 +258,9 @@ def missing_samples(runs: Sequence[RunRow]) -> list[str]:
     """Return a line about the runs without samples that have a measure of which other runs have them."""
     measures = {measure for run in runs for measure in run.samples}
     without = [run for run in runs if not run.samples and measures & run.values.keys()]
-    if not without:
-        return []
-    file = samples_file(Path(), {"run": without[0].run, "jobs": without[0].jobs})
     more = f" and {len(without) - 1:,} more files" if len(without) > 1 else ""
-    return [f"{file}{more}: missing; differences of these runs have no interval over items"]
+    files = [samples_file(Path(), vars(run)) for run in without[:1]]
+    return [f"{file}{more}: missing; differences of these runs have no interval over items" for file in files]
 
 
 def open_rows(path: Path) -> Store:
@@ -282,8 +280,7 @@ def read_rows(paths: Iterable[Path]) -> list[RunRow]:
     """Return the runs of some files; a later row of a run replaces an earlier one.
 
     Raises:
-        UserError: a file is missing or empty or has a damaged line, samples are damaged, or two runs claim the same
-            place.
+        UserError: a file is missing, empty or damaged, also one of samples, or two runs claim the same place.
     """
     found: dict[str, RunRow] = {}
     for path in paths:
