@@ -109,7 +109,7 @@ SLOW = (
 LEFT_OUT = {
     *(("analyze notes", name, "") for name in ("data_path", "output")),
     *(("compare", "input", kind) for kind in ("device", "empty", "folder")),
-    *(("pretrain", *rest) for rest in (("config", "empty"), ("tensorboard_dir", "loop"))),
+    *(("pretrain", *rest) for rest in (("config", "empty"), ("tensorboard_dir", ""))),
 }
 """Paths that are read after notes, which the world's run lacks; that a job of `compare` refuses, in its log; that are
 right, or refused after the run has begun its folder."""

@@ -97,7 +97,7 @@ def test_the_model_knows_one_device_and_no_files():
 
 
 def test_encoders_know_no_trainer_and_no_jobs():
-    allowed = ("checkpoint", "config", "conversion", "data", "encoders", "errors", "model")
+    allowed = ("checkpoint", "config", "conversion", "data", "encoders", "errors", "foreign", "model")
     for file in inside("encoders/"):
         own = {n.split(".")[1] for n in imported(TREES[file]) if n.startswith("megatron_ddrp.")}
         assert own <= {*allowed, "load_encoder"}, file
