@@ -82,12 +82,15 @@ def three_tasks(glue_dir):
 
 @pytest.fixture
 def bert_folder(tmp_path):
-    """A BERT of transformers with random weights, and its vocabulary."""
+    return write_bert(tmp_path / "bert")
+
+
+def write_bert(folder):
+    """Write a BERT of transformers with random weights, and its vocabulary; return its folder."""
     transformers = pytest.importorskip("transformers")
     import torch
 
     torch.manual_seed(0)
-    folder = tmp_path / "bert"
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     config = transformers.BertConfig(
         vocab_size=len(pieces),
