@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.errors import UserError
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -41,8 +40,6 @@ def progress(
     In a log file it appears for long runs only, and updates every 10 seconds. `doing` stands in front of it; without
     `show` it is silent; with `scale` large numbers are shortened.
     """
-    from tqdm import tqdm
-
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "disable": not show, **seldom}
     return tqdm(desc=doing, total=total, dynamic_ncols=True, leave=False, file=sys.stderr, **how)

@@ -7,7 +7,7 @@ from megatron_ddrp.data.progress import progress, reading_progress, track
 
 def test_a_tracked_sequence_is_whole_and_its_bar_knows_the_total(monkeypatch):
     bars = []
-    monkeypatch.setattr("tqdm.tqdm", lambda **how: bars.append(how) or _Bar())
+    monkeypatch.setattr("megatron_ddrp.data.progress.tqdm", lambda **how: bars.append(how) or _Bar())
     assert list(track("abc", "letter", "spelling")) == ["a", "b", "c"]
     assert (bars[0]["total"], bars[0]["unit"], bars[0]["desc"], bars[0]["leave"]) == (3, "letter", "spelling", False)
     assert _Bar.moved == 3
