@@ -11,6 +11,7 @@ from megatron_ddrp.config.option import (
     NOT_NEGATIVE,
     Number,
     Section,
+    as_tuple,
     as_words,
     flag,
     option,
@@ -112,8 +113,7 @@ class ObjectiveConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mask_prob", self.mask_rates.written)  # equal rates are stored alike
-        if isinstance(self.objective_options, str):
-            object.__setattr__(self, "objective_options", (self.objective_options,))
+        object.__setattr__(self, "objective_options", as_tuple(self.objective_options))
         chosen = objective_class(self.objective)
         for name in ("tcd_weight", "hcd_weight", "rtd_weight"):
             if getattr(self, name) is None:

@@ -88,6 +88,11 @@ def own_numbers(owner: str, name: str, words: Iterable[str], declared: Mapping[s
     return numbers
 
 
+def as_tuple(words: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the words of an option with several: a string is one word, and JSON and YAML give lists."""
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
 def as_words(numbers: Mapping[str, float]) -> tuple[str, ...]:
     """Return numbers as the words that `own_numbers` takes."""
     return tuple(f"{name}={number!r}" for name, number in numbers.items())

@@ -55,7 +55,7 @@ class Table(dict[str, str]):
     def code(self, name: str) -> list[str]:
         """Return the SHA-256 of the plug-in that brought a name; none for the package's own and for unknown names."""
         file = PLUGINS.get(self.get(name, ""))
-        return [hashlib.sha256(file.read_bytes()).hexdigest()] if file else []
+        return [code_sum(file)] if file else []
 
     def fault(self, found: Any) -> str | None:
         """Return the words for a value that a plug-in may not bring; None if it fits."""
@@ -156,6 +156,11 @@ TABLES = {
 """Name of a dictionary in a plug-in → the table that it adds to."""
 
 encoding_class, objective_class = ENCODINGS.find, OBJECTIVES.find
+
+
+def code_sum(file: Path) -> str:
+    """Return the SHA-256 of a plug-in, which tells results of its code from those of another."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def plugin_files() -> tuple[Path, ...]:

@@ -14,6 +14,7 @@ from megatron_ddrp.config.option import (
     SEED,
     Number,
     Section,
+    as_tuple,
     as_words,
     flag,
     option,
@@ -58,8 +59,7 @@ class TrainingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        words = self.seq_length_phases  # a string for one phase, a list from JSON and YAML
-        object.__setattr__(self, "seq_length_phases", (words,) if isinstance(words, str) else tuple(words))
+        object.__setattr__(self, "seq_length_phases", as_tuple(self.seq_length_phases))
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: give one of them")
 
@@ -140,8 +140,7 @@ class OptimizerConfig(Section):
                     "--lr-decay-style wsd"
                 )
 
-        words = self.optimizer_options  # a string for one number, a list from JSON and YAML
-        object.__setattr__(self, "optimizer_options", (words,) if isinstance(words, str) else tuple(words))
+        object.__setattr__(self, "optimizer_options", as_tuple(self.optimizer_options))
         if self.optimizer in OPTIMIZERS:  # settings of a run with a plug-in load without the plug-in
             numbers = self.numbers(OPTIMIZERS.find(self.optimizer).options)
             object.__setattr__(self, "optimizer_options", as_words(numbers))

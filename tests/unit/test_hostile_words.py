@@ -113,7 +113,7 @@ def _of_subcommand(subcommands: Any, name: str, words: Sequence[str]) -> Any:
 
 
 def is_within(text: str, kind: type, within: str) -> bool:
-    """Whether a text is a number of a range, read without the product's code."""
+    """Return whether a text is a number of a range, read without the product's code."""
     try:
         value = kind(text)
     except ValueError:
@@ -208,7 +208,7 @@ def test_every_task_file_with_wrong_keys_is_refused(tmp_path: Path) -> None:
 
 
 def is_refused_task_file(folder: Path, text: str) -> bool:
-    """Whether a task file is refused in one line that names it; any other error fails."""
+    """Return whether a task file is refused in one line that names it; any other error fails."""
     path = folder / "task.yaml"
     path.write_text(text, encoding="utf-8")
     try:

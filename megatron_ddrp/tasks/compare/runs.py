@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ddrp.checkpoint import tag
 from megatron_ddrp.config import Config, concerns, flag_words
 from megatron_ddrp.config.config_file import under_flags
+from megatron_ddrp.config.registry import code_sum
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.metrics import read_rows
@@ -250,7 +251,7 @@ def _plan_run(
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
-    code = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in plan.plugins]
+    code = [code_sum(Path(file)) for file in plan.plugins]
     name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
     output = folder / f"{kind}s" / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}

@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     loses: bool = False
     """Whether a reader that tells of the damage may go on with what is left."""
     has_sum: bool = True
-    """Whether the format has a sum, or the reader writes one; without it other valid content cannot be told."""
+    """True if the format has a sum, or the reader writes one. Without a sum, other valid content is not noticed."""
 
 
 SAVED_FILES = (

@@ -98,7 +98,7 @@ def test_models_over_the_baseline_leave_out_what_a_claim_says(page_of):
 
 
 def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last():
-    """In the rows the half arm comes first, and other objectives before MTH."""
+    """The rows have the half arm first, and other objectives before MTH; the tables do not."""
     models = ("rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute")
     rows = [
         make_row("absolute+mth", 1, 1000, {LOSS: 6.0}, half=True),

@@ -80,7 +80,7 @@ def test_the_fields_of_a_batch():
 
 
 def test_the_text_of_a_full_row_may_continue_behind_it():
-    """Where rare words are marked, a row as long as rows can be does not hold the end of its text, one shorter does."""
+    """A full row may end inside its text where rare words are marked; a shorter row holds the end of its text."""
     seen = []
 
     def mark(ids, ends_here):

@@ -149,7 +149,7 @@ def test_averages_of_8_and_9_columns_are_never_mixed():
 
 
 def test_averages_are_those_of_medians_over_the_seeds():
-    """Neither those of a single seed nor means."""
+    """The averages are neither those of a single seed nor means."""
     by_seed = {1: (0.2, 0.9), 2: (0.9, 0.2), 3: (0.1, 0.8), 4: (0.4, 0.5)}
     rows = [
         one | {"score": score} | ({"other_scores": {"dev_mismatched": other}} if one["task"] == "MNLI" else {})
