@@ -26,7 +26,7 @@ from megatron_ddrp.data.batches.loader import (
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
-from megatron_ddrp.data.batches.split_shift import shared_remarks, split_remark
+from megatron_ddrp.data.batches.unigram import shared_remarks, split_remark, unigram_loss
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -200,6 +200,12 @@ class Corpus:
         objective = self.config.objective
         bounds = (objective.notes_min_count, objective.notes_max_count)
         return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
+
+    @cached_property
+    def unigram_loss(self) -> float:
+        """Unigram level of the training text in nats (`run/plateau.py`)."""
+        length = self.config.phases[0].seq_length
+        return unigram_loss(self.samples("train", length), self.tokenizer.special_ids, length)
 
     def epochs(self, consumed: int) -> list[float]:
         """Return the epochs of each corpus of a blend in `consumed` samples; one number without weights.

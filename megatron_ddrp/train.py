@@ -45,6 +45,7 @@ from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import TrainingRun
+from megatron_ddrp.run.plateau import PlateauWatch
 from megatron_ddrp.run.run_folder import RunFolder
 
 
@@ -92,10 +93,11 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         if notes is not None and resumed and not resumed.weights_only:
             agree(lambda: load_notes(notes, resumed.path))
 
-        home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
+        level = agree(lambda: corpus.unigram_loss if first else 0.0)
+        home = RunFolder(folder, config, corpus.tokenizer, level) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
         requests = StopRequests(config.checkpoint.exit_duration_in_mins, began, alone).heed()
-        listeners = Callbacks([*own_callbacks, *callbacks] if first else [], requests)
+        listeners = Callbacks([PlateauWatch(level), *own_callbacks, *callbacks] if first else [], requests)
         log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()

@@ -17,6 +17,7 @@ from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.run.launch import forget_exit_code
+from megatron_ddrp.run.plateau import UNIGRAM, store_level
 
 LOCK = "lock"
 
@@ -61,8 +62,8 @@ def _is_there(descriptor: int, path: Path) -> bool:
 class RunFolder:
     """The `--save` folder, locked by this process; a context manager. Only rank 0 has one."""
 
-    def __init__(self, path: Path, config: Config, tokenizer: Tokenizer) -> None:
-        self.path, self._config, self._tokenizer = path, config, tokenizer
+    def __init__(self, path: Path, config: Config, tokenizer: Tokenizer, unigram_loss: float) -> None:
+        self.path, self._config, self._tokenizer, self._unigram_loss = path, config, tokenizer, unigram_loss
         self._plugins = [(path.name, path.read_bytes()) for path in sorted(plugin_files())]
         self.remarks: list[str] = []
         """Lines for the user about the folder."""
@@ -74,6 +75,7 @@ class RunFolder:
             self._hold()
             forget_exit_code(self.path)
             save_config(self._config, self.path)
+            store_level(self.path, self._unigram_loss)
             self._tokenizer.save(self.path / TOKENIZER)
             self._keep_plugins()
         return self
@@ -113,6 +115,9 @@ class RunFolder:
         if not (self.path / "config.json").is_file():
             save_config(self._config, self.path)
             written.append("config.json")
+        if not (self.path / UNIGRAM).is_file():
+            store_level(self.path, self._unigram_loss)
+            written.append(UNIGRAM)
         folder = self.path / TOKENIZER
         if not all((folder / name).is_file() for name in (DESCRIPTION_FILE, self._tokenizer.file_name)):
             self._tokenizer.save(folder)

@@ -9,6 +9,7 @@ import pytest
 from megatron_ddrp.config import Config, load_config
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.plateau import stored_level
 from megatron_ddrp.run.run_folder import LOCK, RunFolder
 
 
@@ -16,7 +17,7 @@ from megatron_ddrp.run.run_folder import LOCK, RunFolder
 def home(tiny_corpus, tmp_path):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
     config = Config().replace(model={"vocab_size": tokenizer.vocab_size})
-    with RunFolder(tmp_path / "run", config, tokenizer) as home:
+    with RunFolder(tmp_path / "run", config, tokenizer, 6.5) as home:
         yield home
 
 
@@ -28,7 +29,8 @@ def home(tiny_corpus, tmp_path):
         (("config.json",), ["config.json"]),
         (("tokenizer",), ["tokenizer"]),
         (("tokenizer/vocab.txt", "config.json"), ["config.json", "tokenizer"]),
-        ((".",), ["lock", "config.json", "tokenizer"]),
+        (("unigram.json",), ["unigram.json"]),
+        ((".",), ["lock", "config.json", "unigram.json", "tokenizer"]),
     ],
     ids=str,
 )
@@ -39,7 +41,7 @@ def test_what_was_deleted_is_written_again(deleted, written, home):
     assert home.restore() == written
     assert home.restore() == []
     assert load_tokenizer(home.path / "tokenizer").vocab_size == load_config(home.path).model.vocab_size
-    assert (home.path / LOCK).is_file()
+    assert (home.path / LOCK).is_file() and stored_level(home.path) == 6.5
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link"])
@@ -50,7 +52,7 @@ def test_a_lock_of_others_is_not_touched(home, tmp_path, kind):
     (theirs / LOCK).hardlink_to(mine) if kind == "a file" else (theirs / LOCK).symlink_to(mine)
     with (
         pytest.raises(UserError, match="not the lock of a run|Too many levels"),
-        RunFolder(theirs, home._config, home._tokenizer),
+        RunFolder(theirs, home._config, home._tokenizer, 6.5),
     ):
         pass
     assert mine.read_text() == "mine" and [path.name for path in theirs.iterdir()] == [LOCK]
@@ -74,6 +76,6 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(home):
 
 def test_a_folder_that_cannot_be_made_is_answered_with_the_flag(home, tmp_path):
     (tmp_path / "file").write_text("")
-    below = RunFolder(tmp_path / "file" / "run", home._config, home._tokenizer)
+    below = RunFolder(tmp_path / "file" / "run", home._config, home._tokenizer, 6.5)
     with pytest.raises(UserError, match="file/run: Not a directory; give --save a folder"), below:
         pass

@@ -1,20 +1,38 @@
-"""Validation text of another kind than the training text: measured as a slow loop measures it, and told."""
+"""The unigram level, and validation text of another kind than the training text: as slow loops measure them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.batches.samples import SampleIndex
-from megatron_ddrp.data.batches.split_shift import shift_of, split_remark, unigram_shift, usual_shift
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.batches.unigram import shift_of, split_remark, unigram_loss, unigram_shift, usual_shift
 from tests.datasets import write_dataset
 
 WORDS = 50
+
+
+MANY, FEW = [2, 3, 4, 7, 8, 0, 5, 5], [5, 6, 1, 1, 9, 9, 9, 9]
+SPECIAL = np.array([0, 1, 7])
+
+
+@pytest.mark.parametrize(("weights", "copies"), [((1, 3), (1, 3)), (None, (9, 3))])
+def test_the_unigram_level_is_the_entropy_of_what_training_reads_without_special_pieces(weights, copies, tmp_path):
+    many = write_dataset(tmp_path / "many", [[MANY]] * 9)
+    few = write_dataset(tmp_path / "few", [[FEW]] * 3)
+    parts = [SampleIndex(one, (0, one.num_documents), 10, sample_totals(one, 10)) for one in (many, few)]
+    samples = Blend(parts, weights and [Fraction(weight) for weight in weights])
+    counts = Counter(piece for piece in MANY * copies[0] + FEW * copies[1] if piece not in SPECIAL)
+    total = sum(counts.values())
+    expected = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert unigram_loss(samples, SPECIAL, 10) == pytest.approx(expected, abs=1e-9)
 
 
 def slow_shift(predicted, own, other):

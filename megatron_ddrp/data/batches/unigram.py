@@ -1,5 +1,7 @@
-"""Is the validation text of the same kind as the training text, and none of it? `--split` divides documents in order.
+"""Frequencies of pieces: the unigram level of a text, and whether the validation text is of the same kind as the rest.
 
+The unigram level is the loss of a model that knows these frequencies and nothing else (`run/plateau.py`). `--split`
+divides documents in order, so the validation text may be of another kind than the training text, or a part of it.
 The shift of a text is how much worse, in nats per piece, the training text's piece frequencies predict it than its own
 do: an estimate of the Kullback-Leibler divergence of the two unigram distributions. Stretches of the training text, as
 long as the validation text, show which shift is usual: 0.01 for articles of an encyclopedia, 0.1 for a few novels.
@@ -13,13 +15,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry
 
+MOST_TOKENS = 2_000_000
+"""Number of tokens from which the unigram level is counted; it is lower by vocabulary / 4 M nats than that of all."""
 SAMPLES = 256
 """Number of samples read for each frequency; with 128 tokens each, the shift is known to about 0.02 nats."""
 STRETCHES = 5
@@ -30,6 +35,18 @@ MIN_SHIFT, MIN_RATIO = 0.2, 2.0
 """Smallest shift that gives a line, in nats per piece and in units of the usual one."""
 NAMED_INPUTS = 3
 """Number of input files that the line about shared ones names."""
+
+
+def unigram_loss(samples: Blend, special_ids: ArrayLike, seq_length: int) -> float:
+    """Return the entropy in nats of the pieces of some samples, read in the shares in which training reads its corpora.
+
+    Special tokens are left out, since none is predicted. The samples are the same for every `--seed`.
+    """
+    places = np.arange(min(len(samples), MOST_TOKENS // seq_length))
+    pieces, counts = np.unique(np.concatenate(samples.tokens(samples.visits(places, 0)[1])), return_counts=True)
+    counts = counts[~np.isin(pieces, special_ids)]
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
