@@ -4,6 +4,8 @@ from __future__ import annotations
 
 TRAINING_LOSS = "training masked-LM loss"
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
+ONSET = "tokens to the onset"
+"""Tokens until a run left the plateau (`run/plateau.py`); of a run that did not, all of its tokens."""
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
 FIRST_COMPONENT = "first component"
 MINIMAL_PAIRS = "minimal pairs"
@@ -30,11 +32,12 @@ INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
 """Measures of the tables about the inside of the models; all others are scores."""
 NO_MEASURES = (TOKENS, STEP_SECONDS)
 """Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
-SMALLER_IS_BETTER = (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
+SMALLER_IS_BETTER = (LOSS, ONSET, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
 _SHOWN = {
     **dict.fromkeys((LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
     **dict.fromkeys(DIRECTION, (1, 3)),
     "effective rank": (1, 1),
+    ONSET: (1e-6, 2),
     TRIANGLE: (100, 1),
 }
 """Measure → factor and digits; other measures are shares in points."""
@@ -46,11 +49,12 @@ def format_value(measure: str, value: float, sign: str = "") -> str:
     return f"{factor * value:{sign}.{digits}f}"
 
 
-def factor_of(measure: str) -> int:
+def factor_of(measure: str) -> float:
     """Return the factor with which a measure is shown."""
     return _SHOWN.get(measure, (100, 2))[0]
 
 
 def unit_of(measure: str) -> str:
     """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
-    return " [nats]" if measure in (LOSS, TRAINING_LOSS) else " [points]" if factor_of(measure) == 100 else ""
+    units = {LOSS: " [nats]", TRAINING_LOSS: " [nats]", ONSET: " [million tokens]"}
+    return units.get(measure, " [points]" if factor_of(measure) == 100 else "")

@@ -5,6 +5,7 @@ Curves are smoothed and drawn as differences to the baseline from the same seeds
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,25 @@ def draw_curves(results: Results, measure: str) -> Any:
     return _draw(results, [first, *panels]) if panels else None
 
 
+def draw_onsets(results: Results) -> Any:
+    """Draw the share of each arm's runs that are still on the plateau over tokens, a panel per budget and few arms.
+
+    A line ends where the runs end: all runs of an arm and budget are equally long, so none is lost on the way. None if
+    no run left the plateau.
+    """
+    look, panels = styles(results), []
+    for budget, tokens in results.budgets.items():
+        lines = []
+        for arm in look:
+            runs = [run for run in results.at(budget, arm).values() if run.knows_onset]
+            bounds = [0.0, *sorted(run.onset for run in runs if run.onset is not None), float(tokens)]
+            shares = [100 * (1 - number / max(1, len(runs))) for number in range(len(bounds) - 1)]
+            steps = [(x, y, y, y) for y, pair in zip(shares, itertools.pairwise(bounds), strict=True) for x in pair]
+            lines += [_Line(arm.label, look[arm], steps)] if runs else []
+        panels += [_Panel(format_budget(budget, tokens), "runs on the plateau [%]", own) for own in _shares(lines)]
+    return _draw(results, panels) if any(run.onset for run in results.runs if run.knows_onset) else None
+
+
 def draw_budgets(results: Results) -> Any:
     """Draw the loss of every arm minus the baseline's over the budgets; None if no arm ran at two budgets."""
     look, base = styles(results), results.baseline
@@ -143,7 +163,7 @@ def _draw(results: Results, panels: Sequence[_Panel]) -> Any:
     return figure
 
 
-def _curves(results: Results, measure: str, arm: Arm, budget: str, factor: int) -> dict[int, Any]:
+def _curves(results: Results, measure: str, arm: Arm, budget: str, factor: float) -> dict[int, Any]:
     """Return seed → curve of an arm, `[points, 2]`, for curves of two or more points; values are times a factor."""
     found = {seed: run.curves.get(measure, ()) for seed, run in results.at(budget, arm).items()}
     return {seed: np.array(curve) * (1, factor) for seed, curve in found.items() if len(curve) > 1}
@@ -185,6 +205,11 @@ FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
         partial(draw_curves, measure=TRAINING_LOSS),
         "Training masked-LM loss: of the baseline, and of the other models minus the baseline's from the same seeds. "
         "Below 0 is better. Lines are smoothed means over the seeds, bands reach from the lowest to the highest seed.",
+    ),
+    "onsets": (
+        draw_onsets,
+        "Runs that are still on the plateau: share of each model's seeds whose training loss has not yet come down for "
+        "good to 1 nat below the unigram level. A line that ends above 0 has runs that never left.",
     ),
     "budgets": (
         draw_budgets,

@@ -41,12 +41,12 @@ from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES
 
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
-GROUPS = ("", "-glue", "-minimal-pairs", "-tasks", "-inside")
+GROUPS = ("", "-onset", "-glue", "-minimal-pairs", "-tasks", "-inside")
 """Ends of the names of tables of gains, see `table_of`."""
 SECTIONS = {
     "Claims": [f"claims{group}" for group in GROUPS],
-    "Models over the baseline": [f"models{group}" for group in GROUPS[:4]],
-    "Curves": ["curves", "budgets", "glue-curve"],
+    "Models over the baseline": [f"models{group}" for group in GROUPS[:-1]],
+    "Curves": ["curves", "onsets", "budgets", "glue-curve"],
     "Scores": ["scores", "minimal-pairs"],
     "Inside the models": ["inside"],
     "Checks": ["checks"],

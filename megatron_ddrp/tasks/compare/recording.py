@@ -13,6 +13,7 @@ from megatron_ddrp.config import load_config
 from megatron_ddrp.foreign import read_json
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.run.plateau import stored_level
 from megatron_ddrp.tasks.compare.measures import Measure, Work
 from megatron_ddrp.tasks.compare.rows import Samples
 from megatron_ddrp.tasks.compare.runs import TrainingRun
@@ -109,6 +110,7 @@ def make_row(work: Work, run: TrainingRun) -> Row:
         "workers": course["workers"],
         "seconds": sum(finished[name]["seconds"] for name in jobs),
         "tokens": found.tokens,
+        "unigram_loss": stored_level(run.folder) or 0.0,
         "values": {name: value if _is_finite(value) else None for name, value in found.values.items()},
         "curves": {name: points for name, points in found.curves.items() if points},
     }

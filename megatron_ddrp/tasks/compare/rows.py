@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ import numpy as np
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
+from megatron_ddrp.run.plateau import onset
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
+from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, ONSET, TOKEN_SIMILARITY, TRAINING_LOSS
 
 Curve = Sequence[Sequence[float]]
 """Points (tokens, value)."""
@@ -150,6 +151,8 @@ class RunRow:
     versions: Mapping[str, str] = _key(("an object of text", _objects(_is_text)), {})
     workers: int = _key(_COUNT, 1)
     """Number of jobs that shared the machine."""
+    unigram_loss: float = _key(("a number of at least 0", lambda value: _is_number(value, 0)), 0.0)
+    """Unigram level of the training text in nats, from which the onset is measured."""
     curves: Mapping[str, Curve] = _key(
         ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))), {}
     )
@@ -183,6 +186,16 @@ class RunRow:
         """Model at the full or half budget."""
         return Arm.of(self.model, self.encoding, self.objective, self.flags, self.half)
 
+    @cached_property
+    def onset(self) -> float | None:
+        """Tokens at which the run left the plateau; None if it did not."""
+        return onset(self.curves.get(TRAINING_LOSS, ()), self.unigram_loss)  # type: ignore[arg-type]
+
+    @property
+    def knows_onset(self) -> bool:
+        """True if the row tells whether the run left the plateau."""
+        return bool(self.unigram_loss and self.curves.get(TRAINING_LOSS))
+
 
 def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
@@ -197,7 +210,7 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
         raise Damaged(f"not a row of a run: {missing[0]} is missing")
     values, pairs = found["values"], found.get("pairs", {})
     pairs = pairs if isinstance(pairs, dict) else dict.fromkeys(found.get("paradigms", {}), pairs)
-    return RunRow(
+    run = RunRow(
         **found
         | {
             "values": {name: float(value) for name, value in values.items() if value is not None},
@@ -207,6 +220,7 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
             "samples": read_samples(folder, row) if folder else {},
         }
     )
+    return replace(run, values={**run.values, ONSET: run.onset or run.tokens}) if run.knows_onset else run
 
 
 def _as_written_now(row: Mapping[str, Any]) -> Row:

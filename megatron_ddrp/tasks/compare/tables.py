@@ -12,7 +12,7 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, paper_rows
-from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, STEP_SECONDS, format_value
+from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, ONSET, STEP_SECONDS, format_value
 from megatron_ddrp.tasks.minimal_pairs.results import standard_error
 from megatron_ddrp.tasks.statistics import BySeed, Difference, pair_by_seed, seeds_needed
 
@@ -62,7 +62,7 @@ def format_budget(budget: str, tokens: int) -> str:
 
 CHANCE = 0.5
 ABOVE_CHANCE = "above chance"
-KINDS = {"glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "inside": list(INSIDE)}
+KINDS = {"onset": [ONSET], "glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "inside": list(INSIDE)}
 """End of a table's name → its measures. The loss has no ending, and all others have `tasks`."""
 
 
@@ -125,7 +125,8 @@ def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
         }
         rows.append(row)
     named = [f"{name} ({format_average(results.averaged)})" if name == GLUE else name for name in measures]
-    unit = "Gains in nats" if measures == [LOSS] else "Gains as in the tables of values"
+    own = {LOSS: "Gains in nats", ONSET: "Gains in million tokens; a run that never left counts with all of its own"}
+    unit = own[measures[0]] if len(measures) == 1 and measures[0] in own else "Gains as in the tables of values"
     return _table(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
     )
@@ -171,6 +172,8 @@ def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) ->
     for measure, cell in cells.items():
         undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
         cells[measure] += f" ({undefined} undefined)" * bool(cell and undefined)
+    if cells.get(ONSET) and (resting := sum(run.onset is None for run in runs if ONSET in run.values)):
+        cells[ONSET] = f"≥ {cells[ONSET]} ({resting} never)"
     if not any(cells.values()):
         return {}
     above = above_chance(runs) if MINIMAL_PAIRS in measures else None
