@@ -86,6 +86,15 @@ def draw_curves(results: Results, measure: str) -> Any:
     return _draw(results, [first, *panels]) if panels else None
 
 
+def draw_losses(results: Results) -> Any:
+    """Draw the training loss of every arm over the tokens of the largest budget; None if there are no curves."""
+    look, (budget, tokens) = styles(results), max(results.budgets.items(), key=lambda item: item[1])
+    found = [(arm, _curves(results, TRAINING_LOSS, arm, budget, 1)) for arm in look if not arm.half]
+    lines = [_Line(arm.label, look[arm], _band(list(map(_smoothed, own.values())))) for arm, own in found if own]
+    title, label = format_budget(budget, tokens), f"{TRAINING_LOSS} [nats]"
+    return _draw(results, [_Panel(title, label, share) for share in _shares(lines)]) if lines else None
+
+
 def draw_budgets(results: Results) -> Any:
     """Draw the loss of every arm minus the baseline's over the budgets; None if no arm ran at two budgets."""
     look, base = styles(results), results.baseline
@@ -185,6 +194,11 @@ FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
         partial(draw_curves, measure=TRAINING_LOSS),
         "Training masked-LM loss: of the baseline, and of the other models minus the baseline's from the same seeds. "
         "Below 0 is better. Lines are smoothed means over the seeds, bands reach from the lowest to the highest seed.",
+    ),
+    "losses": (
+        draw_losses,
+        "Training masked-LM loss of every model on the largest budget. Lines are smoothed means over the seeds, bands "
+        "reach from the lowest to the highest seed.",
     ),
     "budgets": (
         draw_budgets,

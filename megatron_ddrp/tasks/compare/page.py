@@ -46,7 +46,7 @@ GROUPS = ("", "-glue", "-minimal-pairs", "-tasks", "-inside")
 SECTIONS = {
     "Claims": [f"claims{group}" for group in GROUPS],
     "Models over the baseline": [f"models{group}" for group in GROUPS[:4]],
-    "Curves": ["curves", "budgets", "glue-curve"],
+    "Curves": ["losses", "curves", "budgets", "glue-curve"],
     "Scores": ["scores", "minimal-pairs"],
     "Inside the models": ["inside"],
     "Checks": ["checks"],
