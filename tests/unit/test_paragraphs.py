@@ -1,0 +1,37 @@
+"""No paragraph of README.md or of a page in docs/ is longer than a reader in a hurry reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tools.site_pages import CODE, ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MOST_WORDS = 120
+ENTRY = re.compile(r"^\s*(?:[-*]|\d+\.) ")
+"""Begin of an entry of a list, which is a paragraph of its own."""
+NO_PROSE = re.compile(r"^\s*(?:\||#|<!--|!\[)")
+"""Begin of a line of a table, a heading, a comment or a picture."""
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a Markdown document as single lines, without blocks of code."""
+    words: list[str] = []
+    for line in CODE.sub(lambda code: code[0] if re.match("`[^`]", code[0]) else "", text).splitlines():
+        ends = not line.strip() or NO_PROSE.match(line)
+        if (ends or ENTRY.match(line)) and words:
+            yield " ".join(words)
+            words = []
+        words += [] if ends else line.split()
+    if words:
+        yield " ".join(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_paragraph_is_long(page) -> None:
+    found = [paragraph.split() for paragraph in paragraphs(page.read_text(encoding="utf-8"))]
+    long = [f"{len(words)} words: {' '.join(words[:12])} …" for words in found if len(words) > MOST_WORDS]
+    assert found and not long, "\n".join(long)
