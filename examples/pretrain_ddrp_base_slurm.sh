@@ -15,9 +15,10 @@
 #   time       an estimate, not measured: two days on V100s at 23 % of their peak, so two or three jobs
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
-#   [NODES=2] [GPUS=8] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
+#   [NODES=2] [GPUS=8] [SEEDS=1-5] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
 #       bash examples/pretrain_ddrp_base_slurm.sh [more flags]
 #
+# SEEDS makes a job array, one run of all nodes per seed: seed 3 is saved in SAVE-seed3. SEEDS=1-5%2 runs two at a time.
 # NODES and GPUS (per node) make the ranks. A dry run checks flags, batches and memory (DEVICE_MEMORY=32, in GB) for them,
 # and nothing is queued if it refuses them; DRY_RUN=1 ends there. Run it on the login node, from the project's folder,
 # with the environment active: sbatch and srun pass both on. DeepSpeed's launcher is not used.
@@ -31,10 +32,20 @@ GPUS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${GPUS:-8}}}
 GPUS=${GPUS##*:} # Slurm may name their kind: v100:8
 RANKS=$((NODES * GPUS))
 
+SEED=${SLURM_ARRAY_TASK_ID:-}
+if [[ -n ${SEEDS:-}$SEED && " $*" =~ \ --(save|load|seed)(=|\ ) ]]; then
+    echo "$0: error: --${BASH_REMATCH[1]} beside SEEDS would be the same for every seed; give SAVE and SEEDS alone" >&2
+    exit 2
+fi
+if [[ -n $SEED ]]; then
+    export SAVE=${SAVE:-runs/ddrp_base}-seed$SEED
+    set -- --seed "$SEED" "$@"
+fi
+
 if [[ -n ${DRY_RUN:-} || -z ${SLURM_JOB_ID:-} ]]; then
     DRY_RUN=1 bash "$RECIPE" --world-size "$RANKS" --device-memory "${DEVICE_MEMORY:-32}" "$@"
     [[ -z ${DRY_RUN:-} ]] || exit 0
-    exec sbatch --nodes="$NODES" --ntasks-per-node="$GPUS" --gpus-per-node="$GPUS" \
+    exec sbatch ${SEEDS:+--array="$SEEDS"} --nodes="$NODES" --ntasks-per-node="$GPUS" --gpus-per-node="$GPUS" \
         examples/pretrain_ddrp_base_slurm.sh "$@"
 fi
 

@@ -1,8 +1,7 @@
 """Pages and links of the documentation site, as a hook of mkdocs (mkdocs.yml names it).
 
-A page links to files as GitHub wants it: relative to itself, or, in README.md, which PyPI shows too, by the address of
-the repository. On the site README.md is the front page, a link to another page leads to that page, and a link to any
-other file leads to the file in the repository.
+A page links to files relative to itself, as GitHub wants it. On the site README.md is the front page, a link to another
+page leads to that page, and a link to any other file leads to a copy of the file: the site needs no repository.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BRANCH = "main"
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File of the repository outside docs/ → its page on the site."""
 
@@ -25,45 +23,52 @@ log = logging.getLogger("mkdocs.hooks.site_pages")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside docs/."""
+    """Add the pages that lie outside docs/, and the files that pages link to."""
     from mkdocs.structure.files import File
 
-    for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for source in [*PAGES, *linked_files()]:
+        files.append(File.generated(config, page_of(source), content=(ROOT / source).read_text(encoding="utf-8")))
     return files
+
+
+def linked_files() -> list[str]:
+    """Return the files outside docs/ that a page links to and that are no pages."""
+    sources = [*PAGES, *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+    texts = {source: CODE.sub("", (ROOT / source).read_text(encoding="utf-8")) for source in sources}
+    paths = {repository_path(link["target"], source) for source, text in texts.items() for link in LINK.finditer(text)}
+    return sorted(
+        path for path in paths if path and path not in PAGES and path[:5] != "docs/" and (ROOT / path).is_file()
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return the page's text with the links of the site."""
     sources = {page: source for source, page in PAGES.items()}
     own = page.file.src_uri
-    return with_site_links(markdown, sources.get(own, f"docs/{own}"), config.repo_url)
+    return with_site_links(markdown, sources.get(own, f"docs/{own}"))
 
 
-def with_site_links(markdown: str, source: str, repository: str) -> str:
+def with_site_links(markdown: str, source: str) -> str:
     """Return the text of the file `source` (from the root) with links for the site; code keeps its words."""
     parts, end = [], 0
     for code in CODE.finditer(markdown):
-        parts += [_relinked(markdown[end : code.start()], source, repository), code[0]]
+        parts += [_relinked(markdown[end : code.start()], source), code[0]]
         end = code.end()
-    return "".join([*parts, _relinked(markdown[end:], source, repository)])
+    return "".join([*parts, _relinked(markdown[end:], source)])
 
 
-def _relinked(text: str, source: str, repository: str) -> str:
-    return LINK.sub(lambda link: site_link(link["target"], source, repository) + (link["anchor"] or ""), text)
+def _relinked(text: str, source: str) -> str:
+    return LINK.sub(lambda link: site_link(link["target"], source) + (link["anchor"] or ""), text)
 
 
-def site_link(target: str, source: str, repository: str) -> str:
-    """Return where a link of the file `source` to `target` leads on the site; a warning if the file does not exist."""
-    path = repository_path(target, source, repository)
+def site_link(target: str, source: str) -> str:
+    """Return where a link of the file `source` to `target` leads on the site; a warning if there is no such file."""
+    path = repository_path(target, source)
     if path is None:
         return target
-    if not (ROOT / path).exists():
-        log.warning("%s links to %s, which does not exist", source, target)
-    is_folder = (ROOT / path).is_dir()
-    if path in PAGES or (path.startswith("docs/") and not is_folder):
-        return posixpath.relpath(page_of(path), posixpath.dirname(page_of(source)))
-    return f"{repository}/{'tree' if is_folder else 'blob'}/{BRANCH}/{path}"
+    if not (ROOT / path).is_file():
+        log.warning("%s links to %s, which is no file", source, target)
+    return posixpath.relpath(page_of(path), posixpath.dirname(page_of(source)))
 
 
 def page_of(path: str) -> str:
@@ -71,12 +76,8 @@ def page_of(path: str) -> str:
     return PAGES.get(path, path.removeprefix("docs/"))
 
 
-def repository_path(target: str, source: str, repository: str) -> str | None:
+def repository_path(target: str, source: str) -> str | None:
     """Return the path from the root that a link means; None for an anchor in the page and for other sites."""
-    raw = repository.replace("//github.com/", "//raw.githubusercontent.com/")
-    for address in (f"{repository}/blob/{BRANCH}/", f"{repository}/tree/{BRANCH}/", f"{raw}/{BRANCH}/"):
-        if target.startswith(address):
-            return target.removeprefix(address)
     if not target or re.match(r"[a-z]+:", target):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))

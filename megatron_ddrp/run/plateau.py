@@ -2,8 +2,7 @@
 
 A model first learns how often each piece occurs; its loss falls to the unigram level, the entropy of the pieces of the
 training text. From there it falls slowly: without the order of words, the rest of a text tells no more than its topic.
-It falls fast again when attention has begun to use positions. docs/plateau.md says what is known about the time until
-then.
+It falls fast again when attention has begun to use positions (docs/plateau.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TRAINING_LOSS = "training masked-LM loss"
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
-ONSET = "tokens to the onset"
+ONSET = "onset"
 """Tokens until a run left the plateau (`run/plateau.py`); of a run that did not, all of its tokens."""
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
 FIRST_COMPONENT = "first component"

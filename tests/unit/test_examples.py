@@ -241,6 +241,25 @@ def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(
         assert done.returncode == 2 and "sbatch" not in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_seeds_are_an_array_of_runs_with_folders_of_their_own(tmp_path: Path) -> None:
+    done = run_slurm(tmp_path, {"SEEDS": "1-5%2"}, "--lr", "2e-4")
+    queued = "sbatch --array=1-5%2 --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/pretrain_ddrp_base_slurm.sh"
+    assert done.stdout.splitlines()[-1] == f"{queued} --lr 2e-4", done.stderr
+    rank = f"mkdir -p {tmp_path / 'save-seed3'}; echo 75 > {tmp_path / 'save-seed3' / 'exit_code'}; exit 143"
+    done = run_slurm(tmp_path, IN_A_JOB | {"SLURM_ARRAY_TASK_ID": "3"}, "--lr", "2e-4", rank=rank)
+    _, started, requeued = done.stdout.splitlines()
+    folder = tmp_path / "save-seed3"
+    assert f" --save {folder} --load {folder} --seed 3 --lr 2e-4" in started
+    assert (done.returncode, requeued) == (75, "scontrol requeue 20007")
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--save", "--load"])
+def test_a_flag_that_all_seeds_would_share_is_refused(flag: str, tmp_path: Path) -> None:
+    for variables in ({"SEEDS": "1-5"}, IN_A_JOB | {"SLURM_ARRAY_TASK_ID": "3"}):
+        done = run_slurm(tmp_path, variables, f"{flag}=7")
+        assert done.returncode == 2 and not done.stdout and f"{flag} beside SEEDS" in done.stderr
+
+
 @pytest.mark.parametrize("plan", sorted((ROOT / "examples" / "compare").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"

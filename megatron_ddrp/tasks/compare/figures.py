@@ -87,6 +87,15 @@ def draw_curves(results: Results, measure: str) -> Any:
     return _draw(results, [first, *panels]) if panels else None
 
 
+def draw_losses(results: Results) -> Any:
+    """Draw the training loss of every arm over the tokens of the largest budget; None if there are no curves."""
+    look, (budget, tokens) = styles(results), max(results.budgets.items(), key=lambda item: item[1])
+    found = [(arm, _curves(results, TRAINING_LOSS, arm, budget, 1)) for arm in look if not arm.half]
+    lines = [_Line(arm.label, look[arm], _band(list(map(_smoothed, own.values())))) for arm, own in found if own]
+    title, label = format_budget(budget, tokens), f"{TRAINING_LOSS} [nats]"
+    return _draw(results, [_Panel(title, label, share) for share in _shares(lines)]) if lines else None
+
+
 def draw_onsets(results: Results) -> Any:
     """Draw the share of each arm's runs that are still on the plateau over tokens, a panel per budget and few arms.
 
@@ -98,7 +107,8 @@ def draw_onsets(results: Results) -> Any:
         lines = []
         for arm in look:
             runs = [run for run in results.at(budget, arm).values() if run.knows_onset]
-            bounds = [0.0, *sorted(run.onset for run in runs if run.onset is not None), float(tokens)]
+            end = max((run.tokens for run in runs), default=0) or tokens
+            bounds = [0.0, *sorted(run.onset for run in runs if run.onset is not None), float(end)]
             shares = [100 * (1 - number / max(1, len(runs))) for number in range(len(bounds) - 1)]
             steps = [(x, y, y, y) for y, pair in zip(shares, itertools.pairwise(bounds), strict=True) for x in pair]
             lines += [_Line(arm.label, look[arm], steps)] if runs else []
@@ -205,6 +215,11 @@ FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
         partial(draw_curves, measure=TRAINING_LOSS),
         "Training masked-LM loss: of the baseline, and of the other models minus the baseline's from the same seeds. "
         "Below 0 is better. Lines are smoothed means over the seeds, bands reach from the lowest to the highest seed.",
+    ),
+    "losses": (
+        draw_losses,
+        "Training masked-LM loss of every model on the largest budget. Lines are smoothed means over the seeds, bands "
+        "reach from the lowest to the highest seed.",
     ),
     "onsets": (
         draw_onsets,

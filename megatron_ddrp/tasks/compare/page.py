@@ -46,7 +46,7 @@ GROUPS = ("", "-onset", "-glue", "-minimal-pairs", "-tasks", "-inside")
 SECTIONS = {
     "Claims": [f"claims{group}" for group in GROUPS],
     "Models over the baseline": [f"models{group}" for group in GROUPS[:-1]],
-    "Curves": ["curves", "onsets", "budgets", "glue-curve"],
+    "Curves": ["losses", "curves", "onsets", "budgets", "glue-curve"],
     "Scores": ["scores", "minimal-pairs"],
     "Inside the models": ["inside"],
     "Checks": ["checks"],

@@ -17,7 +17,7 @@ from megatron_ddrp.config.reading import SHOWN, Place, load_values, read_section
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import averaged_tasks
-from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES, SMALLER_IS_BETTER
+from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES, ONSET, SMALLER_IS_BETTER
 from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms
 from megatron_ddrp.tasks.statistics import BySeed, Difference, judge, pair_by_seed, percentile_interval
 
@@ -102,10 +102,10 @@ class Results:
 
     @cached_property
     def measures(self) -> list[str]:
-        """Measures with a value: the loss, minimal pairs, tasks, the GLUE average, then those of the inside."""
+        """Measures with a value: loss, onset, minimal pairs, tasks, the GLUE average, then those of the inside."""
         found = dict.fromkeys(name for run in self.runs for name in run.values if name != GLUE or self.averaged)
-        tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
-        return [name for name in (LOSS, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
+        tasks = [name for name in found if name not in (LOSS, ONSET, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
+        return [name for name in (LOSS, ONSET, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
     def at(self, budget: str, arm: Arm) -> Mapping[int, RunRow]:
         """Return seed → run of an arm at a budget."""

@@ -12,7 +12,7 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, paper_rows
-from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, ONSET, STEP_SECONDS, format_value
+from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, ONSET, STEP_SECONDS, format_value, unit_of
 from megatron_ddrp.tasks.minimal_pairs.results import standard_error
 from megatron_ddrp.tasks.statistics import BySeed, Difference, pair_by_seed, seeds_needed
 
@@ -177,6 +177,7 @@ def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) ->
     if not any(cells.values()):
         return {}
     above = above_chance(runs) if MINIMAL_PAIRS in measures else None
+    cells = {f"{name}{unit_of(name)}" if name == ONSET else name: cell for name, cell in cells.items()}
     return cells | {ABOVE_CHANCE: "" if above is None else f"{above:+.1f}"}
 
 

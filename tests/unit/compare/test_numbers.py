@@ -1,4 +1,4 @@
-"""Every number about the rows in docs/ladder, against those of the version that wrote docs/results.md first."""
+"""Every number about the rows in docs/ladder, against those of the version that wrote the tables in docs first."""
 
 from __future__ import annotations
 

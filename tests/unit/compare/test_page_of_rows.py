@@ -48,7 +48,7 @@ def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_p
     assert "the same is: megatron-ddrp compare " in said.err and "figures written" in said.out
     text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")
     drawn = sorted(path.stem for path in (out / "figures").glob("*.png"))
-    assert {"budgets", "claims", "claims-inside", "curves", "minimal-pairs", "models"} <= set(drawn)
+    assert {"budgets", "claims", "claims-inside", "curves", "losses", "minimal-pairs", "models"} <= set(drawn)
     assert "gains-others" not in drawn  # the old figure is gone
     assert sorted(re.findall(r"\(figures/(\S+)\.png\)", text)) == drawn
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".pdf", ".svg"}

@@ -1,4 +1,4 @@
-"""docs/results.md has the tables of the rows in docs/ladder, and these are rows of examples/compare/ladder.yaml."""
+"""docs/results.md and docs/results-tables.md say what the rows in docs/ladder say; the rows are of ladder.yaml."""
 
 from __future__ import annotations
 
@@ -6,19 +6,41 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rows import read_rows
+from megatron_ddrp.tasks.measures import LOSS
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs" / "ladder" / "rows.jsonl"
+TABLES = ROOT / "docs" / "results-tables.md"
 
 
-def test_the_tables_in_results_are_those_of_the_rows(tmp_path):
-    written = tmp_path / "results.md"
-    shutil.copy(ROOT / "docs" / "results.md", written)
-    Page(read_rows([ROWS]), tmp_path).replace_tables(written)
-    assert written.read_text() == (ROOT / "docs" / "results.md").read_text(), "stale tables: run make ladder"
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return Page(read_rows([ROWS]), tmp_path_factory.mktemp("page"))
+
+
+def test_the_tables_in_results_are_those_of_the_rows(page, tmp_path):
+    written = tmp_path / TABLES.name
+    shutil.copy(TABLES, written)
+    page.replace_tables(written)
+    assert written.read_text() == TABLES.read_text(), "stale tables: run make ladder"
+
+
+def test_the_six_claims_have_the_numbers_of_the_rows(page):
+    cells = {}
+    for gain in page.numbers()["gains"]:
+        if gain["measure"] == LOSS and not gain["check"]:
+            low, high = gain["over_seeds"]
+            cells[gain["claim"], gain["budget"]] = f"{gain['mean']:+.3f} [{low:+.3f}, {high:+.3f}], {gain['n']} seeds"
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    found = {row[0]: row[2:5] for row in rows if row[0] not in ("claim", "---")}
+    expected = {claim: [cells.get((claim, budget), "–") for budget in page.results.budgets] for claim in found}
+    assert found == expected and len(found) == 6
 
 
 def test_the_rows_are_of_the_plans_models_and_budgets():
