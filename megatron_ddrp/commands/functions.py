@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
@@ -33,6 +33,9 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user
 from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.launch import is_launched
+
+if TYPE_CHECKING:
+    from megatron_ddrp.commands.plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = list[dict[str, Any]]
@@ -149,6 +152,13 @@ def train_tokenizer(*, texts: Iterable[Any] | None = None, **settings: Any) -> P
     with input_of(texts, settings) as given:
         run_command("train-tokenizer", given)
     return Path(settings["output"])
+
+
+@takes_flags_of("plan", plugins=False)
+def plan(**settings: Any) -> Plan:
+    """Print a model, steps and a rate for a text; return them: `pretrain(**plan(tokens="50M").settings)`."""
+    found: Plan = run_command("plan", settings)
+    return found
 
 
 @takes_flags_of("convert")
