@@ -19,6 +19,7 @@ from pathlib import Path
 from layouts import GIB, MODELS, SERVER_GPUS, WORLD_SIZES, Choice, best, efficiency, parameters
 from measure import benchmark_parser
 from pages import write_table
+from published import recipes
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.pages.markdown import Table
@@ -198,6 +199,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: layout_table(name)) for name in MODELS},  # type: ignore[misc]
     "ends": ends,
     "corpus": corpus,
+    "recipes": recipes,
 }
 """Name of a table's markers in the page → the function that computes it."""
 

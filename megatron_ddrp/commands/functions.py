@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
@@ -33,9 +33,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user
 from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.launch import is_launched
-
-if TYPE_CHECKING:
-    from megatron_ddrp.commands.plan import Plan
+from megatron_ddrp.run.sizing import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = list[dict[str, Any]]

@@ -32,7 +32,7 @@ from megatron_ddrp.memory import neediest_by_zero_stage
 from megatron_ddrp.model import Encoder, count_parameters, on_meta_device
 from megatron_ddrp.run.cost import DEVICES, HOST
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Shape, best_shape, power_of_two, recipe, rows_per_rank
+from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, power_of_two, recipe, rows_per_rank
 
 FULL = 0.85
 """Share of the memory that the estimate may fill."""
@@ -105,13 +105,6 @@ class Candidate(NamedTuple):
     def seconds(self) -> float:
         """Time of the run."""
         return self.settings["train_iters"] * self.step.seconds
-
-
-class Plan(NamedTuple):
-    """A plan: the settings of the suggested run, as keywords of `pretrain`, and all shapes."""
-
-    settings: dict[str, Any]
-    rows: list[dict[str, Any]]
 
 
 def main(words: Sequence[str] | None = None) -> Plan:

@@ -108,11 +108,21 @@ def recipe(shape: Shape, seen: float, length: int, rows: int, micro_batch: int) 
     }
 
 
+class Plan(NamedTuple):
+    """Result of `megatron-ddrp plan`."""
+
+    settings: dict[str, Any]
+    """Settings of the suggested run, the keywords of `pretrain`."""
+    rows: list[dict[str, Any]]
+    """One row per shape: its settings, epochs, seconds and memory."""
+
+
 LENGTH, MICRO_BATCH = 128, 16
+"""Tokens per row and rows per micro-batch where no device is known."""
 
 
-def recipe_for_text(tokens: float, largest: int = 12) -> dict[str, Any]:
-    """Return the settings of a run for a text of so many tokens, without a limit of time."""
-    shape = best_shape({each: EPOCHS * tokens for each in SHAPES if each.num_layers <= largest}, max(1.0, tokens))
-    rows = rows_per_rank(EPOCHS * tokens, LENGTH)
-    return recipe(shape, EPOCHS * tokens, LENGTH, rows, min(rows, MICRO_BATCH))
+def recipe_for_text(tokens: int) -> dict[str, Any]:
+    """Return the settings of a run for a text of so many tokens, up to BERT's base shape, without a limit of time."""
+    seen = EPOCHS * max(1, tokens)
+    rows = rows_per_rank(seen, LENGTH)
+    return recipe(best_shape(dict.fromkeys(SHAPES[:-1], seen), max(1, tokens)), seen, LENGTH, rows, MICRO_BATCH)

@@ -13,13 +13,13 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import speed
 from megatron_ddrp.commands.options import training_command
-from megatron_ddrp.commands.plan import FULL, Plan, main
+from megatron_ddrp.commands.plan import FULL, main
 from megatron_ddrp.commands.speed import PresentDevice
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs
 from megatron_ddrp.run.cost import DEVICES, why_not
 from megatron_ddrp.run.flops import peak_tflops
-from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Shape, best_shape, recipe, recipe_for_text, rows_per_rank
+from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, recipe, recipe_for_text, rows_per_rank
 
 
 def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
@@ -29,7 +29,9 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
 
 
 def test_more_text_suggests_no_smaller_shape_and_a_tie_the_smaller_one() -> None:
-    sizes = [recipe_for_text(tokens)["hidden_size"] for tokens in (1e5, 1e6, 17e6, 50e6, 200e6, 1e9)]
+    sizes = [
+        recipe_for_text(tokens)["hidden_size"] for tokens in (10**5, 10**6, 17 * 10**6, 5 * 10**7, 2 * 10**8, 10**9)
+    ]
     assert sizes == sorted(sizes) and sizes[2:5] == [384, 512, 768]
     many = dict.fromkeys(SHAPES, 40 * 50e6)
     assert best_shape(many, 50e6) == Shape(8, 512, 8), "12 x 768 is better by less than a tie"
