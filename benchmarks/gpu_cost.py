@@ -27,6 +27,7 @@ import torch
 from arms import full_rows
 from counting import Counting, Launch, Totals
 from fake_gpu import fake_device, fake_tensors, gpu_kernels, on_device
+from layouts import SERVER_GPUS
 from measure import benchmark_parser
 from pages import write_table
 from torch import Tensor
@@ -75,7 +76,7 @@ class Cost:
         forward, backward = (Totals.of(_side(self.layer, is_backward)) for is_backward in (False, True))
         rest = Totals.of(self.rest.elements())
         estimates = {}
-        for name, device in DEVICES.items():
+        for name, device in ((name, DEVICES[name]) for name in SERVER_GPUS):
             of_layer, whole = self.milliseconds(device)
             if device.is_recent or model.attention_backend != "triton":
                 figures = {"layer_ms": round(of_layer, 3), "ms": round(whole, 2), "mfu": round(self.mfu(device), 4)}
@@ -165,7 +166,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "waits": lambda row: str(row["waits"]),
         "H100: ms per layer": lambda row: f"{row['estimates']['h100']['layer_ms']:.1f}",
         "H100: ms per micro-batch": lambda row: f"{row['estimates']['h100']['ms']:.0f}",
-        **{f"MFU {name.upper()}": partial(mfu, name) for name in DEVICES},
+        **{f"MFU {name.upper()}": partial(mfu, name) for name in SERVER_GPUS},
     }
     return Table(list(columns), [[text(row) for text in columns.values()] for row in rows])
 

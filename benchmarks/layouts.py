@@ -23,6 +23,8 @@ from megatron_ddrp.run.cost import DEVICES, Device, StepEstimate, estimate_step,
 GIB = 2**30
 USABLE = 0.9
 """Share of a device's memory that a layout may take."""
+SERVER_GPUS = ("v100", "a100", "h100", "h200")
+"""Devices of the tables: those of hosts with eight linked GPUs."""
 WORLD_SIZES = tuple(8 * 2**power for power in range(10))
 """8 to 4,096 GPUs, on which the end of scaling is looked for."""
 

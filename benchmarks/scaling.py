@@ -16,9 +16,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from layouts import GIB, MODELS, WORLD_SIZES, Choice, best, efficiency, parameters
+from layouts import GIB, MODELS, SERVER_GPUS, WORLD_SIZES, Choice, best, efficiency, parameters
 from measure import benchmark_parser
 from pages import write_table
+from published import recipes
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.pages.markdown import Table
@@ -35,7 +36,7 @@ LEAST_EFFICIENCY = 0.5
 def layout_table(name: str) -> str:
     """Return the table of a model's best layouts."""
     rows = []
-    for device_name, world_size in itertools.product(DEVICES, SHOWN):
+    for device_name, world_size in itertools.product(SERVER_GPUS, SHOWN):
         choice = best(name, device_name, world_size)
         if choice is None:
             rows.append([device_name.upper(), f"{world_size:,}", "does not fit", *[""] * 5])
@@ -55,7 +56,7 @@ def layout_table(name: str) -> str:
 def ends() -> str:
     """Return the table of where each model stops scaling."""
     rows = []
-    for name, device_name in itertools.product(MODELS, DEVICES):
+    for name, device_name in itertools.product(MODELS, SERVER_GPUS):
         found = [choice for size in WORLD_SIZES if (choice := best(name, device_name, size))]
         good = [x for x in found if efficiency(name, device_name, x) >= LEAST_EFFICIENCY]
         row = [name, device_name.upper()]
@@ -174,7 +175,7 @@ def corpus() -> str:
     documents, tokens = (CORPUS / SAMPLE_BYTES * number for number in (SAMPLE_DOCUMENTS, SAMPLE_TOKENS))
     partitions = math.ceil(CORPUS / PARTITION)
     hours = PARTITION / (CORES * BYTES_PER_CORE) / 3600
-    fastest = max(choice.tokens_per_second for device in DEVICES if (choice := best("base", device, 8)))
+    fastest = max(choice.tokens_per_second for device in SERVER_GPUS if (choice := best("base", device, 8)))
     index, margin = 20 * documents, LOADED_TOKENS / fastest
     rows = [
         ["documents, tokens", f"{documents / 1e9:.1f} billion, {tokens / 1e12:.1f} trillion"],
@@ -198,6 +199,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: layout_table(name)) for name in MODELS},  # type: ignore[misc]
     "ends": ends,
     "corpus": corpus,
+    "recipes": recipes,
 }
 """Name of a table's markers in the page → the function that computes it."""
 

@@ -17,7 +17,7 @@ from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
 from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.differences import idle_settings
-from megatron_ddrp.config.option import POSITIVE, Section, option, refuse
+from megatron_ddrp.config.option import COUNT, POSITIVE, Section, option, refuse
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.translation import HINTS, Found, differing_defaults, translate
 from megatron_ddrp.run.launch import launched_world_size
@@ -53,6 +53,9 @@ class Invocation(Section):
         "with --dry-run: assume N ranks (default: the number from the launcher or WORLD_SIZE, else 1)",
         within="[1, 1000000]",
     )
+    vocab_size: int | None = option(
+        None, "with --dry-run and without data: assume a vocabulary of N pieces (default: 30522)", within=COUNT
+    )
     device_memory: float | None = option(
         None,
         "with --dry-run: refuse a layout in which a rank needs more than this many GiB",
@@ -65,6 +68,8 @@ class Invocation(Section):
         for name in ("world_size", "device_memory"):
             if getattr(self, name) is not None and not self.dry_run:
                 refuse(f"{flag(name)} needs --dry-run: a run takes its ranks from the launcher")
+        if self.vocab_size is not None and not self.dry_run:
+            refuse("--vocab-size needs --dry-run: the tokenizer's file decides it in a run, so leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     decided = decide_by_deepspeed(settings, typed.invocation.world_size or launched_world_size())
     settings = Settings(under_flags(settings, typed.settle(settings)))
     config, run = config_of(settings), typed.invocation
+    if run.vocab_size is not None:
+        if config.data.names_data or config.data.vocab_file or config.data.tokenizer_model:
+            refuse("--vocab-size beside data or a vocabulary: these decide it, so leave it out")
+        config = config.with_vocabulary(run.vocab_size)
     remarks = (from_file.remark, *remarks_on(typed.taken, settings, config), decided)
     remarks += (idle_remark(settings, config), warmup_remark(config.optimizer, config.training.train_iters))
     return Arguments(config, run.dry_run, run.world_size, run.device_memory, tuple(filter(None, remarks)))

@@ -21,6 +21,7 @@ COMMANDS = {
     "preprocess": Command("megatron_ddrp.commands.preprocess", "turn text into an indexed dataset"),
     "train-tokenizer": Command("megatron_ddrp.commands.train_tokenizer", "learn a vocabulary from text"),
     "dataset": Command("megatron_ddrp.commands.dataset", "inspect, verify, merge or shuffle indexed datasets"),
+    "plan": Command("megatron_ddrp.commands.plan", "a model, steps and a rate for your text, device and hours"),
     "convert": Command("megatron_ddrp.commands.convert", "convert a checkpoint to a Hugging Face folder, or back"),
     "analyze": Command("megatron_ddrp.commands.analyze", "look inside encoders: attention, hidden states, speed"),
     "report": Command("megatron_ddrp.commands.report", "write a short report of a run, with its curves"),

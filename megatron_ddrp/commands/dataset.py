@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import Subcommand, parse_subcommand
-from megatron_ddrp.commands.options import GivenTokenizer
+from megatron_ddrp.commands.options import GivenTokenizer, training_command
 from megatron_ddrp.config.option import SEED, Section, option, refuse
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
@@ -32,7 +32,6 @@ from megatron_ddrp.data.dataset.manifest import (
     entry,
     read_manifest,
     recorded_flags,
-    training_command,
 )
 from megatron_ddrp.data.dataset.merging import merge, shuffle
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
@@ -168,7 +167,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         print(line)
     for document, size, text in first_documents(dataset, arguments.documents, arguments.tokens, tokenizer):
         print(f"\ndocument {document}, {size:,} tokens: {text}")
-    print(f"\ntrain on it: {training_command(dataset.prefix)}")
+    print(f"\ntrain on it: {training_command(dataset.prefix, dataset.num_tokens)}")
     if output is None:
         return
     if output.suffix == ".json":

@@ -22,6 +22,7 @@ from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.run.cost import DEVICES, Device, estimate_step, mfu, why_not, with_chosen_backend
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
+from megatron_ddrp.run.log import duration
 
 GIB = 2**30
 
@@ -139,13 +140,19 @@ def hours_of(config: Config, parameters: int, world_size: int, device: Device) -
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
     """Return the estimates as lines, one row per kind of GPU."""
-    rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB available", "device ms", "host ms"]]
+    rows = [["GPU", "s per step", "MFU", "time", "GiB needed", "GiB available", "device ms", "host ms"]]
     for name, estimate in facts["estimates"].items():
-        figures = (f"{estimate['step_seconds']:.3f}", f"{100 * estimate['mfu']:.0f} %", f"{estimate['hours']:,.0f}")
-        rows.append([name.upper(), *figures, f"{estimate['needed_gib']:,.1f}", f"{estimate['memory_gib']:g}"])
-        rows[-1] += [f"{estimate['device_ms']:,.0f}", f"{estimate['host_ms']:,.0f}"]
+        row = [name.upper(), digits(estimate["step_seconds"]), f"{100 * estimate['mfu']:.3g} %"]
+        row += [duration(max(1.0, 3600 * estimate["hours"])), digits(estimate["needed_gib"])]
+        row += [f"{estimate['memory_gib']:g}", digits(estimate["device_ms"]), digits(estimate["host_ms"])]
+        rows.append(row)
     how = "method in docs/scaling.md; ms per micro-batch, the longer counts; with Triton attention no logits are kept"
     return [f"estimated, not measured ({how}):", *columns(rows)]
+
+
+def digits(number: float) -> str:
+    """Return a number with three digits, so that a small one is not shown as 0."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def columns(rows: list[list[str]]) -> list[str]:
@@ -157,7 +164,7 @@ def columns(rows: list[list[str]]) -> list[str]:
 def open_data(config: Config) -> tuple[Config, DataFacts]:
     """Return the configuration with the tokenizer's vocabulary size, and facts about the data, if they are named."""
     data = config.data
-    if not any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
+    if not data.names_data:
         if data.vocab_file or data.tokenizer_model:
             config = with_tokenizer(config, ())
             config = config.with_vocabulary(tokenizer_flags(config).build().vocab_size)

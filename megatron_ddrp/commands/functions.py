@@ -33,6 +33,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user
 from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.launch import is_launched
+from megatron_ddrp.run.sizing import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = list[dict[str, Any]]
@@ -149,6 +150,13 @@ def train_tokenizer(*, texts: Iterable[Any] | None = None, **settings: Any) -> P
     with input_of(texts, settings) as given:
         run_command("train-tokenizer", given)
     return Path(settings["output"])
+
+
+@takes_flags_of("plan", plugins=False)
+def plan(**settings: Any) -> Plan:
+    """Print a model, steps and a rate for a text; return them: `pretrain(**plan(tokens="50M").settings)`."""
+    found: Plan = run_command("plan", settings)
+    return found
 
 
 @takes_flags_of("convert")

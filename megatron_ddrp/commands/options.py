@@ -1,13 +1,18 @@
-"""Options that several commands share: the input text and the tokenizer."""
+"""Options that several commands share, the input text and the tokenizer, and the command that trains on a dataset."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megatron_ddrp.config.option import Section, option
+from megatron_ddrp.commands import PROGRAM
+from megatron_ddrp.config.option import Section, flag_words, option
+from megatron_ddrp.data.dataset.manifest import recorded_flags
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron_ddrp.run.sizing import recipe_for_text
 
 
 def on_error(record: str) -> Any:
@@ -40,3 +45,15 @@ class GivenTokenizer(Section):
     tokenizer_model: str | None = option(
         None, ".model file for SentencePiece; for HuggingFace a folder with tokenizer.json", metavar="PATH"
     )
+
+
+def training_command(prefix: str, tokens: int) -> str:
+    """Return the command that trains a model on a dataset, of a size that fits its tokens (`run/sizing.py`).
+
+    It names the tokenizer only where the manifest cannot; `FILE` is for a vocabulary that is not known or has moved.
+    """
+    flags = recorded_flags(prefix)
+    is_there = flags.path is not None and os.path.exists(flags.path)
+    words = [] if is_there else flags.with_path("FILE").words()
+    words += flag_words(recipe_for_text(tokens).items())
+    return shlex.join([PROGRAM, "pretrain", "--data-path", prefix, *words, "--save", "run", "--load", "run"])

@@ -14,14 +14,16 @@ same command resumes a run that was killed. On several machines, each takes a pa
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
-from megatron_ddrp.commands.options import GivenTokenizer, TextInput
-from megatron_ddrp.config.option import Section, option
-from megatron_ddrp.data.dataset.manifest import training_command
+from megatron_ddrp.commands import PROGRAM
+from megatron_ddrp.commands.options import GivenTokenizer, TextInput, training_command
+from megatron_ddrp.config.option import Section, flag_words, option
+from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.preprocess.estimate import estimate
 from megatron_ddrp.data.preprocess.partition import Partition, parse_partition
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, PreprocessResult, preprocess
@@ -105,5 +107,9 @@ def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
     result = preprocess(config)
     print(result.summary())
     if config.partition is None and words is None:
-        print(f"next: {training_command(result.prefixes[0])}")
+        prefix, tokens = result.prefixes[0], result.by_key[0].tokens
+        print(f"next: {training_command(prefix, tokens)}")
+        pieces = entry(read_manifest(prefix), "tokenizer")["vocab_size"]
+        plan = flag_words({"tokens": tokens, "vocab_size": pieces, "data_path": prefix, "hours": 24}.items())
+        print(f"or for your device and hours: {PROGRAM} plan {shlex.join(plan)}")
     return result

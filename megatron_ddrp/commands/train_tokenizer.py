@@ -91,6 +91,9 @@ def next_command(arguments: argparse.Namespace) -> str:
     words = ["megatron-ddrp", "preprocess", "--input", *arguments.input]
     if arguments.json_keys != ("text",):
         words += ["--json-keys", *arguments.json_keys]
+    if arguments.on_error != "stop":
+        words += ["--on-error", arguments.on_error]
+    words += ["--workers", str(len(os.sched_getaffinity(0)))]
     words += ["--output-prefix", os.path.join(os.path.dirname(arguments.output), "corpus")]
     if arguments.type == "sentencepiece":
         words += ["--tokenizer-type", "SentencePiece", "--tokenizer-model", arguments.output]

@@ -53,6 +53,11 @@ class DataConfig:
         False, "put several documents into one row, each attending only to itself: same losses, less padding"
     )
 
+    @property
+    def names_data(self) -> bool:
+        """True if a dataset is named."""
+        return any(path is not None for path in (self.data_path, self.train_data_path, self.valid_data_path))
+
     def __post_init__(self) -> None:
         for name in ("data_path", "train_data_path", "valid_data_path"):
             words = getattr(self, name)

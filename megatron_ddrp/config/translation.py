@@ -143,7 +143,6 @@ REMEDIES = {theirs: f"use --{ours}" for theirs, ours in (pair.split("=") for pai
     "finetune": "to begin from weights alone, export them and import them: megatron-ddrp convert",
     "config-name": "give --num-layers, --hidden-size and their kin, or --config FILE",
     "tokenizer-name": "use --tokenizer-type HuggingFace --tokenizer-model FOLDER",
-    "vocab-size": "the tokenizer's file decides it: leave it out",
     **dict.fromkeys(("train-file", "dataset-name"), f"{_DATASET} --data-path"),
     "validation-file": f"{_DATASET} --valid-data-path",
     "validation-split-percentage": "use --split, such as 95,5,0",
@@ -282,6 +281,7 @@ KNOWN = {name.rstrip("="): (name.endswith("="), meaning) for name, meaning in _M
 HINTS = dict.fromkeys(KNOWN, "it is Megatron-LM's and without effect here: leave it out")
 HINTS |= {name.rstrip("="): f"use {words.removesuffix(' {}')}" for name, words in RENAMED.items()}
 HINTS |= {name.rstrip("="): rule.otherwise for name, rule in BY_VALUE.items() if rule.otherwise} | REMEDIES
+HINTS |= {"vocab-size": "the tokenizer's file decides it: leave it out"}
 """Name of a foreign flag, with dashes → what to do where it is not taken: other values, YAML, plans."""
 
 

@@ -30,6 +30,12 @@ NO_TOKENIZER = (
 )
 
 
+CONTINUED = ("--lr", "5e-5", "--lr-warmup-fraction", "0.06", "--train-iters", "12500")
+"""Flags of continued training. The rate lies between BERT's advice, 2e-5 (the README of google-research/bert), and 1e-4
+of task-adaptive RoBERTa with as many rows per step; warm-up and steps are those of domain-adaptive RoBERTa (Gururangan
+et al., arXiv:2004.10964)."""
+
+
 @dataclass(frozen=True)
 class Import(ReadFolder):
     """A folder that was read and written as a checkpoint."""
@@ -57,7 +63,7 @@ class Import(ReadFolder):
             left_out.append(f"{self.embedded_pieces - model.vocab_size} rows beyond the tokenizer's vocabulary")
         command = ["deepspeed", "--module", "megatron_ddrp", "pretrain", "--data-path", "P"]
         command += ["--load", str(self.output), "--save", "DIR"]
-        command += [*self._tokenizer_flags(), *objective_flags(self.objective), *model_flags(model)]
+        command += [*self._tokenizer_flags(), *objective_flags(self.objective), *model_flags(model), *CONTINUED]
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",
@@ -69,6 +75,7 @@ class Import(ReadFolder):
             **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
             "wrote": f"{self.output}: weights without optimizer state",
             "resume": shlex.join(command),
+            "rate": "5e-5 is usual for continued training; try 2e-5 and 1e-4 too, and fewer steps for little text",
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 

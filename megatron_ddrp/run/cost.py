@@ -109,9 +109,19 @@ DEVICES = {
     "a100": sustained_device(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
     "h100": sustained_device(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
     "h200": sustained_device(Device("H200", 989, 67, 4.8, 140, 450, 400, 132)),
+    "t4": sustained_device(Device("T4", 65, 8.1, 0.32, 16, 16, 12.5, 40, is_recent=False)),
+    "a10": sustained_device(Device("A10", 125, 31.2, 0.6, 24, 32, 12.5, 72)),
+    "l4": sustained_device(Device("L4", 121, 30.3, 0.3, 24, 32, 12.5, 58)),
+    "rtx-3060": sustained_device(Device("RTX 3060", 25.5, 12.7, 0.36, 12, 16, 1.25, 28)),
+    "rtx-3090": sustained_device(Device("RTX 3090", 71, 35.6, 0.936, 24, 16, 1.25, 82)),
+    "rtx-4090": sustained_device(Device("RTX 4090", 165.2, 82.6, 1.008, 24, 16, 1.25, 128)),
+    "rtx-5090": sustained_device(Device("RTX 5090", 209.5, 104.8, 1.792, 32, 32, 1.25, 170)),
 }
-"""Name → device, peaks by their makers' data sheets (NVLink per direction). Hosts of V100 are linked by 16 GB/s, those
-of A100 by 8 cards of 200 Gbit/s, those of H100 and H200 by 8 of 400."""
+"""Name → device, peaks by their makers' data sheets (NVLink per direction); docs/scaling.md names the sources. Hosts of
+V100 are linked by 16 GB/s, those of A100 by 8 cards of 200 Gbit/s, those of H100 and H200 by 8 of 400. T4, A10 and L4
+are taken to have PCIe and hosts with 100 Gbit/s; GeForce cards half of PCIe's rate, since they send through the host's
+memory, and 10 Gbit/s. Half precision is that with sums in fp32, which on GeForce cards is a quarter of the advertised
+sparse rate."""
 
 
 TRAFFIC = 60

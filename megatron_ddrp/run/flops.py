@@ -164,11 +164,17 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"V100-SXM\d", Peak(125, None, 15.7)),  # V100 data sheet
     (r"A100", Peak(312, 156, 19.5)),  # A100 data sheet, SXM and PCIe alike
     (r"A40", Peak(149.7, 74.8, 37.4)),  # A40 data sheet
+    (r"T4", Peak(65, None, 8.1)),  # T4 data sheet
     (r"A10", Peak(125, 62.5, 31.2)),  # A10 data sheet
     (r"L4", Peak(121, 60, 30.3)),  # L4 data sheet, halved: it counts sparsity
     (r"L40S", Peak(362.05, 183, 91.6)),  # L40S data sheet
+    (
+        r"RTX 3060$",
+        Peak(25.5, 12.7, 12.7),
+    ),  # announcement: 13 fp32, 102 sparse, a quarter
     (r"RTX 3090$", Peak(71, 35.6, 35.6)),  # GA102 whitepaper
     (r"RTX 4090$", Peak(165.2, 82.6, 82.6)),  # Ada whitepaper
+    (r"RTX 5090$", Peak(209.5, 104.8, 104.8)),  # Blackwell whitepaper; a quarter of 838 sparse
     (r"H100 PCIe", Peak(756, 378, 51)),  # H100 data sheet, halved
     (r"H100 NVL", Peak(835.5, 417.5, 60)),  # H100 data sheet, halved
     (r"H100 80GB HBM3", Peak(989.4, 494.7, 66.9)),  # H100 whitepaper, SXM

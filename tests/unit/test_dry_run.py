@@ -16,6 +16,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Memory, cut_up
 from megatron_ddrp.model import on_meta_device
+from megatron_ddrp.run.cost import DEVICES
 
 
 @pytest.fixture(autouse=True)
@@ -232,11 +233,32 @@ def test_assumptions_have_a_range(line):
 def test_it_estimates_the_step_on_known_gpus(capsys):
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --train-iters 7200 --micro-batch-size 4"
     text, facts = run_dry(capsys, f"{shape} --fp16 --world-size 8 --global-batch-size 64")
-    assert "estimated, not measured" in text and re.search(r"\n +H100 +0\.\d+ +\d+ % +\d+ +\d", text)
+    assert "estimated, not measured" in text and re.search(r"\n +H100 +0\.\d+ +[\d.]+ % +\d+m\d\ds +0\.\d", text)
     estimate = facts["estimates"]["h100"]
     assert estimate["hours"] == pytest.approx(2 * estimate["step_seconds"])
     _, facts = run_dry(capsys, f"{shape} --bf16 --world-size 8 --global-batch-size 64")
-    assert list(facts["estimates"]) == ["a100", "h100", "h200"]
+    assert list(facts["estimates"]) == [name for name, device in DEVICES.items() if device.is_recent]
+
+
+def test_no_estimate_of_a_tiny_run_is_shown_as_0(capsys):
+    text, _ = run_dry(
+        capsys,
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --train-iters 1 --fp16 "
+        "--micro-batch-size 1 --global-batch-size 1 --seq-length 8 --vocab-size 100",
+    )
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0].lower() in DEVICES]
+    assert len(rows) == len(DEVICES)
+    assert not any(word.strip("s%").rstrip("0.") == "" for row in rows for word in row if word != "%")
+
+
+def test_a_vocabulary_size_needs_no_data_and_a_dry_run(capsys):
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    small, large = (run_dry(capsys, f"{shape} --vocab-size {size}")[1]["parameters"] for size in (1000, 8000))
+    assert large - small == 7000 * (8 + 1)  # embeddings and biases
+    for words in ("--vocab-size 1000", "--dry-run --vocab-size 1000 --vocab-file v.txt"):
+        with pytest.raises(UserError, match="--vocab-size .*leave it out") as error:
+            parse_arguments(words.split())
+        assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(("micro_batches", "in_flight"), [(2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])])

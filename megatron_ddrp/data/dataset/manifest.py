@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,17 +189,6 @@ def complete(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFla
         for prefix in prefixes:
             file_size(dataset_path(prefix, ".idx"))  # a wrong prefix is the mistake, not the missing vocabulary
     return given._replace(tokenizer_type=given.tokenizer_type or TOKENIZER_TYPES[0])
-
-
-def training_command(prefix: str) -> str:
-    """Return the command that trains on a dataset. It names the tokenizer only where the manifest cannot.
-
-    `FILE` stands for a vocabulary that is not known or has moved.
-    """
-    flags = recorded_flags(prefix)
-    is_there = flags.path is not None and os.path.exists(flags.path)
-    words = [] if is_there else flags.with_path("FILE").words()
-    return shlex.join(["megatron-ddrp", "pretrain", "--data-path", prefix, *words, "--save", "run", "--load", "run"])
 
 
 def _flag(name: str) -> str:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.commands.dry_run import dry_run
-from megatron_ddrp.config import ENCODINGS, ModelConfig, flag
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, flag
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
@@ -75,6 +75,7 @@ def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, f
     assert start.objective.objective == objective and f"--objective {objective} " in line + " "
     for name, value in case.family.training.items():
         assert getattr(start.objective, name) == value and f"{flag(name)} {value}" in line
+    assert config.optimizer.lr < Config().optimizer.lr and config.training.train_iters == 12500
     assert config.objective == start.objective == load_model(tmp_path / "start")[2].objective
     dry_run(config)
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -235,11 +235,12 @@ def test_the_vocabulary_to_replace_is_no_text(corpus, tmp_path):
 )
 def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(corpus, tmp_path, flags, kind):
     (tmp_path / "in put.jsonl").write_text("".join(json.dumps({"body": text.title()}) + "\n" for text in corpus))
-    words = ("--input", tmp_path / "in put.jsonl", "--json-keys", "body", "--vocab-size", 120)
+    words = ("--input", tmp_path / "in put.jsonl", "--json-keys", "body", "--vocab-size", 120, "--on-error", "skip")
     done = run(*words, "--output", tmp_path / "v.txt", *flags)
     assert done.returncode == 0, done.stderr
     program, *command = shlex.split(done.stdout.split("next: ")[1])
-    assert program == "megatron-ddrp" and command[command.index("--tokenizer-type") + 1] == kind
+    assert program == "megatron-ddrp" and "--workers" in command and command[command.index("--on-error") + 1] == "skip"
+    assert command[command.index("--tokenizer-type") + 1] == kind
     made = subprocess.run(
         [sys.executable, "-m", "megatron_ddrp", *command],
         cwd=TOOL.parents[1],

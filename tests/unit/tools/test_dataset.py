@@ -53,7 +53,8 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
         shutil.copy(f"{tiny_corpus.prefix}{suffix}", f"{moved}{suffix}")
     out = command("inspect", f"{moved}.idx", "--tokens", 3)[1]
     assert f": {ids} …" in out, "the vocabulary is not where the manifest says"
-    assert "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --save run --load run" in out
+    assert "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --num-layers " in out
+    assert "--save run --load run" in out
 
 
 def test_inspect_finds_the_tokenizer_and_says_how_to_train(tiny_corpus, command):
