@@ -65,11 +65,7 @@ def say(line: str) -> None:
 
 def unigram_level(prefix: str) -> float:
     """Return the entropy in nats of the pieces of a dataset, taken one by one."""
-    counts = np.zeros(0, dtype=np.int64)
-    for tokens in IndexedDataset(prefix).chunks():
-        found = np.bincount(tokens, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+    counts = IndexedDataset(prefix).piece_counts()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
