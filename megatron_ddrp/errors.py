@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import difflib
 import errno
+import importlib.util
 import io
 import locale
 import os
@@ -111,6 +112,15 @@ def _short_reason(error: BaseException) -> str:
         r"^\[.*?\] err == 0\. |^CUDA out of memory\. |\.? Of the allocated memory .*|\. Error code .*", "", line
     )
     return re.sub(r"\b\d{7,}(?= bytes)", lambda number: f"{int(number[0]):,}", line)
+
+
+def need_packages(purpose: str, *packages: str, exit_code: int = FAILURE) -> None:
+    """Raise `UserError` if a package is not installed, with the command that installs those that `purpose` lacks."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(
+            f"{purpose} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}", exit_code
+        )
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_ddrp.analysis.attention_maps import AttentionMap
 from megatron_ddrp.pages.plotting import (
+    COLORS,
     FONT_SIZE,
     GREY,
     handles_by_label,
@@ -82,6 +83,18 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
     axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
     axis.grid(alpha=0.3)
     legend_below(figure, handles_by_label(axis))
+    save_figure(figure, path)
+
+
+def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int, path: Path) -> None:
+    """Draw the share of masked places whose piece is among the first guesses of each model, and of frequent pieces."""
+    shares = {row["run"]: row["found"] / row["places"] for row in rows}
+    shares["most frequent pieces"] = rows[0]["found_by_frequency"] / rows[0]["places"]
+    figure, axis = pyplot().subplots(figsize=(8, 1.6 + 0.5 * len(shares)), layout="constrained")
+    bars = axis.barh(list(shares), [100 * share for share in shares.values()], color=COLORS[0])
+    axis.bar_label(bars, fmt="%.0f%%", padding=3)
+    axis.invert_yaxis()
+    axis.set(xlabel=f"masked piece among the first {guesses} [% of {rows[0]['places']} places]", xlim=(0, 105))
     save_figure(figure, path)
 
 

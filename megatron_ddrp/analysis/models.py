@@ -22,9 +22,11 @@ from megatron_ddrp.checkpoint import (
 )
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face, read_model_config
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder, with_random_weights
 from megatron_ddrp.encoders.huggingface import longest_sequence
+from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder, build_model
@@ -104,6 +106,15 @@ class Snapshot:
         model = module.model
         position_encoding = model.config.position_encoding if isinstance(model, Encoder) else None
         return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
+
+    def load_masked_lm(self) -> Loaded:
+        """Load any masked LM as `PieceLogits`."""
+        encoder = load_masked_lm(self.path, random_init=self.random_seed is not None)
+        model = piece_logits(encoder, self.random_seed or 0, torch.device("cpu"))
+        is_run = (self.path / STATE).is_file()
+        own = None if is_run else find_tokenizer(self.path)  # the kind that datasets were made with
+        position_encoding = getattr(model.model.config, "position_encoding", None)
+        return Loaded(model, own or encoder.tokenizer, encoder.max_length, position_encoding)
 
 
 def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:

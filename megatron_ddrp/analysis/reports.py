@@ -11,6 +11,7 @@ import torch
 
 from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.attention_maps import measure_maps, measure_triangles
+from megatron_ddrp.analysis.masked_places import count_found, frequent_pieces
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
@@ -73,6 +74,24 @@ def report_space(arguments: argparse.Namespace) -> None:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def report_masked_places(arguments: argparse.Namespace) -> None:
+    """Report how often the masked piece is among the first guesses of the newest checkpoint of each folder."""
+    session, guesses = Session(arguments, every_checkpoint=False, load=Snapshot.load_masked_lm), arguments.top_k
+    rows = []
+    for view in session.views():
+        tokenizer = view.sentences.tokenizer
+        frequent = frequent_pieces(session.prefixes, tokenizer, guesses)
+        places, found, by_frequency = count_found(view.model, view.batches(), tokenizer, frequent, arguments.seed)
+        rows.append(view.facts() | {"places": places, "found": found, "found_by_frequency": by_frequency})
+    for row in rows:
+        print(
+            f"{_name(row)}: the masked piece is among the first {guesses} in {row['found']} of {row['places']} held-out"
+            f" places; it is one of the {guesses} most frequent pieces in {row['found_by_frequency']}"
+        )
+    result = {"top_k": guesses, "models": rows}
+    session.write(result, lambda path: figures.draw_masked_places(rows, guesses, path))
 
 
 def report_maps(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.models import Loaded, Snapshot, beside_random_weights, find_snapshots
 from megatron_ddrp.analysis.sentences import SentenceBatches, Sentences, TextSentences, draw_texts
 from megatron_ddrp.checkpoint import STATE, read_config
@@ -21,7 +20,7 @@ from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.progress import progress
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Output:
             raise UserError(f"--output {path}: expected a name that ends in .png or .json", WRONG_ARGUMENTS)
         self.draws = path.suffix == ".png"
         if self.draws:
-            figures.pyplot()
+            need_packages(f"--output {path}: a figure, unlike .json,", "matplotlib")
 
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
         """Write the JSON, and the figure if `--output` is one; print their names."""

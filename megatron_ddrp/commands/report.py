@@ -23,9 +23,8 @@ from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, need_packages
 from megatron_ddrp.foreign import read_text
-from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
 from megatron_ddrp.run_report.figures import LOSS, MetricsRows, draw_losses, draw_speed, learning_panels, logged_panels
 
@@ -66,11 +65,7 @@ def say(line: str) -> None:
 
 def unigram_level(prefix: str) -> float:
     """Return the entropy in nats of the pieces of a dataset, taken one by one."""
-    counts = np.zeros(0, dtype=np.int64)
-    for tokens in IndexedDataset(prefix).chunks():
-        found = np.bincount(tokens, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+    counts = IndexedDataset(prefix).piece_counts()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -106,7 +101,7 @@ SECTIONS = (Options,)
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
-    require_packages("plots", "matplotlib")
+    need_packages("the report", "matplotlib")
     found = read_runs(arguments.load, arguments.beside)
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
     scores = read_words(arguments.scores_dir / "table.md") if arguments.scores_dir else None

@@ -108,7 +108,10 @@ class LoggingConfig(Section):
     """Logging"""
 
     log_interval: int = option(
-        100, "steps between rows of metrics.jsonl and progress lines; losses are means over them", within=COUNT
+        100,
+        "steps between rows of metrics.jsonl, whose losses are means over them; the terminal shows each row, and the "
+        "numbers so far after 10 seconds without a line",
+        within=COUNT,
     )
     eval_interval: int = option(
         1000, "steps between validations on the held-out split; 0 = never", within="[0, 2147483648)"

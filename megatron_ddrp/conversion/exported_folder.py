@@ -27,7 +27,7 @@ from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
 from megatron_ddrp.data.atomic import atomic_folder
 from megatron_ddrp.data.sealed import file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder
 
@@ -50,13 +50,13 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     """
     config = model.config
     try:
-        from transformers import logging
-    except ImportError:
-        if ENCODINGS[config.position_encoding] not in PLUGINS:
-            return "not checked: transformers is not installed"
-        raise UserError(
-            "the export of a plug-in's encoding is checked with transformers: pip install 'megatron-ddrp[hf]'"
-        ) from None
+        need_packages("the check of the export of a plug-in's encoding", "transformers")
+    except UserError:
+        if ENCODINGS[config.position_encoding] in PLUGINS:
+            raise
+        return "not checked: transformers is not installed"
+    from transformers import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))

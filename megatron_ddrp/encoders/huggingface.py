@@ -22,7 +22,7 @@ from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.encoders.filling import Filled, fill
-from megatron_ddrp.errors import UserError, allocations_as_user_errors
+from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
 from megatron_ddrp.foreign import reading
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
@@ -141,10 +141,8 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
     Raises:
         UserError: one line, if the folder cannot be loaded, or if its weights do not fit its config.json.
     """
-    try:
-        _silence_transformers()
-    except ImportError:
-        raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
+    need_packages(f"--load {folder} is a Hugging Face folder, which", "transformers")
+    _silence_transformers()
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
     with transformers_reading(folder):

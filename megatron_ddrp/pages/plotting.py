@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.atomic import write_bytes
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import need_packages
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -37,10 +37,9 @@ SETTINGS: dict[Any, Any] = {
 
 def pyplot() -> Any:
     """Return matplotlib's pyplot, set up to draw into files. Raises `UserError` if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or name a .json") from None
+    need_packages("a figure", "matplotlib")
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

@@ -7,22 +7,13 @@ from __future__ import annotations
 
 import base64
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import code, escape, paragraph
 
 _FILTERS = {"name": escape, "marked": paragraph, "code": code}
-
-
-def require_packages(extra: str, *packages: str) -> None:
-    """Raise `UserError` naming the extra to install if one of `packages` is missing."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise UserError(f"the page needs {package}: pip install 'megatron-ddrp[{extra}]'")
 
 
 def render(template: str, **values: Any) -> str:

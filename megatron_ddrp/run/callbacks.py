@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.config import Config, LoggingConfig
 from megatron_ddrp.config.registry import CALLBACKS
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.run.launch import BY_CALLBACK, StopRequests
 
 if TYPE_CHECKING:
@@ -181,9 +181,6 @@ def callbacks_of(logging: LoggingConfig) -> list[Callback]:
         (logging.wandb_project, "wandb", "--wandb-project", Tracker),
     ):
         if wanted:
-            try:
-                __import__(package)
-            except ImportError:
-                raise UserError(f"{name} needs the package {package}: pip install {package}", exit_code=2) from None
+            need_packages(name, package, exit_code=WRONG_ARGUMENTS)
             found.append(make(wanted))
     return found

@@ -13,6 +13,8 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.metrics import METRICS, MetricsFile
 
+QUIET_SECONDS = 10
+"""Seconds without a line after which the next step prints one, whether or not a row is due."""
 UNSAVED_SECONDS = 3600
 """Seconds of remaining work from which on a run without `--save` warns."""
 
@@ -30,11 +32,16 @@ class MetricsLog:
         active: bool,
         logged_every: int | None = None,
         callbacks: Callbacks | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Open the log; `logged_every` is `--log-interval` up to `start_iteration` (default: that of `config`)."""
+        """Open the log; `logged_every` is `--log-interval` up to `start_iteration` (default: that of `config`).
+
+        `now` is the clock in seconds.
+        """
         self.config = config
         self.active = active
         self.callbacks = callbacks or Callbacks()
+        self._now, self._printed = now, now()
         self._file: MetricsFile | None = None
         if not active:
             return
@@ -65,6 +72,11 @@ class MetricsLog:
         """Print a line for people."""
         if self.active:
             print(line, flush=True)
+            self._printed = self._now()
+
+    def is_quiet(self) -> bool:
+        """Return whether people have waited for a line long enough."""
+        return self.active and self._now() - self._printed >= QUIET_SECONDS
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -91,15 +103,17 @@ class Clock:
         self.tokens += tokens
         self.flop += flop
 
-    def read(self) -> dict[str, float]:
-        """Return `tokens_per_second`, `step_time` (s) and, if the peak is known, `mfu` since the last reading."""
-        now = time.perf_counter()
-        elapsed = max(now - self.last, 1e-9)
+    def rates(self) -> dict[str, float]:
+        """Return `tokens_per_second`, `step_time` (s) and, if the peak is known, `mfu` since the last restart."""
+        elapsed = max(time.perf_counter() - self.last, 1e-9)
         rates = {"tokens_per_second": self.tokens / elapsed, "step_time": elapsed / max(1, self.steps)}
         if self.peak is not None:
             rates["mfu"] = self.flop / elapsed / self.peak
-        self.last, self.steps, self.tokens, self.flop = now, 0, 0, 0.0
         return rates
+
+    def restart(self) -> None:
+        """Begin to count steps for new rates."""
+        self.last, self.steps, self.tokens, self.flop = time.perf_counter(), 0, 0, 0.0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -155,7 +169,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def terms(row: dict[str, Any], labels: Mapping[str, str], digits: int = 3, prefix: str = "") -> str:
+def terms(row: Mapping[str, Any], labels: Mapping[str, str], digits: int = 3, prefix: str = "") -> str:
     """Return the labelled numbers of a row under keys with a prefix, such as `mlm 6.010 tcd 0.402`."""
     return " ".join(f"{label} {row[prefix + key]:.{digits}f}" for key, label in labels.items() if prefix + key in row)
 
@@ -167,16 +181,22 @@ def similarities(row: dict[str, Any]) -> str:
     return f" | f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}"
 
 
-def progress_line(row: dict[str, Any], labels: Mapping[str, str], train_iters: int, eta: str) -> str:
+def progress_line(row: Mapping[str, Any], labels: Mapping[str, str], train_iters: int, eta: str) -> str:
     """Return the progress line of a row.
 
-    `step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | mfu 31.2% | mem 21.3
-    GiB | eta 9h12m`, all in one line; `mfu` only if the row has it.
+    `step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412.0k tok/s | mfu 31.2% | mem
+    21.3 GiB | eta 9h12m`, all in one line; `mfu` and `mem` only if the row has them.
     """
-    rate = row["tokens_per_second"]
-    speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
     mfu = f"mfu {100 * row['mfu']:.1f}% | " if "mfu" in row else ""
+    memory = f"mem {row['peak_memory_gib']:.1f} GiB | " if "peak_memory_gib" in row else ""
     return (
         f"step {row['iteration']}/{train_iters} | loss {row['loss']:.3f} ({terms(row, labels)}) | lr {row['lr']:.2e} | "
-        f"gnorm {row['grad_norm']:.2f} | {speed} tok/s | {mfu}mem {row['peak_memory_gib']:.1f} GiB | eta {eta}"
+        f"gnorm {row['grad_norm']:.2f} | {speed(row['tokens_per_second'])} tok/s | {mfu}{memory}eta {eta}"
     )
+
+
+def speed(rate: float) -> str:
+    """Return a rate as 1.25M, 41.2k, 412 or 0.62."""
+    if rate >= 1e3:
+        return f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -68,6 +68,8 @@ class TrainingRun:
             clock.count(result.counts["tokens"], flop)
             if logged := self.logs(after.iteration):
                 self.log_step(result, after, clock)
+            elif self.log.is_quiet():
+                self.show_step(self.numbers_of(result, after, clock), clock)
             unsaved.warn_once(after.iteration, self.log.say)
             return replace(after, since_logged={}) if logged else after
 
@@ -124,23 +126,35 @@ class TrainingRun:
         saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
         return saves or self.ends(iteration) or (validates and self.is_due(iteration, config.logging.eval_interval))
 
-    def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
-        """Log a step: the mean losses and rates since the last row, and the step's own learning rate and norm."""
-        config, device = self.config, self.ranks.device
-        objective = make_objective(config.objective)
-        row: dict[str, Any] = {
+    def numbers_of(self, result: StepResult, progress: Progress, clock: Clock) -> dict[str, Any]:
+        """Return the mean losses and rates since the last row, and a step's own learning rate and norm.
+
+        All of them were read when the step was finished.
+        """
+        objective = make_objective(self.config.objective)
+        return {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "consumed_tokens": progress.consumed_tokens,
             **(losses_of(progress.since_logged, objective) if progress.since_logged else result.losses),
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            **clock.read(),
-            "peak_memory_gib": largest_over_ranks(peak_memory_bytes(device), device) / 2**30,
+            **clock.rates(),
         }
+
+    def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
+        """Log a step: its numbers, the memory of all ranks, and the columns of callbacks."""
+        row, device = self.numbers_of(result, progress, clock), self.ranks.device
+        clock.restart()
+        row["peak_memory_gib"] = largest_over_ranks(peak_memory_bytes(device), device) / 2**30
         row |= self.log.callbacks.columns(row)
         self.log.write(row, "on_step")
-        self.log.say(progress_line(row, objective.labels, config.training.train_iters, clock.eta(progress.iteration)))
+        self.show_step(row, clock)
+
+    def show_step(self, row: Mapping[str, Any], clock: Clock) -> None:
+        """Print the progress line of a step's numbers."""
+        labels, iteration = make_objective(self.config.objective).labels, row["iteration"]
+        self.log.say(progress_line(row, labels, self.config.training.train_iters, clock.eta(iteration)))
 
     def validate(self, loader: BatchLoader, progress: Progress) -> None:
         """Log the validation losses; samples, masks and draws are the same each time and for every `--seed`."""

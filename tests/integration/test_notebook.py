@@ -21,8 +21,8 @@ def test_it_is_stored_without_outputs():
 
 @pytest.mark.slow
 def test_it_runs_from_text_to_filled_masks_and_plots(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install 'megatron-ddrp[dev]'")
-    pytest.importorskip("ipykernel", reason="needs ipykernel: pip install 'megatron-ddrp[dev]'")
+    nbclient = pytest.importorskip("nbclient", reason="needs pip install nbclient")
+    pytest.importorskip("ipykernel", reason="needs pip install ipykernel")
     for package in ("transformers", "matplotlib"):
         pytest.importorskip(package)
     import nbformat

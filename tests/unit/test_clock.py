@@ -8,7 +8,7 @@ from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log
 from megatron_ddrp.run.flops import peak_of_device, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
-from megatron_ddrp.run.log import Clock, duration, progress_line
+from megatron_ddrp.run.log import Clock, MetricsLog, duration, progress_line, speed
 
 ROW = {"iteration": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 1500.0, "peak_memory_gib": 21.26}
 
@@ -26,10 +26,11 @@ def test_mfu_is_the_flop_since_the_last_reading_by_time_and_peak(time_passes):
     for _ in range(2):
         clock.count(tokens=100, flop=3e12)
     time_passes.append(10.0)
-    assert clock.read() == {"tokens_per_second": 20.0, "step_time": 5.0, "mfu": pytest.approx(0.6)}
+    assert clock.rates() == {"tokens_per_second": 20.0, "step_time": 5.0, "mfu": pytest.approx(0.6)}
+    clock.restart()
     clock.count(tokens=100, flop=1e12)
     time_passes.append(12.0)
-    assert clock.read()["mfu"] == pytest.approx(0.5)
+    assert clock.rates()["mfu"] == pytest.approx(0.5)
 
 
 def test_a_pause_between_two_readings_takes_no_step_with_it(time_passes):
@@ -42,7 +43,7 @@ def test_a_pause_between_two_readings_takes_no_step_with_it(time_passes):
         time_passes.append(58.0)
     clock.count(tokens=100)
     time_passes.append(62.0)
-    assert clock.read() == {"tokens_per_second": 25.0, "step_time": 4.0}
+    assert clock.rates() == {"tokens_per_second": 25.0, "step_time": 4.0}
 
 
 @pytest.mark.parametrize(("start", "now", "eta"), [(0, 10, "19m50s"), (1000, 1010, "3m10s")])
@@ -64,13 +65,42 @@ def test_a_duration_changes_its_unit_where_the_larger_one_is_whole(seconds, text
 def test_without_a_peak_there_is_no_mfu():
     clock = Clock(0, 10)
     clock.count(tokens=100, flop=3e12)
-    assert list(clock.read()) == ["tokens_per_second", "step_time"]
+    assert list(clock.rates()) == ["tokens_per_second", "step_time"]
     assert "mfu" not in progress_line(ROW, {}, 10, "1s")
 
 
 def test_the_line_shows_mfu_and_memory():
     line = progress_line(ROW | {"mfu": 0.3123}, {}, 10, "1s")
     assert line.endswith("| 1.5k tok/s | mfu 31.2% | mem 21.3 GiB | eta 1s")
+
+
+def test_a_line_between_two_rows_has_no_memory():
+    """The memory is that of all ranks, which only a row asks for."""
+    row = {name: value for name, value in ROW.items() if name != "peak_memory_gib"}
+    assert progress_line(row, {}, 10, "1s").endswith("| 1.5k tok/s | eta 1s")
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0.6249, "0.625"), (9.0, "9"), (99.96, "100"), (999, "999"), (1000, "1.0k"), (412e3, "412.0k"), (1.25e6, "1.25M")],
+)
+def test_a_rate_always_has_digits(rate, text):
+    assert speed(rate) == text
+
+
+def test_a_log_is_quiet_after_ten_seconds_without_a_line(capsys):
+    now = [100.0]
+    with MetricsLog(Config(), 0, active=True, now=lambda: now[0]) as metrics_log:
+        for passed, quiet in ((9.9, False), (0.2, True), (5.0, True)):
+            now[0] += passed
+            assert metrics_log.is_quiet() == quiet
+        metrics_log.say("a line")
+        for passed, quiet in ((9.9, False), (0.2, True)):
+            now[0] += passed
+            assert metrics_log.is_quiet() == quiet
+    other_rank = MetricsLog(Config(), 0, active=False, now=lambda: now[0])
+    now[0] += 100
+    assert not other_rank.is_quiet()
 
 
 def test_the_peak_is_the_flags_or_the_devices(monkeypatch):

@@ -2,12 +2,24 @@
 
 import errno
 import pickle
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.errors import UserError, allocations_as_user_errors, refusals_as_user_errors, run_command
+from megatron_ddrp.errors import (
+    FAILURE,
+    WRONG_ARGUMENTS,
+    UserError,
+    allocations_as_user_errors,
+    need_packages,
+    refusals_as_user_errors,
+    run_command,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def outcome(main, capsys):
@@ -119,3 +131,23 @@ def test_every_command_answers_a_lack_of_memory_in_one_line(capsys):
 def test_other_runtime_errors_stay_bugs():
     with pytest.raises(RuntimeError, match="shapes"), allocations_as_user_errors():
         fail(RuntimeError("shapes differ"))
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "markdown", None)
+    need_packages("the page", "json")
+    with pytest.raises(
+        UserError, match=r"^the page needs matplotlib, not installed here: pip install matplotlib$"
+    ) as one:
+        need_packages("the page", "json", "matplotlib")
+    assert one.value.exit_code == FAILURE
+    with pytest.raises(UserError, match=r"needs markdown and matplotlib.*: pip install markdown matplotlib$") as both:
+        need_packages("the page", "markdown", "matplotlib", exit_code=WRONG_ARGUMENTS)
+    assert both.value.exit_code == WRONG_ARGUMENTS
+
+
+def test_no_message_asks_for_a_release_of_this_package():
+    """A clone is installed, not a release: a message names the package that is missing."""
+    texts = {path: path.read_text() for path in (ROOT / "megatron_ddrp").rglob("*.py")}
+    assert len(texts) > 200 and not [str(path) for path, text in texts.items() if "megatron-ddrp[" in text]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,8 @@ class Training:
         self.norms = {step: iter(values) for step, values in norms.items()}
         self.requests = StopRequests(None)
         self.asks_after = 0
+        self.is_quiet = False
+        self.lines: list[str] = []
         monkeypatch.setattr(nonfinite, "train_step", self.train_step)
         monkeypatch.setattr(nonfinite, "gather_objects", lambda item: [item])
         monkeypatch.setattr(loop, "reads_late", lambda config, ranks: late)
@@ -49,7 +52,7 @@ class Training:
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
         monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, progress, must: self.save(progress))
-        log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks())
+        log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks(), is_quiet=lambda: self.is_quiet)
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
         self.run = loop.TrainingRun(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
 
@@ -68,6 +71,7 @@ class Training:
         self.rows.append(row)
 
     def say(self, line: str) -> None:
+        self.lines.append(line)
         if "finite" in line:
             self.events.append(line.split(":")[0])
 
@@ -153,6 +157,25 @@ def test_a_row_holds_the_mean_since_the_row_before(late: bool, monkeypatch: pyte
     # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
     assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(1, 2.0), (4, 6.0), (6, 11.0)]
     assert [row["grad_norm"] for row in made.rows] == [1, 4, 6]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two rows a line takes part in nothing that other ranks would have to join."""
+    shown, rows, asked = [], [], []
+    for quiet in (False, True):
+        made = training(monkeypatch, late)
+        made.is_quiet = quiet
+        made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+        monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: asked.append(device) or 2**30)
+        made()
+        found = [re.match(r"step (\d)/6 .*\(mlm (\S+) .* eta", line) for line in made.lines]
+        shown.append({int(line[1]): float(line[2]) for line in found if line})
+        rows.append([{name: row[name] for name in ("iteration", "lm_loss", "grad_norm")} for row in made.rows])
+    assert shown[0] == {1: 2, 4: 6, 6: 11} and shown[1] == {1: 2, 2: 4, 3: 5, 4: 6, 5: 10, 6: 11}
+    assert rows[0] == rows[1] and len(asked) == 6
 
 
 @pytest.mark.parametrize("late", [False, True])

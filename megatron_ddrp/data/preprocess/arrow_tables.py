@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import need_packages
 from megatron_ddrp.foreign import reading
 
 ROWS = 512  # of a Parquet file, decoded at once; pages, not rows, are what pyarrow keeps in memory
@@ -104,12 +104,9 @@ def open_parquet(path: str) -> Iterator[Any]:
 
 
 def _pyarrow(path: str) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{path}: needs pyarrow, which is not installed; pip install 'megatron-ddrp[parquet]'"
-        ) from None
+    need_packages(path, "pyarrow")
+    import pyarrow.parquet
+
     return pyarrow
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_ddrp.data.preprocess.partition import Partition
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
 from megatron_ddrp.data.tokenizers.tokenizer import Span, build_tokenizer
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,9 @@ Splitter = Callable[[str], list[int]]
 
 def sentence_splitter() -> tuple[str, Splitter]:
     """Return (name of the parameters, splitter). Raises `UserError` if NLTK is not installed."""
-    try:
-        from nltk.tokenize import punkt
-    except ImportError:
-        raise UserError("--split-sentences needs NLTK, which is not installed; pip install nltk") from None
+    need_packages("--split-sentences", "nltk")
+    from nltk.tokenize import punkt
+
     try:
         name, splitter = "punkt-english", punkt.PunktTokenizer("english")
     except (LookupError, AttributeError):  # AttributeError: NLTK before 3.8.2 has no PunktTokenizer

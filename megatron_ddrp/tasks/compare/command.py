@@ -13,8 +13,7 @@ from typing import Any
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.option import COUNT, Section, option, refuse
-from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
-from megatron_ddrp.pages.rendering import require_packages
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.jobs import JobForecast, open_store
 from megatron_ddrp.tasks.compare.plan_file import read_plans
@@ -161,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
     options = parse_arguments(arguments)
     if not options.dry_run:
-        require_packages("compare", "markdown", "matplotlib")  # before hours of jobs, not after them
+        need_packages("the page", "markdown", "matplotlib")  # before hours of jobs, not after them
     if options.is_rows:
         return _page_of_rows(options)
     experiment = plan_experiment(options)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import UserError, shared_error
-from megatron_ddrp.pages.rendering import require_packages
+from megatron_ddrp.errors import UserError, need_packages, shared_error
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.run.launch import launched_world_size
@@ -25,7 +24,7 @@ from megatron_ddrp.tasks.jobs.workers import device_of, drain, share_out
 
 def run(options: SweepOptions) -> int:
     """Carry out a parsed command line. Return 1 if --report leaves damaged runs out."""
-    require_packages("glue", "scipy")  # the report needs it; here, before hours of runs
+    need_packages("the report", "scipy")  # the report needs it; here, before hours of runs
     if options.report is not None:
         return report_only(options.report, options.output_dir, options.suite)
     if launched_world_size() == 1:

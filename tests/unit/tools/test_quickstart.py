@@ -17,6 +17,7 @@ STAGES = [
     "swap_words.py",
     "tasks.finetune",
     "tasks.finetune",
+    "analyze.py",
     "training_report.py",
 ]
 STUB = """#!/usr/bin/env bash
@@ -113,6 +114,8 @@ def test_a_missing_corpus_is_one_line(quickstart):
 def test_the_real_parsers_take_its_flags(quickstart):
     pytest.importorskip("torch")
     from megatron_ddrp.arguments import parse_arguments
+    from megatron_ddrp.cli import parse_subcommand
+    from megatron_ddrp.commands.analyze import SUBCOMMANDS
     from megatron_ddrp.tasks.finetune.command import parse_arguments as parse_finetune
 
     _, _, calls = quickstart()
@@ -121,6 +124,8 @@ def test_the_real_parsers_take_its_flags(quickstart):
     assert config.model.position_encoding == "ddrp"
     assert config.objective.objective == "mth"
     assert config.checkpoint.save == config.checkpoint.load
+    places = parse_subcommand("", SUBCOMMANDS, words["analyze.py"])
+    assert (places.command, places.load) == ("masked-places", (Path(config.checkpoint.save),))
     options = parse_finetune(words["tasks.finetune"])
     assert options.random_init
     assert [task.task_name for task in options.suite.tasks] == ["word-order"]
