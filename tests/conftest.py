@@ -9,12 +9,13 @@ import re
 from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.pages import plotting
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # by default a test fails if a busy machine is slow
@@ -49,6 +50,20 @@ def write_vocabulary(texts: list[str], path: Path, num_words: int = NUM_WORDS) -
     pieces = [*SPECIAL_TOKENS, *characters, *(f"##{c}" for c in characters), *frequent]
     path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture(autouse=True)
+def coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw each figure into its .png, with few dots: text and fonts of three full files cost a second a figure.
+
+    `tests/unit/pages/test_plotting.py` writes them as a user's command does.
+    """
+    render = plotting.render
+
+    def coarse(figure: Any, ending: str) -> bytes:
+        return render(figure, ending, 50) if ending == ".png" else f"a figure as {ending}".encode()
+
+    monkeypatch.setattr(plotting, "render", coarse)
 
 
 @pytest.fixture

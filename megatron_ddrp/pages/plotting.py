@@ -51,14 +51,17 @@ def save_figure(figure: Any, path: Path) -> None:
     """Write a figure as `path`, its .png, and as .pdf and .svg beside it; close it. A failure leaves no half a file."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the layout is computed once, for all files
-    contents: dict[Path, bytes] = {}
-    for ending, metadata in FORMATS.items():
-        stream = io.BytesIO()
-        figure.savefig(stream, format=ending[1:], dpi=DPI, metadata=metadata)
-        contents[path.with_suffix(ending)] = stream.getvalue()
+    contents = {path.with_suffix(ending): render(figure, ending) for ending in FORMATS}
     pyplot().close(figure)
     for file, content in contents.items():
         write_bytes(file, content)
+
+
+def render(figure: Any, ending: str, dpi: int = DPI) -> bytes:
+    """Return a figure as the content of a file of one of the `FORMATS`."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format=ending[1:], dpi=dpi, metadata=FORMATS[ending])
+    return stream.getvalue()
 
 
 def remove_figure(path: Path) -> None:

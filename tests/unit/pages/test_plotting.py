@@ -19,6 +19,11 @@ from megatron_ddrp.pages.plotting import (
 )
 
 
+@pytest.fixture(autouse=True)
+def coarse_figures() -> None:
+    """Take the place of the fixture of this name: figures here are written in full."""
+
+
 @pytest.mark.parametrize(
     ("names", "short"),
     [
