@@ -4,10 +4,10 @@
     megatron-ddrp report --load runs/tnf --beside runs/bert --output-dir runs/tnf/report
 
 Writes report.md, losses.png (losses, perplexity, accuracies, TCD and HCD) and speed.png (learning rate, gradient norm,
-tokens per second, memory), each also as .pdf and .svg. With --data-path the figure marks the unigram level: the loss of
-a model that knows how often each piece occurs and nothing else. A model with a lower masked-LM loss has learnt from
-context. The report of an ELECTRA run shows the discriminator's accuracy beside the majority: the accuracy of calling
-every token an original.
+tokens per second, memory), each also as .pdf and .svg. The figure marks the unigram level: the loss of a model that
+knows how often each piece occurs and nothing else. A model with a lower masked-LM loss has learnt from context. The
+report of an ELECTRA run shows the discriminator's accuracy beside the majority: the accuracy of calling every token an
+original.
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ class Options(Section):
 
     load: Path = option(MISSING, "--save folder of a pre-training run", metavar="DIR")
     beside: tuple[Path, ...] = option((), "other runs to draw beside it (default: none)", nargs="+", metavar="DIR")
-    data_path: str | None = option(None, "its dataset's prefix, for the unigram level", metavar="P")
+    data_path: str | None = option(
+        None,
+        "its dataset's prefix, to count the unigram level of all of it (default: the run's own)",
+        metavar="P",
+    )
     scores_dir: Path | None = option(
         None,
         "--output-dir of megatron-ddrp finetune or megatron-ddrp glue (--glue-dir is the older name)",
@@ -103,12 +107,13 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
     need_packages("the report", "matplotlib")
     found = read_runs(arguments.load, arguments.beside)
-    unigram = unigram_level(arguments.data_path) if arguments.data_path else None
     scores = read_words(arguments.scores_dir / "table.md") if arguments.scores_dir else None
     commands = read_words(arguments.commands) if arguments.commands else None
 
-    from megatron_ddrp.run_report.page import facts, page  # loads torch
+    from megatron_ddrp.run.plateau import stored_level  # these load torch
+    from megatron_ddrp.run_report.page import facts, page
 
+    unigram = unigram_level(arguments.data_path) if arguments.data_path else stored_level(arguments.load)
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir
     output.mkdir(parents=True, exist_ok=True)

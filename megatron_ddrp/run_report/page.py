@@ -17,6 +17,7 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.plotting import thousands
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.run.log import duration
+from megatron_ddrp.run.plateau import curve_of, onset, stored_level
 from megatron_ddrp.run_report.figures import (
     MetricsRows,
     Panel,
@@ -41,7 +42,7 @@ def facts(folder: Path, rows: MetricsRows) -> list[tuple[str, str]]:
             settled = list(_of_config(config))
         except UserError as error:  # damaged, or of a plug-in that was not given
             settled = [("model", f"unknown: {error}")]
-    return [*settled, *_of_rows(rows, config)]
+    return [*settled, *_of_rows(rows, config), *_of_plateau(rows, stored_level(folder))]
 
 
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
@@ -74,6 +75,13 @@ def _of_rows(rows: MetricsRows, config: Config | None) -> Iterator[tuple[str, st
     memory = [gib for _, gib in series(rows, "peak_memory_gib")]
     if memory:
         yield "peak memory of a rank", f"{max(memory):.2f} GiB"
+
+
+def _of_plateau(rows: MetricsRows, level: float | None) -> Iterator[tuple[str, str]]:
+    """Yield when a run left the plateau near the unigram level, if the level is known."""
+    if level is not None and (curve := curve_of(rows)):
+        left = onset(curve, level)
+        yield "plateau", f"left after {left:,} tokens" if left else "not left yet (docs/plateau.md)"
 
 
 def training_seconds(rows: MetricsRows) -> float:

@@ -18,7 +18,7 @@ from megatron_ddrp.tasks.compare.pictures import draw_gains, draw_pairs, styles
 from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.tables import format_budget
-from megatron_ddrp.tasks.measures import GLUE, LOSS, TRAINING_LOSS, factor_of, unit_of
+from megatron_ddrp.tasks.measures import GLUE, LOSS, ONSET, TRAINING_LOSS, factor_of, unit_of
 
 LINES = 7
 """Largest number of lines of a panel; as many colours are distinct."""
@@ -106,14 +106,14 @@ def draw_onsets(results: Results) -> Any:
     for budget, tokens in results.budgets.items():
         lines = []
         for arm in look:
-            runs = [run for run in results.at(budget, arm).values() if run.knows_onset]
+            runs = [run for run in results.at(budget, arm).values() if ONSET in run.values]
             end = max((run.tokens for run in runs), default=0) or tokens
             bounds = [0.0, *sorted(run.onset for run in runs if run.onset is not None), float(end)]
             shares = [100 * (1 - number / max(1, len(runs))) for number in range(len(bounds) - 1)]
             steps = [(x, y, y, y) for y, pair in zip(shares, itertools.pairwise(bounds), strict=True) for x in pair]
             lines += [_Line(arm.label, look[arm], steps)] if runs else []
         panels += [_Panel(format_budget(budget, tokens), "runs on the plateau [%]", own) for own in _shares(lines)]
-    return _draw(results, panels) if any(run.onset for run in results.runs if run.knows_onset) else None
+    return _draw(results, panels) if any(run.onset for run in results.runs if ONSET in run.values) else None
 
 
 def draw_budgets(results: Results) -> Any:

@@ -25,7 +25,7 @@ from megatron_ddrp.tasks.compare.results import (
     model_claims,
     over_baseline,
 )
-from megatron_ddrp.tasks.compare.rows import RunRow, missing_samples
+from megatron_ddrp.tasks.compare.rows import RunRow, samples_file
 from megatron_ddrp.tasks.compare.tables import (
     checks_table,
     cost_table,
@@ -182,6 +182,15 @@ class Page:
         texts = {name: text or "These rows have no such numbers." for name, text in self.blocks.items()}
         names = write_blocks(path, BLOCK, texts)
         return f"{path}: {len(names)} tables replaced: {', '.join(names)}"
+
+
+def missing_samples(runs: Sequence[RunRow]) -> list[str]:
+    """Return a line about the runs without samples that have a measure of which other runs have them."""
+    measures = {measure for run in runs for measure in run.samples}
+    without = [run for run in runs if not run.samples and measures & run.values.keys()]
+    more = f" and {len(without) - 1:,} more files" if len(without) > 1 else ""
+    files = [samples_file(Path(), vars(run)) for run in without[:1]]
+    return [f"{file}{more}: missing; differences of these runs have no interval over items" for file in files]
 
 
 def _as_json(check: str, gain: Gain) -> dict[str, Any]:

@@ -191,11 +191,6 @@ class RunRow:
         """Tokens at which the run left the plateau; None if it did not."""
         return onset(self.curves.get(TRAINING_LOSS, ()), self.unigram_loss)  # type: ignore[arg-type]
 
-    @property
-    def knows_onset(self) -> bool:
-        """True if the row tells whether the run left the plateau."""
-        return bool(self.unigram_loss and self.curves.get(TRAINING_LOSS))
-
 
 def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
@@ -220,7 +215,8 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
             "samples": read_samples(folder, row) if folder else {},
         }
     )
-    return replace(run, values={**run.values, ONSET: run.onset or run.tokens}) if run.knows_onset else run
+    knows_onset = run.unigram_loss and run.curves.get(TRAINING_LOSS)
+    return replace(run, values={**run.values, ONSET: run.onset or run.tokens}) if knows_onset else run
 
 
 def _as_written_now(row: Mapping[str, Any]) -> Row:
@@ -266,15 +262,6 @@ def write_samples(folder: Path, row: Mapping[str, Any], samples: Samples) -> Non
     np.savez_compressed(stream, **dict(samples) | {_FILE: np.array(path.name)})  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, stream.getvalue())
-
-
-def missing_samples(runs: Sequence[RunRow]) -> list[str]:
-    """Return a line about the runs without samples that have a measure of which other runs have them."""
-    measures = {measure for run in runs for measure in run.samples}
-    without = [run for run in runs if not run.samples and measures & run.values.keys()]
-    more = f" and {len(without) - 1:,} more files" if len(without) > 1 else ""
-    files = [samples_file(Path(), vars(run)) for run in without[:1]]
-    return [f"{file}{more}: missing; differences of these runs have no interval over items" for file in files]
 
 
 def open_rows(path: Path) -> Store:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.page import missing_samples
 from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.results import Results, check_places
-from megatron_ddrp.tasks.compare.rows import as_run, missing_samples, read_rows, samples_file, write_samples
+from megatron_ddrp.tasks.compare.rows import as_run, read_rows, samples_file, write_samples
 from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
 

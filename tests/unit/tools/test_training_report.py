@@ -12,6 +12,7 @@ from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_wo
 from megatron_ddrp.config import Config, ObjectiveConfig, save_config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.run.plateau import store_level
 from megatron_ddrp.run_report import figures
 from megatron_ddrp.run_report.figures import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
 from megatron_ddrp.run_report.page import facts, page, training_seconds
@@ -57,6 +58,15 @@ def test_a_running_mean_stands_at_the_middle_step():
     values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
     assert running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
     assert running_mean(values[:2], 3) == []
+
+
+def test_the_report_says_when_the_run_left_the_plateau(tmp_path):
+    losses = [9.0, 6.9, 5.5, 5.4]
+    rows = [{"iteration": n, "consumed_tokens": n * 10**6, "lm_loss": loss} for n, loss in enumerate(losses, 1)]
+    assert "plateau" not in dict(facts(tmp_path, rows))  # a run of an earlier version
+    store_level(tmp_path, 7.0)
+    assert dict(facts(tmp_path, rows))["plateau"] == "left after 3,000,000 tokens"
+    assert dict(facts(tmp_path, rows[:2]))["plateau"] == "not left yet (docs/plateau.md)"
 
 
 def test_the_report_says_where_the_loss_ended():
