@@ -8,6 +8,8 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.run.plateau import BELOW, WINDOW, PlateauWatch, curve_of, onset, stored_level
+from megatron_ddrp.tasks.compare.rows import as_run
+from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 
 LEVEL = 7.0
 STEP = WINDOW // 4
@@ -69,6 +71,16 @@ def test_the_onsets_of_the_ladder_tell_the_encodings_apart():
     assert set(found["absolute", middle]) == {None}
     assert all(25_000_000 < one < 35_000_000 for one in found["absolute", highest])
     assert max(found["ddrp", highest]) < 5_000_000
+
+
+def test_a_row_counts_a_run_that_never_left_with_all_its_tokens_and_no_arm_at_half_the_budget():
+    row = {"run": "r", "model": "m", "encoding": "ddrp", "objective": "mlm", "seed": 1, "planned_tokens": 10**6}
+    row |= {"values": {}, "tokens": 900_000, "curves": {TRAINING_LOSS: curve(9, 7, 5, 5, 5, 5)}}
+    left, resting = as_run(row | {"unigram_loss": LEVEL}), as_run(row | {"unigram_loss": 4.0})
+    assert (left.onset, left.values[ONSET]) == (5 * STEP, 5 * STEP)
+    assert (resting.onset, resting.values[ONSET]) == (None, 900_000)
+    assert ONSET not in as_run(row).values  # written by an earlier version
+    assert ONSET not in as_run(row | {"unigram_loss": LEVEL, "half": True}).values
 
 
 def rows_of(points):

@@ -215,8 +215,9 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
             "samples": read_samples(folder, row) if folder else {},
         }
     )
-    knows_onset = run.unigram_loss and run.curves.get(TRAINING_LOSS)
-    return replace(run, values={**run.values, ONSET: run.onset or run.tokens}) if knows_onset else run
+    if run.half or not run.unigram_loss or not run.curves.get(TRAINING_LOSS):
+        return run  # an arm at half the budget had less time to leave the plateau than the others
+    return replace(run, values={**run.values, ONSET: run.onset or run.tokens})
 
 
 def _as_written_now(row: Mapping[str, Any]) -> Row:
