@@ -1,4 +1,4 @@
-"""Time of a training step on a device: by the table of `megatron_ddrp/run/cost.py`, or measured on this machine."""
+"""Time of a training step on a device: by the table of `run/devices.py`, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
 from megatron_ddrp.run.callbacks import Callback
-from megatron_ddrp.run.cost import DEVICES, estimate_step, with_chosen_backend
+from megatron_ddrp.run.cost import estimate_step, with_chosen_backend
+from megatron_ddrp.run.devices import DEVICES
 from megatron_ddrp.run.flops import flop_per_token
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.train import train
