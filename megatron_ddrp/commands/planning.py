@@ -15,6 +15,7 @@ from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import neediest_by_zero_stage
 from megatron_ddrp.model import Encoder, count_parameters, on_meta_device
+from megatron_ddrp.run.cost import with_chosen_backend
 from megatron_ddrp.run.devices import HOST
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, power_of_two, recipe, rows_per_rank
@@ -44,6 +45,12 @@ class Candidate(NamedTuple):
         """Time of the run."""
         return self.settings["train_iters"] * self.step.seconds
 
+    def row(self, tokens: float) -> dict[str, Any]:
+        """Return the numbers for a Python program; `tokens` are those of the text."""
+        times = {"seconds": self.seconds, "step_seconds": self.step.seconds, "measured": self.step.is_measured}
+        sizes = {"largest_micro_batch": self.largest, "memory_gib": self.gib, "epochs": self.seen / tokens}
+        return {**self.settings, "parameters": self.parameters, **times, **sizes}
+
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, and return it."""
@@ -59,12 +66,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     best = best_shape(runnable, options.tokens)
     chosen = next(one for one in found if one.shape == best)
     print("\n".join([*table(found, best, options, device), *advice(chosen, options)]))
-    rows = [
-        {**one.settings, "epochs": one.seen / options.tokens, "seconds": one.seconds, "step_seconds": one.step.seconds}
-        | {"measured": one.step.is_measured, "largest_micro_batch": one.largest, "memory_gib": one.gib}
-        for one in found
-    ]
-    return Plan({"data_path": options.data_path, **chosen.settings}, rows)
+    return Plan({"data_path": options.data_path, **chosen.settings}, [one.row(options.tokens) for one in found])
 
 
 def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice) -> Candidate | None:
@@ -99,7 +101,8 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
 
 def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | PresentDevice) -> float:
     """Return the estimated memory of a rank in GiB; it is linear in the rows of a micro-batch."""
-    needs = neediest_by_zero_stage(model, device.with_backend(config), ranks, 1, device_type=device.type)
+    config = with_chosen_backend(config, device.like) if device.like else config
+    needs = neediest_by_zero_stage(model, config, ranks, 1, device_type=device.type)
     return needs[config.parallel.zero_stage].total / GIB
 
 
@@ -143,20 +146,14 @@ def advice(chosen: Candidate, options: argparse.Namespace) -> list[str]:
     lr, steps = chosen.settings["lr"], chosen.settings["train_iters"]
     short = min(steps, max(LEAST_STEPS, steps // 20))
     rates = " ".join(f"{lr * factor:g}" for factor in (0.5, 1, 2))
-    launcher = f"deepspeed --num_gpus {options.world_size} --module" if options.world_size <= HOST else ""
-    launcher = launcher or "deepspeed --hostfile hosts --module"
-    start = "megatron-ddrp" if options.world_size == 1 else f"{launcher} megatron_ddrp"
+    hosts = f"--num_gpus {options.world_size}" if options.world_size <= HOST else "--hostfile hosts"
+    start = "megatron-ddrp" if options.world_size == 1 else f"deepspeed {hosts} --module megatron_ddrp"
     shared = {k: v for k, v in chosen.settings.items() if k not in ("train_iters", "lr")}
     pretrain = f"{start} pretrain {shlex.join(flag_words([('data_path', options.data_path), *shared.items()]))}"
     trial = f"{pretrain} --train-iters {short} --eval-interval {short} --lr $lr --save rate-$lr"
-    lines = []
-    if options.tokens < CONTINUE:
-        lines = [
-            "if there is an encoder for this language, compare with continuing it: megatron-ddrp convert --from-hf "
-            "NAME --output start"
-        ]
+    convert = "megatron-ddrp convert --from-hf NAME --output start"
     return [
-        *lines,
+        *[f"if this language has an encoder, compare with continuing it: {convert}"] * (options.tokens < CONTINUE),
         f"first try the rate, {duration(max(1.0, short * chosen.step.seconds))} each; the best has the lowest "
         "validation loss:",
         f"  for lr in {rates}; do {trial}; done",
