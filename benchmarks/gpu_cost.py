@@ -2,7 +2,7 @@
 
 A micro-batch of each encoding × objective × attention backend runs forward and backward in bf16 on the device of
 `fake_gpu.py`, with 3 layers and with 2: the difference is a layer, the remainder embeddings, head and loss. A launch
-takes the longest of bytes ÷ bandwidth, FLOP ÷ rate and 2 µs, by the rates of `megatron_ddrp/run/cost.py`. MFU is the
+takes the longest of bytes ÷ bandwidth, FLOP ÷ rate and 2 µs, by the rates of `megatron_ddrp/run/devices.py`. MFU is the
 model's FLOP (`megatron_ddrp/run/flops.py`) ÷ the device's peak in that time. The optimizer, communication and gaps
 between launches are left out. All times are estimates: none was measured. Compiled regions count as one launch on V100
 too, which has none under `--compile auto`: that is 1 to 3 % of its time.
@@ -39,7 +39,7 @@ from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.run.cost import DEVICES, Device
+from megatron_ddrp.run.devices import DEVICES, Device
 from megatron_ddrp.run.flops import flop_per_token, peak_tflops
 
 BACKENDS = ("sdpa", "triton")

@@ -18,7 +18,8 @@ from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Part, cut_up, memory_of_rank
 from megatron_ddrp.model import count_parameters, on_meta_device
-from megatron_ddrp.run.cost import DEVICES, Device, StepEstimate, estimate_step, with_chosen_backend
+from megatron_ddrp.run.cost import StepEstimate, estimate_step, with_chosen_backend
+from megatron_ddrp.run.devices import DEVICES, Device
 
 GIB = 2**30
 USABLE = 0.9

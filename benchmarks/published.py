@@ -7,7 +7,8 @@ from typing import NamedTuple
 import measure  # noqa: F401  (puts the repository on the import path)
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
-from megatron_ddrp.commands.plan import SECTIONS, candidate
+from megatron_ddrp.commands.plan import SECTIONS
+from megatron_ddrp.commands.planning import candidate
 from megatron_ddrp.commands.speed import ListedDevice
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.sizing import SHAPES, Shape, best_shape

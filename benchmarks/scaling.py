@@ -23,7 +23,8 @@ from published import recipes
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.run.cost import DEVICES, attention_seconds, estimate_step, mfu, micro_batch_seconds
+from megatron_ddrp.run.cost import attention_seconds, estimate_step, mfu, micro_batch_seconds
+from megatron_ddrp.run.devices import DEVICES
 from megatron_ddrp.run.flops import flop_per_token
 
 DOCUMENT = "scaling.md"

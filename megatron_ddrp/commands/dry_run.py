@@ -20,7 +20,8 @@ from megatron_ddrp.memory import Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.cost import DEVICES, Device, estimate_step, mfu, why_not, with_chosen_backend
+from megatron_ddrp.run.cost import estimate_step, mfu, why_not, with_chosen_backend
+from megatron_ddrp.run.devices import DEVICES, Device
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 from megatron_ddrp.run.log import duration
 
@@ -110,7 +111,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
 def estimates(
     config: Config, parameters: int, world_size: int, needs_of: Callable[[Config], dict[int, Memory]]
 ) -> dict[str, dict[str, float]]:
-    """Return the estimated step on each device of `megatron_ddrp/run/cost.py` that can run it; nothing was measured.
+    """Return the estimated step on each device of `megatron_ddrp/run/devices.py` that can run it; nothing was measured.
 
     `needs_of` returns the memory of the rank that needs the most, by ZeRO stage.
     """

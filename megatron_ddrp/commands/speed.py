@@ -1,4 +1,4 @@
-"""Time of a training step on a device: by the table of `megatron_ddrp/run/cost.py`, or measured on this machine."""
+"""Time of a training step on a device: by the table of `run/devices.py`, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
 from megatron_ddrp.run.callbacks import Callback
-from megatron_ddrp.run.cost import DEVICES, estimate_step, with_chosen_backend
+from megatron_ddrp.run.cost import estimate_step
+from megatron_ddrp.run.devices import DEVICES, Device
 from megatron_ddrp.run.flops import flop_per_token
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.train import train
@@ -47,20 +48,16 @@ class ListedDevice:
     type = "cuda"
 
     def __init__(self, name: str, ranks: int) -> None:
-        self.device, self.ranks = DEVICES[name], ranks
-        self.name, self.memory = self.device.name, self.device.memory
-        self.precision = "bf16" if self.device.is_recent else "fp16"
-
-    def with_backend(self, config: Config) -> Config:
-        """Return `config` with the attention backend that counts for memory."""
-        return with_chosen_backend(config, self.device)
+        self.like, self.ranks = DEVICES[name], ranks
+        self.name, self.memory = self.like.name, self.like.memory
+        self.precision = "bf16" if self.like.is_recent else "fp16"
 
     def fastest(self, config: Config, parameters: int, most: int) -> Step:
         """Return the fastest step with micro-batches of at most `most` rows; 2 % faster is worth no more memory."""
         seconds = {}
         for size in (1 << power for power in range(most.bit_length())):
             given = config.replace(training={"micro_batch_size": size})
-            seconds[size] = estimate_step(given, parameters, self.ranks, self.device).seconds
+            seconds[size] = estimate_step(given, parameters, self.ranks, self.like).seconds
         least = min(seconds.values())
         return next(Step(size, time) for size, time in seconds.items() if time <= 1.02 * least)
 
@@ -104,14 +101,12 @@ class PresentDevice:
         else:
             self.name, self.memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
             self.precision = "fp32"
+        self.like: Device | None = DEVICES["a100"] if self.precision == "bf16" else None
+        """Device of the table with the same attention backend, if that saves memory."""
         self._rates: dict[int, float] = {}
         """Rows per micro-batch → FLOP/s of the last measurement."""
         self._seconds: dict[tuple[int, int, int], float] = {}
         """Layers, hidden size and rows per micro-batch → measured seconds of a step of one micro-batch."""
-
-    def with_backend(self, config: Config) -> Config:
-        """Return `config` with the attention backend that counts for memory."""
-        return with_chosen_backend(config, DEVICES["a100"]) if self.precision == "bf16" else config
 
     def fastest(self, config: Config, parameters: int, most: int) -> Step:
         """Return the fastest step of two sizes of micro-batches, of at most `most` rows."""

@@ -51,7 +51,7 @@ STEPS = 20_000
 BATCH = (2048, 524_288)
 """Fewest and most tokens per step: 16 and 4,096 rows of 128; the latter is the batch of cramming and MosaicBERT."""
 WARMUP = 0.06
-"""Share of the steps in which the rate rises, as in RoBERTa (arXiv:1907.11692) and ELECTRA-like recipes."""
+"""Share of the steps in which the rate rises, as in RoBERTa-large: 30,000 of 500,000 (arXiv:1907.11692)."""
 
 
 def best_shape(seen: Mapping[Shape, float], tokens: float) -> Shape:

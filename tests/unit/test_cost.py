@@ -7,16 +7,8 @@ import dataclasses
 import pytest
 
 from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ddrp.run.cost import (
-    DEVICES,
-    LAUNCH_SECONDS,
-    LAUNCHES,
-    StepEstimate,
-    estimate_step,
-    mfu,
-    micro_batch_seconds,
-    why_not,
-)
+from megatron_ddrp.run.cost import LAUNCHES, StepEstimate, estimate_step, mfu, micro_batch_seconds, why_not
+from megatron_ddrp.run.devices import DEVICES, LAUNCH_SECONDS
 from megatron_ddrp.run.flops import flop_per_token
 from megatron_ddrp.run.host_cost import PLAIN_LAYER_SECONDS, REST
 

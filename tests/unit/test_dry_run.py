@@ -16,7 +16,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Memory, cut_up
 from megatron_ddrp.model import on_meta_device
-from megatron_ddrp.run.cost import DEVICES
+from megatron_ddrp.run.devices import DEVICES
 
 
 @pytest.fixture(autouse=True)

@@ -87,7 +87,7 @@ class Parsed(NamedTuple):
         words = ["--text=nothing"] if self.name == "analyze space" and but != "data_path" else []
         for name, option in self.options.items():
             if option.default is MISSING and name != but:
-                value = "100" if _plain_type(option.hint) is int else "no-such-thing"
+                value = "100" if _plain_type(option.hint) in (int, float) else "no-such-thing"
                 words += [value] if option.rules.get("positional") else [flag(name), value]
         return words
 

@@ -13,11 +13,13 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import speed
 from megatron_ddrp.commands.options import training_command
-from megatron_ddrp.commands.plan import FULL, main
+from megatron_ddrp.commands.plan import main
+from megatron_ddrp.commands.planning import FULL
 from megatron_ddrp.commands.speed import PresentDevice
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs
-from megatron_ddrp.run.cost import DEVICES, why_not
+from megatron_ddrp.run.cost import why_not
+from megatron_ddrp.run.devices import DEVICES
 from megatron_ddrp.run.flops import peak_tflops
 from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, recipe, recipe_for_text, rows_per_rank
 
@@ -29,9 +31,7 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
 
 
 def test_more_text_suggests_no_smaller_shape_and_a_tie_the_smaller_one() -> None:
-    sizes = [
-        recipe_for_text(tokens)["hidden_size"] for tokens in (10**5, 10**6, 17 * 10**6, 5 * 10**7, 2 * 10**8, 10**9)
-    ]
+    sizes = [recipe_for_text(tokens)["hidden_size"] for tokens in map(int, (1e5, 1e6, 17e6, 50e6, 200e6, 1e9))]
     assert sizes == sorted(sizes) and sizes[2:5] == [384, 512, 768]
     many = dict.fromkeys(SHAPES, 40 * 50e6)
     assert best_shape(many, 50e6) == Shape(8, 512, 8), "12 x 768 is better by less than a tie"
@@ -108,7 +108,7 @@ def test_shapes_that_do_not_fit_are_counted(
     [
         ("--device l4", "--tokens"),
         ("--tokens many --device l4", "a number such as 50M"),
-        ("--tokens 5 --device l4", "--tokens is 5.0"),
+        ("--tokens 0 --device l4", "--tokens is 0.0"),
         ("--tokens 50M --device rtx-306", "rtx-3060"),
         ("--tokens 50M --world-size 2", "--world-size needs --device"),
         ("--tokens 50M --device l4 --hours 0", "--hours is 0"),
@@ -136,7 +136,7 @@ def test_what_is_here_is_measured_and_the_rest_has_its_speed(
 ) -> None:
     """One real measurement of a tiny shape; a larger one would take longer than the patience."""
     tiny, small = Shape(1, 16, 2), Shape(2, 32, 2)
-    monkeypatch.setattr("megatron_ddrp.commands.plan.SHAPES", (tiny, small))
+    monkeypatch.setattr("megatron_ddrp.commands.planning.SHAPES", (tiny, small))
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
     monkeypatch.setattr(speed, "DOCUMENTS", 20)
     plan, text = planned(capsys, "--tokens 5M --vocab-size 200 --hours 1 --seq-length 16")

@@ -14,7 +14,7 @@ from megatron_ddrp.commands.dry_run import hours_of
 from megatron_ddrp.config import Config, changed_settings
 from megatron_ddrp.config.schedules import MaskRates, parse_phases, phase_at
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run.cost import DEVICES
+from megatron_ddrp.run.devices import DEVICES
 
 ROPE = {"position_encoding": "rope", "relative_distance": None, "seq_length": 64, "rope_theta": 160_000.0}
 

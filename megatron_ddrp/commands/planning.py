@@ -1,0 +1,162 @@
+"""The plan of `megatron-ddrp plan`: a run per shape, the suggested one, and the commands for it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron_ddrp.commands.dry_run import columns
+from megatron_ddrp.commands.speed import GIB, ListedDevice, PresentDevice, Step
+from megatron_ddrp.config import Config, flag_words
+from megatron_ddrp.config.config_file import config_of
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import neediest_by_zero_stage
+from megatron_ddrp.model import Encoder, count_parameters, on_meta_device
+from megatron_ddrp.run.cost import with_chosen_backend
+from megatron_ddrp.run.devices import HOST
+from megatron_ddrp.run.log import duration
+from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, power_of_two, recipe, rows_per_rank
+
+FULL = 0.85
+"""Share of the memory that the estimate may fill."""
+LEAST_STEPS = 200
+
+
+class Candidate(NamedTuple):
+    """A shape with its run."""
+
+    shape: Shape
+    parameters: int
+    settings: dict[str, Any]
+    """Settings of the run; its micro-batch is the fastest one."""
+    seen: float
+    """Tokens that the run sees."""
+    step: Step
+    largest: int
+    """Rows of the largest micro-batch that fits, a power of two."""
+    gib: float
+    """Estimated memory of a rank."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run."""
+        return self.settings["train_iters"] * self.step.seconds
+
+    def row(self, tokens: float) -> dict[str, Any]:
+        """Return the numbers for a Python program; `tokens` are those of the text."""
+        times = {"seconds": self.seconds, "step_seconds": self.step.seconds, "measured": self.step.is_measured}
+        sizes = {"largest_micro_batch": self.largest, "memory_gib": self.gib, "epochs": self.seen / tokens}
+        return {**self.settings, "parameters": self.parameters, **times, **sizes}
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Print the plan for the options of the command, and return it."""
+    device = ListedDevice(options.device, options.world_size) if options.device else PresentDevice(options.vocab_size)
+    shapes = [shape for shape in SHAPES if shape.num_layers <= options.max_layers]
+    found = [one for shape in shapes if (one := candidate(shape, options, device))]
+    runnable = {one.shape: one.seen for one in found if one.settings["train_iters"] >= LEAST_STEPS}
+    if not runnable:
+        raise UserError(
+            f"no shape takes {LEAST_STEPS} steps on {device.name} in {options.hours:g} hours and at most {EPOCHS} "
+            "epochs: give more --hours or more text"
+        )
+    best = best_shape(runnable, options.tokens)
+    chosen = next(one for one in found if one.shape == best)
+    print("\n".join([*table(found, best, options, device), *advice(chosen, options)]))
+    return Plan({"data_path": options.data_path, **chosen.settings}, [one.row(options.tokens) for one in found])
+
+
+def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice) -> Candidate | None:
+    """Return a shape's run, or None if the shape does not fit into the memory."""
+    ranks, length = options.world_size, options.seq_length
+    half = {device.precision: True} if device.precision != "fp32" else {}
+
+    def settings_of(seen: float, rows: int, micro_batch: int) -> dict[str, Any]:
+        return recipe(shape, seen, length, rows * ranks, micro_batch) | half
+
+    def config_at(rows: int, micro_batch: int = 1) -> Config:
+        return config_of(settings_of(1, rows, micro_batch)).with_vocabulary(options.vocab_size)
+
+    def run_at(rows: int) -> tuple[Step, float]:
+        """Return a step of so many rows per rank, and the tokens that the run sees."""
+        step = device.fastest(config_at(rows), parameters, min(largest, rows))
+        return step, min(EPOCHS * options.tokens, options.hours * 3600 / step.seconds * rows * ranks * length)
+
+    model = on_meta_device(config_at(1).model, config_at(1).objective)
+    parameters = count_parameters(model)[0]
+    one, two = (memory(model, config_at(1, size), ranks, device) for size in (1, 2))
+    if one > FULL * device.memory:
+        return None
+    largest = power_of_two(1 + (FULL * device.memory - one) / (two - one))
+    seen = run_at(rows_per_rank(math.inf, length, ranks))[1]
+    rows = rows_per_rank(seen, length, ranks)
+    step, seen = run_at(rows)
+    settings = settings_of(seen, rows, step.micro_batch)
+    needed = memory(model, config_at(rows, step.micro_batch), ranks, device)
+    return Candidate(shape, parameters, settings, seen, step, largest, needed)
+
+
+def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | PresentDevice) -> float:
+    """Return the estimated memory of a rank in GiB; it is linear in the rows of a micro-batch."""
+    config = with_chosen_backend(config, device.like) if device.like else config
+    needs = neediest_by_zero_stage(model, config, ranks, 1, device_type=device.type)
+    return needs[config.parallel.zero_stage].total / GIB
+
+
+def table(
+    found: Sequence[Candidate], best: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice
+) -> list[str]:
+    """Return the lines of all shapes."""
+    head = ["shape", "parameters", "epochs", "steps", "rows per step", "micro-batch", "largest", "GiB", "time"]
+    rows = [[" ", *head]]
+    for one in found:
+        run = one.settings
+        guessed = "~" * (options.device is None and not one.step.is_measured)
+        rows.append(
+            [
+                *("*" if one.shape == best else " ", str(one.shape), f"{one.parameters / 1e6:,.1f} M"),
+                *(f"{one.seen / options.tokens:.3g}", f"{run['train_iters']:,}", f"{run['global_batch_size']:,}"),
+                *(f"{run['micro_batch_size']:,}", f"{one.largest:,}", f"{one.gib:.2f}"),
+                guessed + duration(max(1.0, one.seconds)),
+            ]
+        )
+    how = "estimated from published peaks, not measured" if options.device else "measured here, three steps per shape"
+    how += "; ~: at the last measured shape's FLOP/s" if any(row[-1].startswith("~") for row in rows) else ""
+    left_out = sum(shape.num_layers <= options.max_layers for shape in SHAPES) - len(found)
+    return [
+        f"{options.tokens:,.0f} different tokens, {options.vocab_size:,} pieces, {options.world_size} x {device.name} "
+        f"({device.memory:,.0f} GiB), {device.precision}, {options.hours:g} h, rows of {options.seq_length} tokens:",
+        *columns(rows),
+        *([f"{left_out} larger shapes do not fit into the memory"] if left_out else []),
+        f"time: {how}; micro-batch: rows of the fastest one, and of the largest that fits",
+        "*: the smallest shape that ties with the best by a law for repeated text, which was fitted to decoders",
+    ]
+
+
+CONTINUE = 1e9
+"""Tokens below which the advice is to continue another encoder: about 4 GB of text, from which CamemBERT was as good as
+from 138 GB (arXiv:1911.03894)."""
+
+
+def advice(chosen: Candidate, options: argparse.Namespace) -> list[str]:
+    """Return the commands for the suggested shape: three short runs for the rate, then the run."""
+    lr, steps = chosen.settings["lr"], chosen.settings["train_iters"]
+    short = min(steps, max(LEAST_STEPS, steps // 20))
+    rates = " ".join(f"{lr * factor:g}" for factor in (0.5, 1, 2))
+    hosts = f"--num_gpus {options.world_size}" if options.world_size <= HOST else "--hostfile hosts"
+    start = "megatron-ddrp" if options.world_size == 1 else f"deepspeed {hosts} --module megatron_ddrp"
+    shared = {k: v for k, v in chosen.settings.items() if k not in ("train_iters", "lr")}
+    pretrain = f"{start} pretrain {shlex.join(flag_words([('data_path', options.data_path), *shared.items()]))}"
+    trial = f"{pretrain} --train-iters {short} --eval-interval {short} --lr $lr --save rate-$lr"
+    convert = "megatron-ddrp convert --from-hf NAME --output start"
+    return [
+        *[f"if this language has an encoder, compare with continuing it: {convert}"] * (options.tokens < CONTINUE),
+        f"first try the rate, {duration(max(1.0, short * chosen.step.seconds))} each; the best has the lowest "
+        "validation loss:",
+        f"  for lr in {rates}; do {trial}; done",
+        "then the run, with the best rate:",
+        f"  {pretrain} --train-iters {steps} --lr {lr:g} --save run --load run",
+    ]
