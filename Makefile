@@ -20,7 +20,7 @@ BIN   := .venv/bin
 STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)$(LOCK)' | cksum | cut -d ' ' -f 1)
 VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 # Two workers with one thread each: tests start ranks of their own, and more threads only get in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart lint docs test check lock docker-steps endurance gpu-report

@@ -25,6 +25,13 @@ NUM_WORDS = 500
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of few tests, which tend to be long ones: at the end all workers but one would be idle."""
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: count[item.path])
+
+
 class TinyCorpus(NamedTuple):
     """One corpus in the three forms that commands take."""
 

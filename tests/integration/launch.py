@@ -48,6 +48,8 @@ PRELOADED = [
     "megatron_ddrp.tasks.finetune.workers",
     "pytest",
     "tests.integration.launch",
+    "tests.integration.conftest",
+    "tests.integration.training_runs",
     "tests.integration.before_the_fork",
 ]
 """What DeepSpeed, torch.optim and a test's own functions import on first use as well: without these, 2 s a rank."""
@@ -75,12 +77,13 @@ def start_ranks(
     during: Callable[[list[Any]], None] | None = None,
     context: Any = None,
     program: str = "pretrain_bert.py",
+    timeout: float = TIMEOUT,
 ) -> Result:
     """Run `pretrain_bert.py ARGUMENTS` on some ranks; a `world_size` of None is one process that no launcher started.
 
     `before`, a module's function, runs first in each of them. `during` runs here meanwhile, with the ranks' processes,
     to do them harm. `context` starts the processes: by default the fork server, whose children see no GPU. `program` is
-    another script of this repository, or a module as `python -m` takes it.
+    another script of this repository, or a module as `python -m` takes it. What runs after `timeout` seconds is killed.
     """
     context = context or fork_server()
     words = [str(word) for word in arguments]
@@ -91,7 +94,7 @@ def start_ranks(
             context.Process(target=_run, args=(program, words, variables[rank], streams[rank], before))
             for rank in range(len(variables))
         ]
-        exit_codes = exit_codes_of(ranks, TIMEOUT, during)
+        exit_codes = exit_codes_of(ranks, timeout, during)
         stdout, stderr = ([_text(path) for path in paths] for paths in zip(*streams, strict=True))
     return Result(exit_codes, stdout, stderr)
 
@@ -162,6 +165,13 @@ def redirect_streams(stdout: Path, stderr: Path) -> None:
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+
+
+def run_program(program: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a script of this repository, or a module, in a process that need not import torch again."""
+    ended = start_ranks(words, None, program=program)
+    assert ended.exit_codes[0] is not None, f"{program} did not end within {TIMEOUT:.0f} s"
+    return subprocess.CompletedProcess(words, ended.exit_codes[0], ended.stdout[0], ended.stderr[0])
 
 
 def run_command(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:

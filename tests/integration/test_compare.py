@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.integration.launch import Result, start_ranks
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
 TIMEOUT = 400.0
 """Seconds, on a machine that others use too."""
 
 
-@contextlib.contextmanager
-def driver_of(plan: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """`python -m tasks.compare`, ended with the block at the latest, and its jobs with it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tasks.compare", str(plan), "--output-dir", str(out), *words]
-    driver = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        yield driver
-    finally:
-        driver.kill()
-        driver.wait()
+def compare(plan: Path, out: Path, *words: object, during: Callable[[list[Any]], None] | None = None) -> Result:
+    """Run `python -m tasks.compare`; its jobs are processes of their own."""
+    arguments = [plan, "--output-dir", out, *words]
+    return start_ranks(arguments, None, program="tasks.compare", during=during, timeout=TIMEOUT)
 
 
 def steps_of(out: Path) -> dict[str, int]:
@@ -71,16 +61,18 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         "analyses": {"self-similarity": 8},
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with driver_of(plan, out):  # killed by -9 at the end of this block
-        deadline = time.monotonic() + TIMEOUT
-        while time.monotonic() < deadline and max(steps_of(out).values(), default=0) < 10:
+
+    def kill_in_a_run(drivers: list[Any]) -> None:
+        while max(steps_of(out).values(), default=0) < 10:
+            assert drivers[0].is_alive(), "it ended before the tenth step of a run was seen"
             time.sleep(0.02)
+        drivers[0].kill()
+
+    compare(plan, out, during=kill_in_a_run)
     began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
 
-    with driver_of(plan, out) as driver:
-        said, _ = driver.communicate(timeout=TIMEOUT)
-    assert driver.returncode == 0, said
+    compare(plan, out).check()
     rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
     assert len({row["job"] for row in rows}) == len(rows) == 2 + 2 + 2 + 2
     assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
@@ -101,9 +93,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     assert len((out / "rows.jsonl").read_text().splitlines()) == 2
 
     seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    with driver_of(plan, out) as driver:
-        said, _ = driver.communicate(timeout=TIMEOUT)
-    assert driver.returncode == 0 and "0 of 0 jobs to do" in said
+    assert "0 of 0 jobs to do" in compare(plan, out).check().stdout[0]
     assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
 
 
@@ -122,9 +112,7 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder(tiny_corpus,
         "workers": 2,
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with driver_of(plan, tmp_path / "out", "--rows", str(rows)) as driver:
-        said, _ = driver.communicate(timeout=TIMEOUT)
-    assert driver.returncode == 0, said
+    compare(plan, tmp_path / "out", "--rows", rows).check()
     lower, higher = sorted(map(json.loads, rows.read_text().splitlines()), key=lambda row: row["steps"])
     assert (lower["steps"], higher["steps"]) == (8, 32) and lower["planned_tokens"] == 1024
     assert higher["values"]["validation masked-LM loss"] < lower["values"]["validation masked-LM loss"]
@@ -133,7 +121,5 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder(tiny_corpus,
         and len(higher["curves"]["training masked-LM loss"]) == 32
     )
     assert "1,024 tokens" in (tmp_path / "out" / "page.md").read_text()
-    with driver_of(plan, tmp_path / "elsewhere", "--rows", str(rows)) as driver:
-        said, _ = driver.communicate(timeout=TIMEOUT)
-    assert driver.returncode == 0 and "0 of 0 jobs to do" in said
+    assert "0 of 0 jobs to do" in compare(plan, tmp_path / "elsewhere", "--rows", rows).check().stdout[0]
     assert (tmp_path / "elsewhere" / "page.html").is_file() and not (tmp_path / "elsewhere" / "courses").exists()

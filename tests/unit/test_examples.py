@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from tests.integration.launch import start_ranks
+from tests.integration.launch import run_program, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -125,13 +125,15 @@ def test_every_kind_of_machine_has_its_recipe() -> None:
 
 
 def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    """The first start is that of a user; the second gives the same words to a process that need not import torch."""
     script = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
-    for flags, message in (
-        (["--micro-batch-size", "256", "--global-batch-size", "2048"], "a rank needs about"),
-        (["--pipeline-model-parallel-size", "3"], "does not divide the number of ranks, 8"),
-    ):
-        done = run_recipe(script, tmp_path, *flags)
-        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    too_large = ("--micro-batch-size", "256", "--global-batch-size", "2048")
+    done = run_script(script, environment_of_recipe(tmp_path), *too_large)
+    assert done.returncode == 2 and "a rank needs about" in done.stderr and len(done.stderr.splitlines()) == 1
+    _, *words = words_for_python(script, tmp_path, "--pipeline-model-parallel-size", "3")
+    refused = start_ranks(words, None)
+    (line,) = refused.stderr[0].splitlines()
+    assert refused.exit_codes == [2] and "does not divide the number of ranks, 8" in line
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
@@ -276,7 +278,9 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         vocabulary = tmp_path / "vocab.txt"
         vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
         flags = ["--data-path", write_dataset(tmp_path), "--vocab-file", str(vocabulary)]
-    done = run_script(ROOT / "examples" / "compare.sh", environment, str(plan), *flags)
+    module, *words = words_of_script(ROOT / "examples" / "compare.sh", environment, tmp_path, str(plan), *flags)
+    assert module == "tasks.compare"
+    done = run_program(module, *words)
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
     trainings = [line for line in commands if " megatron-ddrp pretrain " in line or " megatron_ddrp pretrain " in line]
@@ -325,21 +329,26 @@ def run_script(
     )
 
 
-def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A recipe under DRY_RUN=1, on a dataset of its own."""
+def environment_of_recipe(tmp_path: Path) -> dict[str, str]:
+    """Return the variables of a recipe under DRY_RUN=1, on a dataset of its own."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
-    environment = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
-    return run_script(path, environment | {"DRY_RUN": "1"}, *flags, in_front=tmp_path / "bin")
+    files = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
+    return files | {"DRY_RUN": "1"}
 
 
 def words_for_python(path: Path, tmp_path: Path, *flags: str) -> list[str]:
     """The words after `python` in the command of a recipe under DRY_RUN=1, given more flags."""
+    return words_of_script(path, environment_of_recipe(tmp_path), tmp_path, *flags)
+
+
+def words_of_script(path: Path, environment: dict[str, str], tmp_path: Path, *words: str) -> list[str]:
+    """Return the program or module that a script starts with `python`, and its words."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
+    python.write_text("#!/usr/bin/env bash\n[[ $1 != -m ]] || shift\nprintf '%s\\0' \"$@\"\n")
     python.chmod(0o755)
-    done = run_recipe(path, tmp_path, *flags)
+    done = run_script(path, environment, *words, in_front=python.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\0")[:-1]
 

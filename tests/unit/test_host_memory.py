@@ -19,7 +19,7 @@ def faults():
 if {keep}:
     keep_freed_memory()
 rounds = []
-for _ in range(40):
+for _ in range(16):
     before = faults()
     first, second = torch.ones(2**24), torch.ones(2**23)
     del first, second

@@ -1,9 +1,6 @@
 """`tools/analyze.py notes` on a dictionary whose answers are known."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +17,8 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.notes import NoteDictionary
 from tests.datasets import write_dataset
+from tests.integration.launch import run_program
 
-ROOT = Path(__file__).resolve().parents[3]
 SENTENCES = ["the cat sings .", "the red dog !", "the the .", "the cat and the bird", "red ."]
 
 
@@ -107,13 +104,13 @@ def test_damaged_notes_are_passed_over_or_refused(rare, tokenizer, tmp_path, cap
 
 def test_the_command(rare, tokenizer, dataset, tmp_path):
     write_notes(tmp_path / "run", rare, tokenizer)
-    command = [sys.executable, str(ROOT / "tools" / "analyze.py"), "notes", "--load", str(tmp_path / "run")]
-    more = ["--data-path", dataset.prefix, "--words", "sings", "--output", str(tmp_path / "notes.json")]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    command = ["tools/analyze.py", "notes", "--load", tmp_path / "run"]
+    more = ["--data-path", dataset.prefix, "--words", "sings", "--output", tmp_path / "notes.json"]
+    done = run_program(*command, *more)
     assert done.returncode == 0, done.stderr
     assert "7 rare words (1 to 2 times in the training text), 4 with a note" in done.stdout
     assert "80.0% of 5 sentences" in done.stdout
     found = json.loads((tmp_path / "notes.json").read_text(encoding="utf-8"))
     assert found["nearest"]["sings"][0]["word"] == "dog" and np.isclose(found["share_of_sentences"], 0.8)
-    wrong = subprocess.run([*command, "--words", "horse"], capture_output=True, text=True, timeout=120)
+    wrong = run_program(*command, "--words", "horse")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +12,9 @@ from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
+from tests.integration.launch import run_program
 from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
 
-ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURES = [
     {"position_encoding": encoding, "layernorm_position": layernorm, "relative_table": table}
     for encoding in ENCODINGS
@@ -190,8 +187,7 @@ def test_too_long_an_input_names_both_lengths(tmp_path, tokenizer, offline, enco
 
 
 def run_tool(*arguments):
-    tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
-    return subprocess.run([*tool, *map(str, arguments)], capture_output=True, text=True)
+    return run_program("tools/convert_checkpoint.py", *arguments)
 
 
 def test_command_converts_and_says_what_it_did(tmp_path, tokenizer, offline):

@@ -2,55 +2,39 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 from megatron_ddrp.tasks.finetune.runs import RunStore
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.glue.command import main
 from megatron_ddrp.tasks.jobs.workers import drain
+from tests.integration.launch import TIMEOUT, exit_codes_of, fork_server, redirect_streams
 from tests.unit.glue.conftest import finished
 from tests.unit.glue.test_main import arguments, rows
 from tests.unit.glue.test_queue import RUNS
 
-ROOT = Path(__file__).parents[3]
 
-ARRAY = """
-import os, sys
-from pathlib import Path
-from megatron_ddrp.tasks.finetune.sweep import Sweep
-from megatron_ddrp.tasks.glue.command import main
+def array_task(number, folder, words):
+    """Run a task of the array in this process. It leaves its log, and its process id for each run that it begins."""
+    perform = Sweep.perform
 
-folder, words, perform = Path(sys.argv[1]), sys.argv[2:], Sweep.perform
+    def counted(self, run):
+        with (folder / f"begun-{run.name}").open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        return perform(self, run)
 
-def counted(self, run):
-    with open(folder / f"begun-{run.name}", "a") as stream:
-        stream.write(f"{os.getpid()}\\n")
-    return perform(self, run)
-
-Sweep.perform = counted
-tasks = []
-for number in range(3):  # torch is imported once, and has not computed anything yet
-    sys.stdout.flush()
-    if (task := os.fork()) == 0:
-        sys.stdout = open(folder / f"task-{number}.log", "w")
-        os.environ["SLURM_ARRAY_TASK_ID"] = str(number)
-        code = main(words)
-        sys.stdout.flush()
-        os._exit(code)
-    tasks.append(task)
-sys.exit(any(os.waitpid(task, 0)[1] for task in tasks))
-"""
+    Sweep.perform = counted
+    redirect_streams(folder / f"task-{number}.log", folder / f"task-{number}.errors")
+    os.environ["SLURM_ARRAY_TASK_ID"] = str(number)
+    sys.exit(main(words))
 
 
 def test_the_tasks_of_an_array_share_the_runs_and_one_of_them_writes_the_table(glue_dir, bert_folder, tmp_path):
     several = ("--seeds", "4", "--epochs", "1", "--no-wait")
     main(arguments(glue_dir, bert_folder, tmp_path / "alone", *several))
     words = arguments(glue_dir, bert_folder, tmp_path / "array", *several)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ARRAY, str(tmp_path), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    tasks = [fork_server().Process(target=array_task, args=(number, tmp_path, words)) for number in range(3)]
+    assert exit_codes_of(tasks, TIMEOUT) == [0, 0, 0], [path.read_text() for path in tmp_path.glob("task-*.errors")]
     alone, array = (sorted(map(result, rows(tmp_path / out))) for out in ("alone", "array"))
     assert array == alone and len(array) == 4
     begun = [path.read_text().split() for path in tmp_path.glob("begun-*")]

@@ -6,6 +6,7 @@ import of triton, and nothing compiled can be used beside it. To run a check alo
     TRITON_INTERPRET=1 python -m pytest tests/unit/model/triton_encodings.py -k deberta
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -39,9 +40,12 @@ def assert_checks_pass(name, fewest):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def each_module_is_patched_once():
-    """A launch gives Triton's functions their meaning on a CPU; at every call of a helper the interpreter would look
-    through all of them again, which takes more time than the kernels' sums. Once for each module of helpers is enough.
+def kernels_alone_take_time():
+    """Leave out what takes the interpreter longer than the kernels' sums.
+
+    A launch gives Triton's functions their meaning on a CPU; at every call of a helper the interpreter would look
+    through all of them again, and once for each module of helpers is enough. It would also do every sum of whole
+    numbers a second time in int64, to find overflows that it reports in its debug mode alone.
     """
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -54,7 +58,10 @@ def each_module_is_patched_once():
         patched.add(self.fn.__module__)
         return call(self, *args, **kwargs)
 
+    options = interpreter.interpreter_builder.options
     with pytest.MonkeyPatch.context() as patch:
+        unchecked = dataclasses.replace(options, sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
         patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
         yield
 
