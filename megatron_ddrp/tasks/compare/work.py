@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from functools import partial
 
+from megatron_ddrp.data.preprocess.inputs import find_inputs, is_stream
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.jobs import JobForecast, open_store
+from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.results import load_claims
 from megatron_ddrp.tasks.compare.rows import read_rows
@@ -56,7 +59,22 @@ def plan_experiment(options: argparse.Namespace) -> Experiment:
     if len(options.plan) > 1:
         raise UserError("one plan at a time; only files of rows (.jsonl) may be several", WRONG_ARGUMENTS)
     plans = read_plans(options.plan[0], options.given)
+    for plan in plans:
+        check_texts(plan)
     return Experiment(plans, options.output_dir, open_store(options.output_dir), options.rows)
+
+
+def check_texts(plan: Plan) -> None:
+    """Raise `UserError` for texts of a plan that exist, but that its jobs would refuse, each in its log."""
+    files = find_inputs(name for name in plan.corpus.input if os.path.exists(name))
+    texts, advice = f"{plan.file}: corpus.input", "give --input FILE…"
+    for file in files:
+        if is_stream(file.path):
+            raise UserError(
+                f"{texts}: {file.path}: a pipe or a device, but jobs read texts twice; {advice}", WRONG_ARGUMENTS
+            )
+    if files and not any(os.path.getsize(file.path) for file in files):
+        raise UserError(f"{texts}: {files[0].path}: empty; {advice}", WRONG_ARGUMENTS)
 
 
 def _remarks(experiment: Experiment) -> list[str]:
