@@ -1,4 +1,4 @@
-"""Masked pieces among the first guesses of a model, beside a guess that knows frequencies alone.
+"""Share of masked pieces that are among the first guesses of a model, beside a guess that knows frequencies alone.
 
 One piece of each sentence is masked, at a place that a seed draws; special pieces such as [UNK] are never masked. The
 unigram guess names the most frequent pieces of the dataset at every place.

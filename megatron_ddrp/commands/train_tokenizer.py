@@ -12,8 +12,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass
+from functools import partial
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import TextInput
@@ -21,7 +22,7 @@ from megatron_ddrp.config.option import COUNT, Section, option, refuse
 from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import find_inputs
-from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.progress import reading_progress, show_phase
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_stripped
 from megatron_ddrp.errors import UserError
@@ -65,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     cut, warning = "", None
     with atomic_file(arguments.output) as stream, reading_progress(paths) as progress:
         documents = iter_documents(paths, arguments.json_keys, arguments.on_error, skipped.append, progress.update)
-        texts = (text for document in documents for text in document)
+        texts = _texts(documents, partial(show_phase, progress, "learning the pieces"))
         if arguments.type == "wordpiece":
             pieces, alphabet = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write("".join(f"{piece}\n" for piece in pieces).encode())
@@ -84,6 +85,13 @@ def main(words: Sequence[str] | None = None) -> None:
         print(warning, file=sys.stderr)
     if words is None:
         print(f"next: {next_command(arguments)}")
+
+
+def _texts(documents: Iterable[Sequence[str]], at_end: Callable[[], object]) -> Iterator[str]:
+    """Yield the texts of some documents, and call `at_end` after the last one."""
+    for document in documents:
+        yield from document
+    at_end()
 
 
 def next_command(arguments: argparse.Namespace) -> str:

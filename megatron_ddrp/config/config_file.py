@@ -70,7 +70,10 @@ def _load(path: Path, place: Place) -> Any:
     """Return the content of a file; JSON by its name, since YAML reads 1e-06 as text."""
     if path.suffix == ".json":
         return load_values(path, place, parse_json)
-    return load_values(path, place) or {}
+    content = load_values(path, place)
+    if content is None and not path.stat().st_size:  # cut off; comments alone are a choice
+        raise place.error("empty; write settings, or leave --config out")
+    return content or {}
 
 
 def _is_nested(content: Any) -> bool:

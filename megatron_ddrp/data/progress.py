@@ -24,13 +24,6 @@ from megatron_ddrp.errors import UserError
 
 T = TypeVar("T")
 
-Advance = Callable[[int], object]
-"""Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
-
-
-def silent(count: int) -> None:
-    """Show no progress."""
-
 
 def progress(
     unit: str, total: int | None = None, doing: str | None = None, show: bool = True, scale: bool = False
@@ -43,6 +36,12 @@ def progress(
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "disable": not show, **seldom}
     return tqdm(desc=doing, total=total, dynamic_ncols=True, leave=False, file=sys.stderr, **how)
+
+
+def show_phase(bar: tqdm, words: str) -> None:
+    """Put words in front of a full bar: what goes on behind it. In a log file they appear in long runs only."""
+    is_shown = not bar.disable and bar.format_dict["elapsed"] >= bar.delay
+    bar.set_description(words, refresh=is_shown)
 
 
 def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:

@@ -15,11 +15,10 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.foreign import parse_json
 
 SUM = "crc32"
@@ -27,7 +26,14 @@ SUM = "crc32"
 BLOCK = 1 << 20
 """Number of bytes read at a time."""
 
+Advance = Callable[[int], object]
+"""Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
+
 _TAIL = struct.Struct("<I")
+
+
+def silent(count: int) -> None:
+    """Show no progress."""
 
 
 class BrokenSeal(ValueError):

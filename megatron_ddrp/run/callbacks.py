@@ -5,6 +5,9 @@ TensorBoard and Weights & Biases are callbacks. Callbacks act on rank 0 only, so
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,8 +119,23 @@ class TensorBoard(Callback):
     """Rows as scalars of TensorBoard."""
 
     def __init__(self, folder: str) -> None:
+        """Raise `UserError` for a folder that cannot be made or written, before a run begins its own."""
         self.folder = folder
         self._writer: Any = None
+        for path in (Path(folder), *Path(folder).absolute().parents):
+            try:
+                is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._refusal(error.strerror) from None
+            if not is_folder or not os.access(path, os.W_OK):
+                raise self._refusal(os.strerror(errno.EACCES if is_folder else errno.ENOTDIR))
+            break
+
+    def _refusal(self, reason: str | None) -> UserError:
+        line = f"--tensorboard-dir {self.folder}: cannot be written: {reason}; give a folder that can be"
+        return UserError(line, WRONG_ARGUMENTS)
 
     def on_start(self, config: Config, iteration: int, model: nn.Module) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -125,9 +143,7 @@ class TensorBoard(Callback):
         try:
             self._writer = SummaryWriter(self.folder, purge_step=iteration + 1)
         except OSError as error:
-            raise UserError(
-                f"--tensorboard-dir {self.folder}: cannot be written: {error.strerror}; give a folder that can be"
-            ) from None
+            raise self._refusal(error.strerror) from None
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         for name, value in numbers_of(row).items():

@@ -136,6 +136,8 @@ def perplexity(loss: float) -> float:
 
 WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
 """Inches of a figure, of the panel of the loss, and of a row of panels below it."""
+FEW_POINTS = 3
+"""Most points of a curve that are drawn as points too: their line is short, or none."""
 WINDOW = 9
 """Rows of metrics.jsonl in a running mean."""
 MOST_DECIMALS = 4
@@ -253,7 +255,7 @@ def evenly(value: float, ticks: Sequence[float]) -> str:
 
 def _plot(axis: Any, values: Series, **style: Any) -> None:
     if values:
-        marker = {"marker": "."} if len(values) == 1 else {}  # a line through one point is invisible
+        marker = {"marker": "."} if len(values) <= FEW_POINTS else {}
         axis.plot(*zip(*values, strict=True), **(marker | style))
 
 

@@ -104,8 +104,10 @@ def test_a_flag_that_states_the_default_still_wins_over_yaml(tmp_path):
     assert not config.data.packing and not config.training.bf16
 
 
-def test_an_empty_yaml_changes_nothing(tmp_path):
+def test_a_yaml_of_comments_changes_nothing_and_an_empty_one_is_refused(tmp_path):
     assert parse_arguments(["--config", yaml_file(tmp_path, "# nothing yet\n")]).config == Config()
+    with pytest.raises(UserError, match="--config .*: empty; write settings, or leave --config out"):
+        parse_arguments(["--config", yaml_file(tmp_path, "")])
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,8 @@ SLOW = (
 """Commands whose refusals take more than milliseconds, or whose line needs what takes seconds to make."""
 LEFT_OUT = {
     *(("analyze notes", name, "") for name in ("data_path", "output")),
-    *(("compare", "input", kind) for kind in ("device", "empty", "folder")),
-    *(("pretrain", *rest) for rest in (("config", "empty"), ("tensorboard_dir", ""))),
 }
-"""Paths that are read after notes, which the world's run lacks; that a job of `compare` refuses, in its log; that are
-right, or refused after the run has begun its folder."""
+"""Paths that are read after notes, which the world's run lacks."""
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("preprocess", "tokenizer_model"): {"tokenizer_type": "HuggingFace", "vocab_file": None},
     ("pretrain", "train_data_path"): {"data_path": None, "split": None, "valid_data_path": "no-such"},

@@ -207,16 +207,25 @@ def test_rows_up_to_a_resume_were_due_at_the_interval_of_the_checkpoint(before, 
 
 
 @pytest.mark.parametrize(
-    ("below", "reason"), [("", "File exists"), ("/board", "Not a directory")], ids=["file", "below-a-file"]
+    ("name", "reason"),
+    [
+        ("notes.txt", "Not a directory"),
+        ("notes.txt/board", "Not a directory"),
+        ("loop/board", "Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+    ],
+    ids=["file", "below-a-file", "loop", "long"],
 )
-def test_a_tensorboard_folder_that_is_a_file_is_refused_in_one_line(below, reason, tmp_path):
-    pytest.importorskip("tensorboard")
+def test_a_tensorboard_folder_that_cannot_be_is_refused_before_a_run_begins(name, reason, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    board = f"{tmp_path}/notes.txt{below}"
+    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError) as refusal:
-        TensorBoard(board).on_start(Config(), 0, torch.nn.Linear(1, 1))
-    line = f"--tensorboard-dir {board}: cannot be written: {reason}; give a folder that can be"
-    assert str(refusal.value) == line and (tmp_path / "notes.txt").read_text() == "mine"
+        TensorBoard(f"{tmp_path}/{name}")
+    line = f"--tensorboard-dir {tmp_path}/{name}: cannot be written: {reason}; give a folder that can be"
+    assert (str(refusal.value), refusal.value.exit_code) == (line, 2)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    TensorBoard(f"{tmp_path}/new/board")
+    assert not (tmp_path / "new").exists(), "the run makes it when it starts"
 
 
 def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):

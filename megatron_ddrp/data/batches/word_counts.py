@@ -21,7 +21,8 @@ from megatron_ddrp.data.atomic import AnyPath, take_lock
 from megatron_ddrp.data.batches.index_cache import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
-from megatron_ddrp.data.progress import Advance, progress, silent
+from megatron_ddrp.data.progress import progress
+from megatron_ddrp.data.sealed import Advance, silent
 from megatron_ddrp.data.tokenizers.spelling import BEGIN
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError

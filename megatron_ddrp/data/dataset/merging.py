@@ -26,9 +26,8 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import PATH, entry, path_entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
-from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.randomness import permute
-from megatron_ddrp.data.sealed import file_sha256
+from megatron_ddrp.data.sealed import Advance, file_sha256, silent
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens", "dropped_characters")

@@ -30,8 +30,7 @@ from megatron_ddrp.data.dataset.dataset_index import (
 )
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, token_chunks
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest, tokenizer_entry, tokenizer_name
-from megatron_ddrp.data.progress import Advance, silent
-from megatron_ddrp.data.sealed import file_sha256
+from megatron_ddrp.data.sealed import Advance, file_sha256, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 

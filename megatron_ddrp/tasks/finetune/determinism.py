@@ -68,8 +68,8 @@ def with_fallback(compute: Callable[[], T]) -> T:
 
 @functools.cache
 def _tell(operator: str) -> None:
-    """Name an operator without a deterministic form, once per process."""
-    tqdm.write(
+    """Name an operator without a deterministic form, once per process, above the bar of a terminal."""
+    (tqdm.write if sys.stderr.isatty() else print)(
         f"warning: torch's {operator} has no deterministic form on this device: results may differ between runs of "
         "one seed",
         file=sys.stderr,

@@ -18,6 +18,7 @@ from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
 from megatron_ddrp.tasks.finetune.suite import Suite
+from megatron_ddrp.tasks.jobs.options import Machine
 
 HINTS = {
     "learning-rate": "use --lr",
@@ -108,19 +109,6 @@ class Training(Section):
     def precision(self) -> str:
         """Precision of the arithmetic: bf16, fp16 or fp32."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-
-
-@dataclass(frozen=True)
-class Machine(Section):
-    """machine"""
-
-    workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
-    wait: bool = option(
-        True,
-        "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
-        "finishes last writes the tables (for job arrays)",
-    )
-    dry_run: bool = option(False, "check the files, print the plan with its time and stop; write nothing")
 
 
 @dataclass(frozen=True)

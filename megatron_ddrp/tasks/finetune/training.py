@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from megatron_ddrp.data.progress import progress
+from megatron_ddrp.data.sealed import Advance, silent
 from megatron_ddrp.encoders.encoder import cast_parameters
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
@@ -124,14 +125,18 @@ class FineTuning:
         if self.output:
             fold(self.scale, self.output)
 
+    def batches(self, encoded: Encoded) -> list[np.ndarray]:
+        """Return the row numbers of each batch of a file that this rank predicts."""
+        return dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]
+
     @torch.inference_mode()
-    def predict(self, encoded: Encoded) -> Any:
+    def predict(self, encoded: Encoded, advance: Advance = silent) -> Any:
         """Return the predictions of all rows in the form that the task's metric takes.
 
-        A row gets nan if one of its outputs is not finite.
+        A row gets nan if one of its outputs is not finite. Calls `advance` with 1 after each batch.
         """
         self.model.eval()
-        outcomes, times_scored = with_fallback(partial(self._outcomes, encoded))
+        outcomes, times_scored = with_fallback(partial(self._outcomes, encoded, advance))
         if self.world_size > 1:
             flat = np.concatenate([outcomes.reshape(len(outcomes), -1), times_scored[:, None]], axis=1)
             summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
@@ -141,14 +146,15 @@ class FineTuning:
             outcomes = self.scale.deviation * outcomes + self.scale.mean
         return self.kind.predictions(self.task, encoded, outcomes)
 
-    def _outcomes(self, encoded: Encoded) -> tuple[np.ndarray, np.ndarray]:
+    def _outcomes(self, encoded: Encoded, advance: Advance) -> tuple[np.ndarray, np.ndarray]:
         """Return the outcomes of this rank's rows, with those of other ranks blank, and how often each was computed."""
         outcomes = self.kind.blank(encoded)
         times_scored = np.zeros(len(outcomes))
-        for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
+        for rows in self.batches(encoded):
             places, values = self.kind.outcomes(self._outputs(encoded, rows), encoded, rows)
             outcomes[places] = values.cpu().numpy()
             times_scored[places] += 1
+            advance(1)
         return outcomes, times_scored
 
     def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
@@ -210,20 +216,19 @@ def finetune(
     scores: dict[str, list[float | None]] = {name: [] for name in dev}
     predictions: dict[str, Any] = {}
     is_worker = multiprocessing.parent_process() is not None
-    hidden = True if is_worker or tuning.rank else None  # None hides the bar outside a terminal
-    with (
-        deterministic(tuning.device),
-        tqdm(total=tuning.total, desc=f"{run.task} seed {run.seed}", unit="step", leave=False, disable=hidden) as bar,
-    ):
+    others = run.epochs * sum(len(tuning.batches(rows)) for rows in dev.values())
+    others += sum(len(tuning.batches(rows)) for rows in (test or {}).values())
+    shown, name = not (is_worker or tuning.rank), f"{run.task} seed {run.seed}"
+    with deterministic(tuning.device), progress("batch", tuning.total + others, name, show=shown) as bar:
         for epoch in range(run.epochs):
             for rows in tuning.order(epoch):
                 tuning.step(rows)
                 bar.update()
             for name, encoded in dev.items():
-                predictions[name] = tuning.predict(encoded)
+                predictions[name] = tuning.predict(encoded, bar.update)
                 scores[name].append(tuning.kind.score(task.metric, encoded.answers, predictions[name]))
         for name, encoded in (test or {}).items():
-            predictions[name] = tuning.predict(encoded)
+            predictions[name] = tuning.predict(encoded, bar.update)
     assert tuning.steps == tuning.total
     tuning.finish()
     return RunResult(scores, predictions, model, tuning.steps, time.perf_counter() - start)

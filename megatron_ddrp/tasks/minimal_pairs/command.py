@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import COUNT, Section, option, refuse
-from megatron_ddrp.tasks.finetune.options import Machine
+from megatron_ddrp.tasks.jobs.options import Machine
 from megatron_ddrp.tasks.minimal_pairs.results import TIES
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.command import main, parse_arguments, plan_experiment
+from megatron_ddrp.tasks.compare.command import main, parse_arguments
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rows import open_rows
 from megatron_ddrp.tasks.compare.running import Runner
+from megatron_ddrp.tasks.compare.work import plan_experiment
 from tests.unit.compare.conftest import finish_run, finish_similarity
 
 LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}

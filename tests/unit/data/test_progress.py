@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_ddrp.data.progress import progress, reading_progress, track
+from megatron_ddrp.data.progress import progress, reading_progress, show_phase, track
 
 
 def test_a_tracked_sequence_is_whole_and_its_bar_knows_the_total(monkeypatch):
@@ -33,3 +33,14 @@ def test_short_work_and_hidden_bars_say_nothing(capsys, tmp_path: Path):
         reading.update(5)
     assert list(track([1], "item")) == [1]
     assert capsys.readouterr().err == ""
+
+
+def test_a_full_bar_names_what_goes_on_behind_it_in_a_log_after_ten_seconds_only(capsys):
+    with progress("row", 2) as bar, progress("row", 2, show=False) as hidden:
+        bar.update(2)
+        show_phase(hidden, "sorting")
+        show_phase(bar, "sorting")
+        assert capsys.readouterr().err == ""
+        bar.start_t -= 11
+        show_phase(bar, "learning the pieces")
+        assert "learning the pieces: 100%" in capsys.readouterr().err

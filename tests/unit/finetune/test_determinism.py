@@ -72,6 +72,29 @@ def tune(puts, precision="fp32"):
     return result.model.state_dict(), result.predictions["dev"]
 
 
+def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction(monkeypatch):
+    """3 epochs of 2 steps, and after each epoch one batch of 16 development rows, 64 at most."""
+    shown = []
+
+    class Bar:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, count=1):
+            shown[0]["moved"] += count
+
+    def made(unit, total, doing, show):
+        shown.append({"unit": unit, "total": total, "doing": doing, "show": show, "moved": 0})
+        return Bar()
+
+    monkeypatch.setattr(training, "progress", made)
+    tune(puts=False)
+    assert shown == [{"unit": "batch", "total": 9, "doing": "t seed 1", "show": True, "moved": 9}]
+
+
 @pytest.mark.parametrize("before", [(False, False, True), (True, True, False), (True, False, True)])
 def test_settings_are_put_back_as_they_were(before):
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -54,6 +54,16 @@ def test_series_hold_what_was_logged():
     assert Panel("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
 
 
+@pytest.mark.parametrize(("points", "marker"), [(1, "."), (3, "."), (4, None)])
+def test_few_points_are_drawn_as_points(points, marker):
+    """A line through one point is invisible, and one through three is short."""
+    axis, values = MagicMock(), [(step, 1.0) for step in range(points)]
+    figures._plot(axis, values, color="b")
+    assert axis.plot.call_args.kwargs.get("marker") == marker
+    figures._plot(axis, values, marker="s")
+    assert axis.plot.call_args.kwargs["marker"] == "s", "a run's own marker stays"
+
+
 def test_a_running_mean_stands_at_the_middle_step():
     values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
     assert running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
