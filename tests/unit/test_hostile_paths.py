@@ -108,8 +108,9 @@ SLOW = (
 """Commands whose refusals take more than milliseconds, or whose line needs what takes seconds to make."""
 LEFT_OUT = {
     *(("analyze notes", name, "") for name in ("data_path", "output")),
+    ("plan", "data_path", ""),
 }
-"""Paths that are read after notes, which the world's run lacks."""
+"""Paths that are read after notes, which the world's run lacks, and one that a plan only prints."""
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("preprocess", "tokenizer_model"): {"tokenizer_type": "HuggingFace", "vocab_file": None},
     ("pretrain", "train_data_path"): {"data_path": None, "split": None, "valid_data_path": "no-such"},
