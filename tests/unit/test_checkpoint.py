@@ -327,6 +327,21 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(reader, run):
             reader(run / "iter_0000006")
 
 
+def test_only_the_files_that_the_caller_reads_are_checked_against_their_sums(run):
+    path, file = run / "iter_0000006", "optimizer-00-of-01.safetensors"
+    state, moments = read_state(path), {"moment": torch.ones(99)}
+    facts = write_tensors(path / file, {n: Form.of(m) for n, m in moments.items()}, moments.items())
+    write_state(path, state | {"files": state["files"] | {file: facts}})
+    both = (checkpoint.MODEL, checkpoint.OPTIMIZER)
+    assert chosen(run, both) == chosen(path, both) == ("iter_0000006", [])
+    flip(path / file)
+    assert chosen(run) == chosen(path) == ("iter_0000006", [])
+    name, (line,) = chosen(run, both)
+    assert name == "iter_0000004" and f"{file} has the CRC-32" in line
+    with pytest.raises(UserError, match=f"--load {path}: {file} has the CRC-32"):
+        chosen(path, both)
+
+
 def test_weights_come_from_the_checkpoint_before(run, whole_run):
     flip(run / "iter_0000006" / FILE)
     (ours, _, _), (theirs, _, _) = load_model(run), load_model(whole_run / "iter_0000004")

@@ -164,6 +164,19 @@ def test_refuses_ids_outside_the_vocabulary(wrong):
     assert error.value.exit_code == 1
 
 
+def test_the_error_names_the_corpus_of_the_id():
+    """The row of a batch and the number of its sample point to different corpora."""
+    corpora = [fake_samples(16), fake_samples(16), fake_samples(16)]
+    for number, corpus in enumerate(corpora):
+        corpus.prefix = f"corpus{number}"
+    corpora[1].ids[3][0] = FAKE_VOCAB
+    blend, tokenizer = Blend(corpora), fake_tokenizer(np.ones(FAKE_VOCAB, bool))
+    indices = np.array([40, 19, 0])
+    with pytest.raises(UserError, match=f"^corpus1: token id {FAKE_VOCAB},"):
+        reader = SampleReader(blend, tokenizer, Masker(tokenizer), SEQ)
+        reader.read(np.arange(3), np.zeros(3, int), indices, blend.lengths(indices))
+
+
 def worker_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("batch-loader")]
 

@@ -115,6 +115,16 @@ def test_many_chunks_equal_the_loop_twin():
         assert (masked[row].tolist(), labels[row].tolist()) == expected
 
 
+def test_thousands_of_short_rows_are_masked_as_a_few():
+    """More rows than the sort key has numbers for."""
+    ids = np.tile([CLS, 10, 150, 11, 12, SEP], (5000, 1))
+    rows = np.arange(5000)
+    at_once = make_masker()(ids, np.ones_like(ids), 0 * rows, rows)
+    parts = [make_masker()(ids[part], np.ones((len(part), 6)), 0 * part, part) for part in np.split(rows, 5)]
+    for side in range(2):
+        assert np.array_equal(at_once[side], np.concatenate([part[side] for part in parts]))
+
+
 def test_fold_in_names_the_same_numbers_as_hash():
     assert fold_in(hash_uint64(SEED, "mask-order", 2, 3), 4) == hash_uint64(SEED, "mask-order", 2, 3, 4)
 

@@ -134,7 +134,8 @@ def test_micro_batches_of_all_ranks_are_of_one_size_and_smaller():
     for world, micro in ((1, 8), (2, 8), (2, 32), (4, 4)):
         ranks = [make_loader(micro=micro, world=world, rank=rank).step(0) for rank in range(world)]
         sizes = [[len(batch.input_ids) for batch in batches] for batches in ranks]
-        everything = sum(sizes, [])
+        everything = [size for at_once in zip(*sizes, strict=True) for size in at_once]  # shortest rows first
+        assert everything == sorted(everything, reverse=True), "the parts of the shortest rows have one more"
         assert min(everything) >= 1 and max(everything) - min(everything) <= 1
         assert sum(everything) < 0.55 * 64 and max(everything) < micro
 

@@ -17,7 +17,13 @@ from megatron_ddrp.data.dataset.verification import verify
 from megatron_ddrp.data.preprocess import pipeline
 from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
-from megatron_ddrp.data.preprocess.partition import Partition, own_bytes, own_files, parse_partition
+from megatron_ddrp.data.preprocess.partition import (
+    Partition,
+    own_bytes,
+    own_files,
+    parse_partition,
+    partition_entry,
+)
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.preprocess.records import parse_chunk
 from megatron_ddrp.errors import UserError
@@ -62,6 +68,7 @@ def write_files(folder, chance):
         mark = chance.choice(["", "\ufeff"]) if "." in name else ""
         (folder / name).write_bytes((mark + text).encode())
     (folder / "last.jsonl").write_text('{"text": "the cat", "title": "a mat"}')  # or there might be no file to read
+    (folder / "z.txt").touch()  # begins where the last part ends
     return find_inputs([str(folder)])
 
 
@@ -114,6 +121,17 @@ def test_what_is_no_part_is_refused(text):
     with pytest.raises(UserError, match=r"--partition .*: expected I/N with I from 1 to N, such as 3/16"):
         parse_partition(text)
     assert parse_partition("3/16") == (3, 16)
+
+
+def test_parts_know_the_names_and_the_sizes_of_all_files(tmp_path):
+    def entry(**sizes):
+        folder = tmp_path / str(sizes)
+        folder.mkdir()
+        for name, size in sizes.items():
+            (folder / f"{name}.jsonl").write_bytes(b" " * size)
+        return partition_entry(Partition(2, 3), find_inputs([str(folder)]))["inputs"]
+
+    assert len({entry(a=5, b=7), entry(a=7, b=5), entry(a=5, b=8), entry(a=5, c=7)}) == 4
 
 
 def test_a_stream_cannot_be_divided(folder):

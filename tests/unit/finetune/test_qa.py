@@ -192,6 +192,24 @@ def test_outputs_that_are_not_finite_give_no_prediction(tokenizer):
     assert KIND.score("f1", encoded.answers, answers) is None
 
 
+def test_one_window_that_is_not_finite_leaves_its_question_without_a_prediction(tokenizer):
+    encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example("it " * 20 + "Ada", "Ada")], max_length=16)
+    assert encoded.questions.tolist().count(1) > 2
+    for row in (1, 2, len(encoded) - 1):
+        outputs = torch.zeros(len(encoded), 16, 2)
+        outputs[row, 3, 0] = math.nan
+        assert predict(encoded, outputs) == ["Ada", None]
+
+
+def test_neighbouring_windows_share_half_a_row_so_that_a_border_cuts_no_short_answer(tokenizer):
+    context = "it " * 25
+    encoded = encode(tokenizer, [example(context)], max_length=16)
+    windows = [own[own[:, 0] >= 0] for own in np.split(encoded.spans, encoded.ends[:-1])]
+    room = len(windows[0])
+    for before, after in zip(windows, windows[1:], strict=False):
+        assert np.array_equal(before[room - room // 2 :], after[: room // 2])
+
+
 def test_a_context_without_pieces_has_no_answer(tokenizer):
     encoded = encode(tokenizer, [Example(("Who?", "\u200b"), math.nan)])
     assert predict(encoded, torch.zeros(1, int(encoded.lengths[0]), 2)) == [""]

@@ -58,6 +58,8 @@ def test_a_long_sentence_is_labelled_in_several_rows_and_no_word_twice(tokenizer
     encoded = encode(tokenizer, [Example(("ada",), [1.0]), Example(tuple(words), labels.astype(float).tolist())])
     assert len(encoded) > 5 and encoded.lengths.max() <= 16
     assert encoded.targets[encoded.targets != IGNORED_LABEL].tolist() == [1, *labels]
+    begins = encoded.ends[1:-1]  # of the sentence's later rows, which begin with words that the row before labels
+    assert (encoded.targets[begins + 1] == IGNORED_LABEL).all()
     firsts = encoded.pieces[encoded.targets != IGNORED_LABEL]
     assert [tokenizer.pieces[piece] for piece in firsts] == ["ada", *(w.replace("unhappy", "un") for w in words)]
 
