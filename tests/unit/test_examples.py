@@ -284,7 +284,15 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
     trainings = [line for line in commands if " megatron-ddrp pretrain " in line or " megatron_ddrp pretrain " in line]
-    expected = {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "measures": 20, "paper": 38, "ladder": 182, "plateau": 40}
+    expected = {
+        "backbones": 72,
+        "cpu-hours": 24,
+        "gpu-30min": 42,
+        "measures": 20,
+        "paper": 38,
+        "ladder": 182,
+        "plateau": 40,
+    }
     assert len(trainings) == expected[plan.stem]
     assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
     assert not (tmp_path / "out").exists()
