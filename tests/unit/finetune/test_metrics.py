@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks import finetune
@@ -108,6 +109,14 @@ def test_macro_f1_is_the_mean_over_the_classes_that_occur():
 
 def test_accuracy_of_many_labels_wants_whole_rows():
     assert accuracy(np.array([[1, 0], [1, 1]]), np.array([[1.0, 0.0], [1.0, 0.0]])) == 0.5
+
+
+def test_the_loss_of_many_labels_is_their_mean_summed_over_rows():
+    logits, labels = [[0.5, -2.0, 1.0], [3.0, 0.0, -1.0]], [[1, 0, 1], [0, 1, 1]]
+    outputs, targets = torch.tensor(logits, dtype=torch.float64), torch.tensor(labels)
+    pairs = [(x, y) for xs, ys in zip(logits, labels, strict=True) for x, y in zip(xs, ys, strict=True)]
+    expected = sum(math.log1p(math.exp(-x if y else x)) for x, y in pairs) / 3
+    assert KINDS["multi-label"].loss_sum(outputs, targets).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_spearman_is_pearson_of_mean_ranks():
