@@ -46,7 +46,7 @@ fi
 if [[ -n ${DRY_RUN:-} || -z ${SLURM_JOB_ID:-} ]]; then
     DRY_RUN=1 bash "$RECIPE" --world-size "$RANKS" --device-memory "${DEVICE_MEMORY:-32}" "$@"
     if [[ -n ${SEEDS:-} ]]; then
-        echo "array: seeds $SEEDS, each on $NODES nodes, saved in ${SAVE:-runs/ddrp_base}-seedN; seed and folders above: without SEEDS" >&2
+        echo "array: seeds $SEEDS, each on $NODES nodes, saved in ${SAVE:-runs/ddrp_base}-seedN, not as above" >&2
     fi
     [[ -z ${DRY_RUN:-} ]] || exit 0
     exec sbatch ${SEEDS:+--array="$SEEDS"} --nodes="$NODES" --ntasks-per-node="$GPUS" --gpus-per-node="$GPUS" \
