@@ -21,7 +21,8 @@
 # SEEDS makes a job array, one run of all nodes per seed: seed 3 is saved in SAVE-seed3. SEEDS=1-5%2 runs two at a time.
 # NODES and GPUS (per node) make the ranks. A dry run checks flags, batches and memory (DEVICE_MEMORY=32, in GB) for them,
 # and nothing is queued if it refuses them; DRY_RUN=1 ends there. Run it on the login node, from the project's folder,
-# with the environment active: sbatch and srun pass both on. DeepSpeed's launcher is not used.
+# with the environment active: sbatch and srun pass both on. DeepSpeed's launcher is not used. sbatch also reads
+# SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_TIMELIMIT; the last one replaces the 24 hours.
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" # Slurm runs a copy of this file
@@ -44,6 +45,9 @@ fi
 
 if [[ -n ${DRY_RUN:-} || -z ${SLURM_JOB_ID:-} ]]; then
     DRY_RUN=1 bash "$RECIPE" --world-size "$RANKS" --device-memory "${DEVICE_MEMORY:-32}" "$@"
+    if [[ -n ${SEEDS:-} ]]; then
+        echo "array: seeds $SEEDS, each on $NODES nodes, saved in ${SAVE:-runs/ddrp_base}-seedN, not as above" >&2
+    fi
     [[ -z ${DRY_RUN:-} ]] || exit 0
     exec sbatch ${SEEDS:+--array="$SEEDS"} --nodes="$NODES" --ntasks-per-node="$GPUS" --gpus-per-node="$GPUS" \
         examples/pretrain_ddrp_base_slurm.sh "$@"

@@ -105,7 +105,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     config, run = config_of(settings), typed.invocation
     if run.vocab_size is not None:
         if config.data.names_data or config.data.vocab_file or config.data.tokenizer_model:
-            refuse("--vocab-size beside data or a vocabulary: these decide it, so leave it out")
+            refuse("--vocab-size beside data or a vocabulary: these decide it, so leave it out, or leave them out")
         config = config.with_vocabulary(run.vocab_size)
     remarks = (from_file.remark, *remarks_on(typed.taken, settings, config), decided)
     remarks += (idle_remark(settings, config), warmup_remark(config.optimizer, config.training.train_iters))

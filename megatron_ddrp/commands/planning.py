@@ -131,7 +131,7 @@ def table(
         f"({device.memory:,.0f} GiB), {device.precision}, {options.hours:g} h, rows of {options.seq_length} tokens:",
         *columns(rows),
         *([f"{left_out} larger shapes do not fit into the memory"] if left_out else []),
-        f"time: {how}; micro-batch: rows of the fastest one, and of the largest that fits",
+        f"time: {how}; micro-batch: rows of the fastest one, and of the largest that fits; GiB: with the fastest",
         "*: the smallest shape that ties with the best by a law for repeated text, which was fitted to decoders",
     ]
 

@@ -247,6 +247,7 @@ def test_seeds_are_an_array_of_runs_with_folders_of_their_own(tmp_path: Path) ->
     done = run_slurm(tmp_path, {"SEEDS": "1-5%2"}, "--lr", "2e-4")
     queued = "sbatch --array=1-5%2 --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/pretrain_ddrp_base_slurm.sh"
     assert done.stdout.splitlines()[-1] == f"{queued} --lr 2e-4", done.stderr
+    assert "array: seeds 1-5%2, each on 2 nodes, saved in " in done.stderr
     rank = f"mkdir -p {tmp_path / 'save-seed3'}; echo 75 > {tmp_path / 'save-seed3' / 'exit_code'}; exit 143"
     done = run_slurm(tmp_path, IN_A_JOB | {"SLURM_ARRAY_TASK_ID": "3"}, "--lr", "2e-4", rank=rank)
     _, started, requeued = done.stdout.splitlines()
