@@ -55,15 +55,18 @@ class Import(ReadFolder):
         )
 
     def summary(self) -> str:
-        """Return a few lines about weights loaded, left out and initialised, and the command to resume with."""
+        """Return a few lines about weights loaded, left out and initialised, and the commands to continue with."""
         model, tokenizer, loaded = self.config, self.tokenizer, self.weights.ours.values()
         groups = Counter(name.rpartition(".")[0] or name for name in self.weights.left_out)
         left_out = [f"{group} ({count})" for group, count in groups.items()]
         if self.embedded_pieces > model.vocab_size:
             left_out.append(f"{self.embedded_pieces - model.vocab_size} rows beyond the tokenizer's vocabulary")
-        command = ["deepspeed", "--module", "megatron_ddrp", "pretrain", "--data-path", "P"]
-        command += ["--load", str(self.output), "--save", "DIR"]
-        command += [*self._tokenizer_flags(), *objective_flags(self.objective), *model_flags(model), *CONTINUED]
+        flags = self._tokenizer_flags()
+        command = ["megatron-ddrp", "pretrain", "--data-path", "corpus_text_document"]
+        command += ["--load", str(self.output), "--save", "run"]
+        command += [*flags, *objective_flags(self.objective), *model_flags(model), *CONTINUED]
+        training = shlex.join(command)
+        preprocessing = ["megatron-ddrp", "preprocess", "--input", "FILE", "--output-prefix", "corpus", *flags]
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",
@@ -74,7 +77,7 @@ class Import(ReadFolder):
             else self._missing(),
             **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
             "wrote": f"{self.output}: weights without optimizer state",
-            "resume": shlex.join(command),
+            **({"next": shlex.join(preprocessing), "then": training} if flags else {"next": training}),
             "rate": "5e-5 is usual for continued training; try 2e-5 and 1e-4 too, and fewer steps for little text",
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())

@@ -63,11 +63,10 @@ def test_a_model_leaves_as_the_family_it_came_from(tmp_path, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, folders, capsys, case):
     start = import_folder(folders(case) / "hf", tmp_path / "start")
-    (line,) = (line for line in start.summary().splitlines() if line.startswith("resume:"))
-    *start_of_line, data, place = (words := shlex.split(line.removeprefix("resume:")))[:6]
-    assert start_of_line == ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
-    assert (data, place) == ("--data-path", "P")
-    flags = words[6:]
+    (line,) = (line for line in start.summary().splitlines() if line.startswith("then:"))
+    words = shlex.split(line.removeprefix("then:"))
+    assert words[:4] == ["megatron-ddrp", "pretrain", "--data-path", "corpus_text_document"]
+    flags = words[4:]
     config = parse_arguments(flags).config
     expected = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
     is_bare = case.head in case.family.bare_heads  # transformers writes a folder without a head then

@@ -229,6 +229,7 @@ def test_tokenizers(tmp_path, hf, vocab):
     (hf / "tokenizer.json").unlink()
     without = import_folder(hf, tmp_path / "none")
     assert without.config.vocab_size == 20 and "tokenizer:   none" in without.summary()
+    assert "next:        megatron-ddrp pretrain" in without.summary() and "then:" not in without.summary()
     assert not (tmp_path / "none" / "tokenizer").exists()
 
 
@@ -325,8 +326,10 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     run = tmp_path / "run"
     first = run_tool("--from-hf", hf, "--output", run)
     assert first.returncode == 0, first.stderr
-    command = f"deepspeed --module megatron_ddrp pretrain --data-path P --load {run} --save DIR"
-    assert f"resume:      {command}" in first.stdout
+    preprocessing = "megatron-ddrp preprocess --input FILE --output-prefix corpus --tokenizer-type Bert"
+    assert f"next:        {preprocessing}" in first.stdout
+    command = f"megatron-ddrp pretrain --data-path corpus_text_document --load {run} --save run"
+    assert f"then:        {command}" in first.stdout
     assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
     again = run_tool("--from-hf", hf, "--output", run)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
