@@ -112,4 +112,5 @@ def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
         pieces = entry(read_manifest(prefix), "tokenizer")["vocab_size"]
         plan = flag_words({"tokens": tokens, "vocab_size": pieces, "data_path": prefix, "hours": 24}.items())
         print(f"or for your device and hours: {PROGRAM} plan {shlex.join(plan)}")
+        print(f"both begin a new model; to continue an encoder, take the lines that {PROGRAM} convert --from-hf prints")
     return result
