@@ -84,7 +84,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
         assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (8, 16, 24)}
     page = (out / "page.html").read_text()
-    assert "Missing" not in page and page.count("<img") == 4
+    assert "Missing" not in page and page.count("<img") == 5
     (difference,) = [
         row for row in results_of(out) if row["measure"] == "minimal pairs" and row["first"] == "DDRP (MTH)"
     ]

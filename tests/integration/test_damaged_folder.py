@@ -98,7 +98,7 @@ def test_a_folder_deleted_on_the_way_is_made_whole_again(ranks: int, flags: Flag
     delete = functools.partial(at_step, 3, 0, functools.partial(shutil.rmtree, folder))
     result = start_ranks(flags(save=folder, save_interval=2), ranks, before=delete).check()
     (line,) = [line for line in result.stdout[0].splitlines() if "lacked" in line]
-    assert line == f"{folder} lacked lock, config.json, tokenizer, metrics.jsonl: written again"
+    assert line == f"{folder} lacked lock, config.json, unigram.json, tokenizer, metrics.jsonl: written again"
     assert [path.name for path in all_checkpoints(folder)] == ["iter_0000005", "iter_0000004"]
     assert [row["iteration"] for row in training_rows(folder)] == [1, 2, 3, 4, 5]
     assert load_model(folder)[2].model == replace(load_config(folder).model, compile="off")

@@ -102,8 +102,12 @@ class Results:
 
     @cached_property
     def measures(self) -> list[str]:
-        """Measures with a value: loss, onset, minimal pairs, tasks, the GLUE average, then those of the inside."""
-        found = dict.fromkeys(name for run in self.runs for name in run.values if name != GLUE or self.averaged)
+        """Measures with a value: loss, onset, minimal pairs, tasks, the GLUE average, then those of the inside.
+
+        The onset tells nothing if no run has left the plateau.
+        """
+        known = {GLUE: bool(self.averaged), ONSET: any(ONSET in run.values and run.onset for run in self.runs)}
+        found = dict.fromkeys(name for run in self.runs for name in run.values if known.get(name, True))
         tasks = [name for name in found if name not in (LOSS, ONSET, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
         return [name for name in (LOSS, ONSET, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
