@@ -18,11 +18,17 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.masked_lm import PieceLogits
 
 
-def frequent_pieces(prefixes: Iterable[str], tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
-    """Return the ids of the `count` most frequent pieces of some datasets, without special ones."""
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
+def count_pieces(prefixes: Iterable[str], vocab_size: int) -> NDArray[np.int64]:
+    """Read some datasets in full and return the count of each piece, `[vocab_size]`."""
+    counts = np.zeros(vocab_size, np.int64)
     for prefix in prefixes:
-        counts += IndexedDataset(prefix).piece_counts(tokenizer.vocab_size)
+        counts += IndexedDataset(prefix).piece_counts(vocab_size)
+    return counts
+
+
+def frequent_pieces(counts: NDArray[np.int64], tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
+    """Return the ids of the `count` most frequent pieces, without special ones; `counts` are `[vocab_size]`."""
+    counts = counts.copy()
     counts[tokenizer.special_ids] = -1
     return np.argsort(-counts, kind="stable")[:count]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.attention_maps import measure_maps, measure_triangles
-from megatron_ddrp.analysis.masked_places import count_found, frequent_pieces
+from megatron_ddrp.analysis.masked_places import count_found, count_pieces, frequent_pieces
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
@@ -79,10 +80,11 @@ def _shown(value: float | None) -> str:
 def report_masked_places(arguments: argparse.Namespace) -> None:
     """Report how often the masked piece is among the first guesses of the newest checkpoint of each folder."""
     session, guesses = Session(arguments, every_checkpoint=False, load=Snapshot.load_masked_lm), arguments.top_k
+    counts = functools.cache(functools.partial(count_pieces, session.prefixes))  # once for all models of a vocabulary
     rows = []
     for view in session.views():
         tokenizer = view.sentences.tokenizer
-        frequent = frequent_pieces(session.prefixes, tokenizer, guesses)
+        frequent = frequent_pieces(counts(tokenizer.vocab_size), tokenizer, guesses)
         places, found, by_frequency = count_found(view.model, view.batches(), tokenizer, frequent, arguments.seed)
         rows.append(view.facts() | {"places": places, "found": found, "found_by_frequency": by_frequency})
     for row in rows:

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.data.batches.unigram import entropy
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, need_packages
 from megatron_ddrp.foreign import read_text
@@ -65,9 +64,7 @@ def say(line: str) -> None:
 
 def unigram_level(prefix: str) -> float:
     """Return the entropy in nats of the pieces of a dataset, taken one by one."""
-    counts = IndexedDataset(prefix).piece_counts()
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    return entropy(IndexedDataset(prefix).piece_counts())
 
 
 def read_words(path: Path) -> str:

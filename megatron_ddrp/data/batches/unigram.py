@@ -44,8 +44,12 @@ def unigram_loss(samples: Blend, special_ids: ArrayLike, seq_length: int) -> flo
     """
     places = np.arange(min(len(samples), MOST_TOKENS // seq_length))
     pieces, counts = np.unique(np.concatenate(samples.tokens(samples.visits(places, 0)[1])), return_counts=True)
-    counts = counts[~np.isin(pieces, special_ids)]
-    shares = counts / counts.sum()
+    return entropy(counts[~np.isin(pieces, special_ids)])
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Return the entropy in nats of pieces that occur so often, `[pieces]`."""
+    shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 

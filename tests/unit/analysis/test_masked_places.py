@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.analysis.masked_places import count_found, frequent_pieces
+from megatron_ddrp.analysis.masked_places import count_found, count_pieces, frequent_pieces
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -57,9 +57,10 @@ def test_frequent_pieces_are_counted_over_all_datasets_without_special_ones(tiny
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
     counts = np.bincount(np.concatenate(list(IndexedDataset(str(tiny_corpus.prefix)).chunks())))
     counts[tokenizer.special_ids[tokenizer.special_ids < len(counts)]] = 0
-    once = frequent_pieces([str(tiny_corpus.prefix)], tokenizer, 5)
+    prefix, size = str(tiny_corpus.prefix), tokenizer.vocab_size
+    once = frequent_pieces(count_pieces([prefix], size), tokenizer, 5)
     assert [counts[i] for i in once] == sorted(counts, reverse=True)[:5]
-    assert once.tolist() == frequent_pieces([str(tiny_corpus.prefix)] * 2, tokenizer, 5).tolist()
+    assert once.tolist() == frequent_pieces(count_pieces([prefix] * 2, size), tokenizer, 5).tolist()
 
 
 def test_the_command_counts_runs_exports_and_random_weights(run_folder, analyze_main, tmp_path, capsys):
