@@ -57,6 +57,11 @@ class ObjectiveConfig(Section):
         "tokens that TCD samples per sequence (n' in the paper); 0 = all tokens, in closed form",
         within="[0, 2147483648)",
     )
+    tcd_squared: bool = option(
+        False,
+        "TCD is the mean squared cosine, which two opposite poles of tokens do not lower, as they do the mean cosine "
+        "(ours)",
+    )
     hcd_heads: int = option(
         2,
         "heads that HCD samples per layer and step (m' in the paper); 0 = all heads, in closed form",

@@ -1,9 +1,11 @@
 """Mean pairwise cosines of tokens and heads: MTH's terms TCD (eq. 17) and HCD (eq. 18), and the measures f(S), f(H).
 
-TCD is the mean cosine of the last hidden states of n′ sampled tokens. HCD is the mean cosine of the pre-softmax logits
-of m′ sampled heads, averaged over layers. Closed forms give the means over pairs exactly, without a pairwise matrix:
+TCD is the mean cosine of the last hidden states of n′ sampled tokens, or, ours, the mean squared cosine. HCD is the
+mean cosine of the pre-softmax logits of m′ sampled heads, averaged over layers. Closed forms give the means over pairs
+exactly, without a pairwise matrix:
 
     Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
+    Σ_{i<j} cos²(h_i, h_j) = (‖ĤᵀĤ‖² − n)/2,  Ĥ the matrix of the ĥ_i, hidden×hidden;
     ⟨A¹,A²⟩ = ⟨Q¹ᵀQ², K¹ᵀK²⟩ for content-only heads, d×d matrices, padded rows zeroed.
 
 A flattened head is the vector of its valid×valid logits; in local layers, of those within the window. Padding never
@@ -34,11 +36,30 @@ def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
     if hidden.dtype.itemsize < 4:
         hidden = hidden.float()
     # Σ_i ĥ_i is a product with the inverse norms, so unit vectors are never stored.
-    inverse_norms = hidden.pow(2).sum(-1).clamp_min(SMALLEST_NORM**2).rsqrt()  # [batch, seq]
-    total = torch.bmm(token_mask * inverse_norms.unsqueeze(1), hidden)  # [batch, documents, hidden]
-    count = token_mask.sum(-1).to(hidden.dtype)  # [batch, documents]
+    weights = token_mask * _inverse_root(hidden.pow(2).sum(-1)).unsqueeze(1)  # [batch, documents, seq]
+    total = torch.bmm(weights, hidden)  # [batch, documents, hidden]
+    return _mean_of_pairs(total.pow(2).sum(-1), token_mask)
+
+
+def squared_token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
+    """Return the mean squared cosine over pairs of the marked tokens of each document; arguments as in `token_cosine`.
+
+    For n tokens in d dimensions it is at least (n − d)/(d(n − 1)) (Welch, 1974), and only vectors spread evenly over
+    all dimensions have so little. Two opposite poles have 1, the most, whereas their mean cosine is the least.
+    Needs one hidden×hidden buffer per document.
+    """
+    if hidden.dtype.itemsize < 4:
+        hidden = hidden.float()
+    weights = token_mask * _inverse_root(hidden.pow(2).sum(-1)).unsqueeze(1)  # [batch, documents, seq]
+    marked = hidden.unsqueeze(1) * weights.unsqueeze(-1)  # [batch, documents, seq, hidden], unit vectors or 0
+    return _mean_of_pairs(_SelfProduct.apply(marked).pow(2).sum((-2, -1)), token_mask)
+
+
+def _mean_of_pairs(squares: Tensor, token_mask: Tensor) -> Tensor:
+    """Return (squares − n)/(n(n − 1)) for the n marked tokens of each document, or 0 if there are fewer than two."""
+    count = token_mask.sum(-1).to(squares.dtype)  # [batch, documents]
     pairs = count * (count - 1)
-    return torch.where(pairs > 0, (total.pow(2).sum(-1) - count) / pairs.clamp_min(1), 0.0)
+    return torch.where(pairs > 0, (squares - count) / pairs.clamp_min(1), 0.0)
 
 
 def cosine_of_gram(gram: Tensor) -> Tensor:

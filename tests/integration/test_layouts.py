@@ -67,7 +67,7 @@ def test_two_ranks_follow_one_process(zero_stage: int, one_process: Path, flags:
         {"position_encoding": "absolute", "layernorm_position": "pre"},
         {"objective": "mlm", "relative_table": "per-layer"},
         {"tcd_tokens": 0, "hcd_heads": 0},
-        {"checkpoint_activations": True, "attention_backend": "eager"},
+        {"checkpoint_activations": True, "attention_backend": "eager", "tcd_squared": True},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )

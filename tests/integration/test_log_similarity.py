@@ -11,10 +11,10 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.similarity import document_mask
+from megatron_ddrp.model.similarity import document_mask, squared_token_cosine, token_cosine
 from megatron_ddrp.model.stages import Draws
 from tests.integration.launch import read_rows, start_ranks
-from tests.unit.model.tiny import named_sums
+from tests.unit.model.tiny import encode, named_sums
 
 VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
 
@@ -43,6 +43,29 @@ def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None
         count += len(batch.input_ids)
     assert row["token_similarity"] == pytest.approx(tokens / count, rel=1e-5)
     assert row["head_similarity"] == pytest.approx(heads_alike / count, rel=1e-4, abs=1e-6)
+
+
+@torch.no_grad()
+def test_squared_cosines_are_trained_on_but_not_logged(flags, tmp_path: Path) -> None:
+    words = flags(save=tmp_path, log_similarity=True, tcd_squared=True, tcd_weight=1.0, tcd_tokens=0, **VALIDATION)
+    start_ranks(words).check()
+    first, *_, last = read_rows(tmp_path)
+    assert 0 <= first["tcd_loss"] <= 1 and first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"])
+
+    model, _, config = load_model(tmp_path)
+    similarity, squared, count = 0.0, 0.0, 0
+    for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
+        batch = arrays.map(torch.from_numpy)
+        documents = document_mask(batch.document_ids, 1).long()
+        hidden = encode(model.eval(), batch)
+        similarity += token_cosine(hidden, documents).sum().item()
+        squared += squared_token_cosine(hidden, documents).sum().item()
+        count += len(batch.input_ids)
+        draws = Draws(documents, torch.empty(config.model.num_layers, 0, dtype=torch.long))
+        sums = named_sums(model.train(), batch, draws)
+        torch.testing.assert_close(sums["tcd_loss"], squared_token_cosine(hidden, documents).sum())
+    assert last["token_similarity"] == pytest.approx(similarity / count, rel=1e-5)
+    assert abs(similarity - squared) > 0.01 * count
 
 
 def test_one_head_has_no_similarity(flags) -> None:

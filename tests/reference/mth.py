@@ -22,20 +22,23 @@ def cosine(left: Tensor, right: Tensor) -> Tensor:
     return dot(left, right) / (torch.sqrt(dot(left, left)) * torch.sqrt(dot(right, right)))
 
 
-def mean_pairwise_cosine(vectors: list[Tensor]) -> Tensor:
-    """The mean cosine over the n(n-1)/2 unordered pairs of n >= 2 vectors; a scalar."""
+def mean_pairwise_cosine(vectors: list[Tensor], power: int = 1) -> Tensor:
+    """The mean cosine, to a power, over the n(n-1)/2 unordered pairs of n >= 2 vectors; a scalar."""
     n = len(vectors)
     assert n >= 2, f"a pair needs two vectors, got {n}"
     total = torch.zeros((), dtype=torch.float64)
     for i in range(n - 1):
         for j in range(i + 1, n):
-            total = total + cosine(vectors[i], vectors[j])
+            total = total + cosine(vectors[i], vectors[j]) ** power
     return 2.0 / (n * (n - 1)) * total
 
 
-def tcd(hidden: Tensor, tokens: list[int]) -> Tensor:
-    """Eq. 17 for one sequence: hidden `[S, D]`, the last hidden states; tokens, the sampled indices (at least 2)."""
-    return mean_pairwise_cosine([hidden[token] for token in tokens])
+def tcd(hidden: Tensor, tokens: list[int], power: int = 1) -> Tensor:
+    """Eq. 17 for one sequence: hidden `[S, D]`, the last hidden states; tokens, the sampled indices (at least 2).
+
+    With power 2, ours: the mean squared cosine.
+    """
+    return mean_pairwise_cosine([hidden[token] for token in tokens], power)
 
 
 def flatten_head(scores: Tensor, valid: list[bool], window: int | None = None) -> Tensor:

@@ -14,6 +14,7 @@ COUNTED = 3
 SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
 VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
 DOCUMENTS = VALID.unsqueeze(1)
+COSINES = {1: similarity.token_cosine, 2: similarity.squared_token_cosine}
 ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
 
 
@@ -24,14 +25,16 @@ def loop_hcd(query, key, heads, scale=1.0):
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 50])
-def test_tcd_equals_the_twin(tokens):
+@pytest.mark.parametrize("power", [1, 2])
+def test_tcd_equals_the_twin(tokens, power):
     hidden = random(len(LENGTHS), SEQ, HIDDEN)
     token_mask = VALID.long()
     if tokens < 50:  # the last ones, so that the sample is not simply a prefix
         token_mask = token_mask * (VALID.flip(-1).cumsum(-1).flip(-1) <= tokens)
-    fast = similarity.token_cosine(hidden, token_mask.unsqueeze(1)).squeeze(1)
+    fast = COSINES[power](hidden, token_mask.unsqueeze(1)).squeeze(1)
     assert fast.shape == (len(LENGTHS),) and fast[COUNTED:].eq(0).all()
-    slow = torch.stack([twin.tcd(hidden[row], token_mask[row].nonzero().flatten().tolist()) for row in range(COUNTED)])
+    samples = [token_mask[row].nonzero().flatten().tolist() for row in range(COUNTED)]
+    slow = torch.stack([twin.tcd(hidden[row], samples[row], power) for row in range(COUNTED)])
     assert_same(fast[:COUNTED], slow, [hidden], atol=1e-12)
     # Rows with fewer than two tokens and tokens outside the sample get no gradient at all.
     (gradient,) = torch.autograd.grad(fast.sum(), hidden)
@@ -83,6 +86,17 @@ def test_known_values():
     assert similarity.token_cosine(hidden, torch.tensor([[[1, 1, 0]]])) == pytest.approx(0)
 
 
+def test_squared_cosines_know_two_poles_from_an_even_spread():
+    def both(vectors):
+        vectors = torch.tensor(vectors, dtype=torch.float64).unsqueeze(0)
+        everything = torch.ones(1, 1, vectors.shape[1], dtype=torch.long)
+        return [cosine(vectors, everything).item() for cosine in COSINES.values()]
+
+    assert both([[1.0, 0], [-1, 0], [1, 0], [-1, 0]]) == pytest.approx([-1 / 3, 1])  # least, and most
+    assert both([[1.0, 0], [-1, 0], [0, 1], [0, -1]]) == pytest.approx([-1 / 3, (4 - 2) / (2 * 3)])  # Welch's bound
+    assert both([[2.0, 0, 0], [0, 3, 0], [0, 0, -4]]) == pytest.approx([0, 0])  # fewer tokens than dimensions
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_vectors_give_finite_values_and_gradients(dtype):
     hidden = torch.zeros(2, 4, 3, dtype=dtype, requires_grad=True)
@@ -92,6 +106,7 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
     documents = valid.unsqueeze(1)
     values = [
         similarity.token_cosine(hidden, documents.long()),
+        similarity.squared_token_cosine(hidden, documents.long()),
         similarity.cosine_of_gram(similarity.content_gram(query, query, documents, 1.0)),
         similarity.content_cosine_of_all(query, query, documents),
         similarity.logits_cosine(query @ query.transpose(-1, -2), allowed, documents),
@@ -103,19 +118,21 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_reduced_in_fp32(dtype):
+@pytest.mark.parametrize("power", [1, 2])
+def test_half_precision_is_reduced_in_fp32(dtype, power):
     hidden = (torch.randn(2, 300, 64) * 30).to(dtype)  # squares beyond fp16
     mask = torch.ones(2, 1, 300, dtype=torch.long)
-    got = similarity.token_cosine(hidden, mask)
+    got = COSINES[power](hidden, mask)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), similarity.token_cosine(hidden.double(), mask), rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.double(), COSINES[power](hidden.double(), mask), rtol=0, atol=1e-6)
 
 
-def test_scale_of_the_vectors_does_not_matter():
+@pytest.mark.parametrize("cosine", COSINES.values())
+def test_scale_of_the_vectors_does_not_matter(cosine):
     hidden = random(2, SEQ, HIDDEN)
     mask = torch.ones(2, 1, SEQ, dtype=torch.long)
     factors = torch.rand(2, SEQ, 1, dtype=torch.float64) * 100 + 0.01
-    torch.testing.assert_close(similarity.token_cosine(hidden * factors, mask), similarity.token_cosine(hidden, mask))
+    torch.testing.assert_close(cosine(hidden * factors, mask), cosine(hidden, mask))
 
 
 def test_documents_of_a_packed_row_count_as_rows_of_their_own():
@@ -132,6 +149,7 @@ def test_documents_of_a_packed_row_count_as_rows_of_their_own():
         return torch.stack(
             (
                 similarity.token_cosine(hidden, documents.long()),
+                similarity.squared_token_cosine(hidden, documents.long()),
                 similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0)),
                 similarity.content_cosine_of_all(query, key, documents),
                 similarity.logits_cosine(logits[:, some], allowed, documents),
