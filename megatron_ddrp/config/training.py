@@ -75,8 +75,8 @@ class OptimizerConfig(Section):
     optimizer: str = option(
         "adamw",
         "adamw, or muon: orthogonalised updates for the matrices of the layers and of position projections, AdamW for "
-        "all other parameters, with one --lr and --weight-decay for both (torch.optim.Muon, match_rms_adamw of "
-        "Moonlight, arXiv:2502.16982); needs --zero-stage 0 and torch 2.9",
+        "all other parameters, with one --lr and --weight-decay for both (with the step size of "
+        "Moonlight, arXiv:2502.16982); needs --zero-stage 0",
         choices=OPTIMIZERS,
     )
     optimizer_options: tuple[str, ...] = option(

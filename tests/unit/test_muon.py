@@ -57,14 +57,14 @@ def off(got: Tensor, before: Tensor, expected: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention.key.weight", "layers.1.feed_forward.output.weight"])
-def test_two_steps_are_those_of_the_twin_to_the_precision_of_bf16(name: str) -> None:
+def test_two_steps_are_those_of_the_twin_to_the_precision_of_fp32(name: str) -> None:
     model, optimizer = make()
     before, gradients = weights_of(model)[name], []
     for seed in (1, 2):
         gradients.append(give_gradients(model, seed)[name].tolist())
         optimizer.step()
     after = weights_of(model)[name]
-    assert off(after, before, twin.steps(before.tolist(), gradients, 0.1, 0.3)) < 0.02
+    assert off(after, before, twin.steps(before.tolist(), gradients, 0.1, 0.3)) < 1e-5
     for changed in (
         twin.steps(before.tolist(), gradients, 0.1, 0.0),
         twin.steps(before.tolist(), gradients, 0.1, 0.3, nesterov=False),
@@ -72,6 +72,18 @@ def test_two_steps_are_those_of_the_twin_to_the_precision_of_bf16(name: str) -> 
         twin.steps(before.tolist(), gradients, 0.09, 0.3),
     ):
         assert off(after, before, changed) > 0.04
+
+
+def test_newton_schulz_is_that_of_torch_but_for_bf16() -> None:
+    """torch's Muon multiplies in bf16, and so do we on a GPU."""
+    model, optimizer = make()
+    before, gradients = weights_of(model), give_gradients(model, 1)
+    optimizer.step()
+    for name in hidden_matrices(model):
+        theirs = before[name].clone().requires_grad_()
+        theirs.grad = gradients[name]
+        torch.optim.Muon([theirs], 0.1, 0.3, adjust_lr_fn="match_rms_adamw").step()
+        assert off(model.get_parameter(name).detach(), before[name], theirs.tolist()) < 0.03
 
 
 def test_everything_else_takes_the_step_of_adamw() -> None:
@@ -169,13 +181,10 @@ def test_its_memory_is_one_moment_of_each_matrix() -> None:
     assert adamw[0][0].optimizer - muon[0][0].optimizer == 4 * matrices
 
 
-def test_it_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_where_it_cannot_work() -> None:
     with pytest.raises(UserError, match="--optimizer muon with --zero-stage 1.*use --zero-stage 0") as refused:
         Config().replace(optimizer={"optimizer": "muon"})
     assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(UserError, match="needs torch 2.9 or newer"):
-        make()
 
 
 def test_state_of_the_other_optimizer_is_refused() -> None:

@@ -7,7 +7,8 @@ approximately the nearest matrix with orthonormal rows or columns, in five steps
     W ← W(1 − lr·λ) − lr·0.2·√max(rows, columns)·O
 
 The factor 0.2·√max(rows, columns) gives the update the size of AdamW's, so one learning rate and one weight decay serve
-both (Moonlight, Liu et al., arXiv:2502.16982). `torch.optim.Muon` does the arithmetic; it multiplies in bf16.
+both (Moonlight, Liu et al., arXiv:2502.16982). Newton-Schulz multiplies in bf16 on GPUs, as its author does, and in
+fp32 on CPUs, many of which have no products in bf16.
 
 A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
 first maps. If tensor parallelism cuts a matrix, every rank gathers the whole one, because Newton-Schulz of a part is
@@ -16,6 +17,7 @@ not the part of Newton-Schulz. All data-parallel ranks do the same work.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 from megatron_ddrp.config import Config, OptimizerConfig
 from megatron_ddrp.engine.optimizers.adamw import AdamW
 from megatron_ddrp.engine.optimizers.contract import Groups, Optimizer
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks
@@ -32,6 +33,11 @@ from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_
 
 MOMENTUM = "momentum_buffer"
 """Name of Muon's state of a parameter, also in checkpoints."""
+MU = 0.95
+A, B, C = 3.4445, -4.7750, 2.0315
+"""Factors of a Newton-Schulz step, X ← aX + b(XXᵀ)X + c(XXᵀ)²X (Jordan's)."""
+NEWTON_SCHULZ_STEPS = 5
+SMALLEST_NORM = 1e-7
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,7 +76,6 @@ class Muon(Optimizer):
         self, adamw: torch.optim.Optimizer, module: nn.Module, config: OptimizerConfig, encoding: str, ranks: Ranks
     ) -> None:
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
-        refuse_old_torch()
         self.encoding, self.ranks, self.matrices = encoding, ranks, hidden_matrices(module)
         taken = {id(parameter) for parameter in self.matrices.values()}
         for group in adamw.param_groups:
@@ -96,11 +101,11 @@ class Muon(Optimizer):
             gather_whole(name, tensor, self.encoding, self.ranks)
             for tensor in (parameter.data, gradient, state[MOMENTUM])
         )
-        muon = torch.optim.Muon(
-            [weight], self.own_group["lr"], self.own_group["weight_decay"], adjust_lr_fn="match_rms_adamw"
-        )
-        weight.grad, muon.state[weight][MOMENTUM] = whole_gradient, momentum
-        muon.step()
+        momentum.lerp_(whole_gradient, 1 - MU)
+        update = orthonormal(whole_gradient.lerp(momentum, MU))
+        lr = self.own_group["lr"]
+        weight.mul_(1 - lr * self.own_group["weight_decay"])
+        weight.sub_(update, alpha=lr * 0.2 * math.sqrt(max(weight.shape)))
         if self.ranks.tensor_size > 1:
             parameter.copy_(own_part(name, weight, self.encoding, self.ranks))
             state[MOMENTUM].copy_(own_part(name, momentum, self.encoding, self.ranks))
@@ -118,9 +123,13 @@ class Muon(Optimizer):
         )
 
 
-def refuse_old_torch() -> None:
-    """Raise `UserError` if torch has no Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(
-            f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}: upgrade, or use adamw"
-        )
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Return approximately the nearest matrix with orthonormal rows or columns, whichever are fewer (Newton-Schulz)."""
+    x = matrix.bfloat16() if matrix.is_cuda else matrix
+    if tall := x.shape[0] > x.shape[1]:
+        x = x.T  # the smaller of the two Gram matrices
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return (x.T if tall else x).to(matrix.dtype)
