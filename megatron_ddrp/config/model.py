@@ -66,6 +66,12 @@ class ModelConfig(Section):
         1e-12, "number added to the variance (or mean square) in every norm", within="(0, 1]"
     )
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within=POSITIVE)
+    attention_init: str = option(
+        "normal",
+        "start of attention: normal draws queries and keys like all else; with offsets each head also attends to one "
+        "place beside its own, -1, 1, -2, 2, ..., which ends the plateau of absolute positions early (docs/plateau.md)",
+        choices=("normal", "offsets"),
+    )
     position_encoding: str = option(
         "ddrp",
         f"position encoding ({ENCODING_WORDS})",
@@ -156,6 +162,16 @@ class ModelConfig(Section):
             refuse(f"--no-absolute-embedding with {name} leaves no positions: leave --no-absolute-embedding out")
         if self.absolute_embedding is encoding.adds_absolute_embedding:
             object.__setattr__(self, "absolute_embedding", None)  # the default: equal settings are stored alike
+        if self.attention_init == "offsets":
+            adds_absolute = self.absolute_embedding or (
+                self.absolute_embedding is None and encoding.adds_absolute_embedding
+            )
+            if not adds_absolute:
+                refuse(f"--attention-init offsets with {name}: its input has no positions; give --absolute-embedding")
+            if self.embedding_size is not None:
+                refuse(
+                    "--attention-init offsets with --embedding-size: the heads cannot read the positions; leave one out"
+                )
         reason = encoding.refusal(self)
         if reason is not None:
             refuse(f"{name}: {reason}")

@@ -19,6 +19,7 @@ from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, Head, MaskedLMHead
+from megatron_ddrp.model.offsets import start_at_offsets
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, NoteInputs, Output, State, layout_of
 
@@ -40,7 +41,14 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config, number, judge) for number in range(config.num_layers))
         self.mask_decoder: EnhancedMaskDecoder | None = None  # on the class, this would hide a subclass's module
 
-    def _initialise(self, module: nn.Module) -> None:
+    def initialise(self) -> None:
+        """Initialise all weights; a subclass calls this when it has its modules."""
+        self.apply(self._draw)
+        if self.config.attention_init == "offsets":
+            assert self.embeddings.absolute is not None, "the configuration refuses it"
+            start_at_offsets(self.embeddings.absolute, self.layers, self.config.init_method_std)  # type: ignore[arg-type]
+
+    def _draw(self, module: nn.Module) -> None:
         """Draw matrices from normal(0, `init_method_std`) and zero biases, as BERT does. Encodings draw their own."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(std=self.config.init_method_std)
@@ -86,7 +94,7 @@ class Bert(Encoder):
         super().__init__(config, objective, checkpoint_activations)
         self.head = MaskedLMHead(config, self.embeddings.token, objective)
         self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
-        self.apply(self._initialise)
+        self.initialise()
 
     def stages(self) -> list[nn.Module]:
         if self.mask_decoder is None:

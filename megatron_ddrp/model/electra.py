@@ -79,7 +79,7 @@ class Electra(Discriminator):
         small = generator_config(config, settings)
         layout = GeneratorEmbeddings if settings.generator_embeddings == "shared" else FormerGeneratorEmbeddings
         self.generator = Generator(small, layout(small, settings.notes_share, self.embeddings), objective)
-        self.apply(self._initialise)
+        self.initialise()
 
 
 def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelConfig:
@@ -90,6 +90,7 @@ def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelCon
         num_attention_heads=heads,
         hidden_size=heads * config.head_dim,
         embedding_size=config.embedding_width,
+        attention_init="normal",
         ffn_hidden_size=None,
     )
 

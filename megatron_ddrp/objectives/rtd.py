@@ -65,7 +65,7 @@ class DisentangledElectra(Discriminator):
         embeddings = GeneratorEmbeddings(shallow, objective.notes_share)
         embeddings.token = self.embeddings.token
         self.generator = Generator(shallow, embeddings, objective)
-        self.apply(self._initialise)
+        self.initialise()
         assert self.embeddings.difference is not None
         nn.init.zeros_(self.embeddings.difference.weight)
 
