@@ -45,6 +45,11 @@ class Model:
     weights: tuple[float, float] | None = None
     """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
 
+    @property
+    def system(self) -> dict[str, str]:
+        """The encoding and the objective, as settings of a run."""
+        return {"position_encoding": self.encoding, "objective": self.objective}
+
     def arm(self, half: bool = False) -> Arm:
         """Return the model at the full or half budget."""
         return Arm.of(self.name, self.encoding, self.objective, dict(self.flags), half)

@@ -199,7 +199,7 @@ def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]
                 continue
             count *= 60 / step_seconds[model.name]
         elif plan.budget.kind == "tokens":
-            config = make_config(dict(plan.flags + model.flags), str(plan.file))
+            config = make_config(model.system | dict(plan.flags + model.flags), f"{plan.file}: {model.name}")
             count /= config.training.global_batch_size * config.mean_seq_length
         steps[model.name] = max(2, round(count))
     return steps
@@ -245,8 +245,7 @@ def _plan_run(
         "data_path": corpus.data_path,
         "vocab_file": corpus.vocab_file,
         "tokenizer_type": corpus.tokenizer_type,
-        "position_encoding": model.encoding,
-        "objective": model.objective,
+        **model.system,
         **schedule,
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
