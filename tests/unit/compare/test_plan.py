@@ -198,6 +198,13 @@ def test_a_budget_of_tokens_counts_the_rows_of_each_phase(values, open_work, wri
         read_plan(write(values | {"budget": {"minutes": 1}}))
 
 
+def test_a_budget_of_tokens_knows_the_encoding_of_each_model(values, open_work):
+    values["budget"] = {"tokens": 12_800}
+    values["models"][0]["flags"] = {"attention-init": "offsets"}  # refused with the default encoding
+    assert values["models"][0]["encoding"] == "absolute"
+    assert set(open_work(values).steps.values()) == {100}
+
+
 def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
     values["budget"] = {"minutes": 0.5}
     work = open_work(values)
@@ -273,7 +280,7 @@ def test_the_ladder_has_three_budgets_and_every_measure_of_every_run():
         seeds[plan.budget.amount] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
         assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
     counts = [{sum(model == name for model, _ in of_rung) for name, _ in of_rung} for of_rung in seeds.values()]
-    assert counts == [{4, 8, 10}, {3}, {2}] and len({model for model, _ in seeds[2**22]}) == 21
+    assert counts == [{4, 8, 10}, {2, 3}, {2}] and len({model for model, _ in seeds[2**22]}) == 22
 
 
 @pytest.mark.parametrize("with_glue", [True, False])
