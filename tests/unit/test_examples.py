@@ -273,7 +273,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "order.jsonl").write_text('{"sentence_good": "a b", "sentence_bad": "b a"}\n')
     environment = {"OUT": str(tmp_path / "out"), "CORPUS": str(text), "GLUE": str(tmp_path / "glue"), "DRY_RUN": "1"}
-    environment["PAIRS"] = str(tmp_path / "pairs") if plan.stem in ("measures", "ladder") else "none"
+    environment["PAIRS"] = str(tmp_path / "pairs") if plan.stem in ("measures", "ladder", "fast") else "none"
     flags = []
     if plan.stem == "paper":  # takes a dataset that is there
         del environment["CORPUS"]
@@ -292,8 +292,9 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         "gpu-30min": 42,
         "measures": 20,
         "paper": 38,
-        "ladder": 182,
-        "plateau": 40,
+        "ladder": 190,
+        "plateau": 72,
+        "fast": 72,
     }
     assert len(trainings) == expected[plan.stem]
     assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
