@@ -1,4 +1,4 @@
-"""Every number about the first rows in docs/ladder, against those of the version that wrote the tables in docs first."""
+"""Every number about the first rows in docs/ladder, against those of the version that wrote the tables first."""
 
 from __future__ import annotations
 
