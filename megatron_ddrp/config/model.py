@@ -163,10 +163,7 @@ class ModelConfig(Section):
         if self.absolute_embedding is encoding.adds_absolute_embedding:
             object.__setattr__(self, "absolute_embedding", None)  # the default: equal settings are stored alike
         if self.attention_init == "offsets":
-            adds_absolute = self.absolute_embedding or (
-                self.absolute_embedding is None and encoding.adds_absolute_embedding
-            )
-            if not adds_absolute:
+            if not self.adds_absolute_embedding:
                 refuse(f"--attention-init offsets with {name}: its input has no positions; give --absolute-embedding")
             if self.embedding_size is not None:
                 refuse(
@@ -175,6 +172,13 @@ class ModelConfig(Section):
         reason = encoding.refusal(self)
         if reason is not None:
             refuse(f"{name}: {reason}")
+
+    @property
+    def adds_absolute_embedding(self) -> bool:
+        """True if a learned absolute position embedding is added to the input."""
+        if self.absolute_embedding is None:
+            return encoding_class(self.position_encoding).adds_absolute_embedding
+        return self.absolute_embedding
 
     @property
     def head_dim(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from megatron_ddrp.config import Config, ModelConfig, OptimizerConfig, changed_model, encoding_class, flag
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import decodes_masks
-from megatron_ddrp.model.embeddings import adds_absolute_embedding
 from megatron_ddrp.parallel.process_group import Ranks
 
 CHANGEABLE = {
@@ -74,7 +73,7 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
 
 def _serves_any_length(model: ModelConfig) -> bool:
     """Return whether neither weights nor attention depend on `--seq-length`."""
-    has_table = adds_absolute_embedding(model) or decodes_masks(model)
+    has_table = model.adds_absolute_embedding or decodes_masks(model)
     return encoding_class(model.position_encoding).any_length and not has_table
 
 

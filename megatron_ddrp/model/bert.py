@@ -46,7 +46,7 @@ class Encoder(nn.Module):
         self.apply(self._draw)
         if self.config.attention_init == "offsets":
             assert self.embeddings.absolute is not None, "the configuration refuses it"
-            start_at_offsets(self.embeddings.absolute, self.layers, self.config.init_method_std)  # type: ignore[arg-type]
+            start_at_offsets(self.embeddings.absolute, self.layers, self.config)  # type: ignore[arg-type]
 
     def _draw(self, module: nn.Module) -> None:
         """Draw matrices from normal(0, `init_method_std`) and zero biases, as BERT does. Encodings draw their own."""

@@ -22,13 +22,6 @@ def check_length(length: int, longest: int) -> None:
         )
 
 
-def adds_absolute_embedding(config: ModelConfig) -> bool:
-    """Return whether a learned absolute position embedding is added to the input."""
-    if config.absolute_embedding is None:
-        return encoding_class(config.position_encoding).adds_absolute_embedding
-    return config.absolute_embedding
-
-
 class Embeddings(nn.Module):
     """`Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
 
@@ -53,7 +46,7 @@ class Embeddings(nn.Module):
         if shared is not None or width != config.hidden_size:
             self.projection = nn.Linear(width, config.hidden_size, bias=config.bias)
         encoding = encoding_class(config.position_encoding)(config)
-        adds_absolute = adds_absolute_embedding(config)
+        adds_absolute = config.adds_absolute_embedding
         self.longest = config.seq_length if encoding.limits_length or adds_absolute else None
         if shared is None:
             self.absolute = nn.Embedding(config.seq_length, width) if adds_absolute else None

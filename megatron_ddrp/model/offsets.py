@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.encoder import EncoderLayer
 
 GAIN = 1.5
@@ -35,27 +36,29 @@ def offsets() -> Iterator[int]:
 
 
 @torch.no_grad()
-def start_at_offsets(positions: nn.Embedding, layers: Iterable[EncoderLayer], std: float) -> None:
-    """Set the table of positions, and add the maps that read it to the queries and keys of every head."""
+def start_at_offsets(positions: nn.Embedding, layers: Iterable[EncoderLayer], config: ModelConfig) -> None:
+    """Set the table of positions, and add the maps that read it to the queries and keys of every layer."""
     places, width = positions.weight.shape
     number = torch.arange(width // 2, device=positions.weight.device)
     frequencies = math.pi * 10 ** (-(number + 0.5) / (width // 2))  # [width/2]
     angles = torch.arange(places, device=number.device).unsqueeze(1) * frequencies + number  # [places, width/2]
     waves = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)  # [places, width], but for an odd last column
-    positions.weight[:, : waves.shape[1]] = math.sqrt(2) * std * waves
+    positions.weight[:, : waves.shape[1]] = math.sqrt(2) * config.init_method_std * waves
+    shifts = list(itertools.islice(offsets(), config.num_attention_heads))
+    key, query = (GAIN * shifted_pairs(frequencies, some, config) for some in ([0] * len(shifts), shifts))
     for layer in layers:
-        query, key, size = layer.attention.query.weight, layer.attention.key.weight, layer.attention.head_dim
-        heads = width // size
-        for head, offset in zip(range(heads), offsets(), strict=False):
-            pairs = number[head::heads][: size // 2]
-            rows = slice(head * size, head * size + 2 * len(pairs))
-            key[rows] += GAIN * shifted_pairs(pairs, frequencies, 0, width)
-            query[rows] += GAIN * shifted_pairs(pairs, frequencies, offset, width)
+        layer.attention.key.weight += key
+        layer.attention.query.weight += query
 
 
-def shifted_pairs(pairs: Tensor, frequencies: Tensor, offset: int, width: int) -> Tensor:
-    """Return the map from p_i to these pairs of p_{i + offset}: `[2·pairs, width]`."""
-    angles = frequencies[pairs] * offset
-    turn = torch.stack((angles.cos(), angles.sin(), -angles.sin(), angles.cos()), -1).view(-1, 2, 2)
-    picked = torch.eye(width, device=frequencies.device)[: 2 * len(frequencies)].view(-1, 2, width)[pairs]
-    return (turn @ picked).flatten(0, 1)
+def shifted_pairs(frequencies: Tensor, shifts: Sequence[int], config: ModelConfig) -> Tensor:
+    """Return the map from p_i to the pairs of every head h in p_{i + shifts[h]}: `[hidden, hidden]`."""
+    result = torch.zeros(config.hidden_size, config.hidden_size, device=frequencies.device)
+    for head, shift in enumerate(shifts):
+        pair = torch.arange(len(frequencies), device=result.device)[head :: len(shifts)][: config.head_dim // 2]
+        sine, cosine = 2 * pair, 2 * pair + 1
+        row = head * config.head_dim + 2 * torch.arange(len(pair), device=result.device)
+        turn = frequencies[pair] * shift
+        result[row, sine], result[row, cosine] = turn.cos(), turn.sin()
+        result[row + 1, sine], result[row + 1, cosine] = -turn.sin(), turn.cos()
+    return result

@@ -28,38 +28,26 @@ def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:
     return document_ids.unsqueeze(1) == torch.arange(1, num_documents + 1, device=document_ids.device).unsqueeze(-1)
 
 
-def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
+def token_cosine(hidden: Tensor, token_mask: Tensor, squared: bool = False) -> Tensor:
     """Return the mean pairwise cosine of the marked tokens of each document (eq. 17), or 0 if there are fewer than two.
 
     `hidden` `[batch, seq, hidden]`, `token_mask` `[batch, documents, seq]` → fp32 (or fp64) `[batch, documents]`.
-    """
-    if hidden.dtype.itemsize < 4:
-        hidden = hidden.float()
-    # Σ_i ĥ_i is a product with the inverse norms, so unit vectors are never stored.
-    weights = token_mask * _inverse_root(hidden.pow(2).sum(-1)).unsqueeze(1)  # [batch, documents, seq]
-    total = torch.bmm(weights, hidden)  # [batch, documents, hidden]
-    return _mean_of_pairs(total.pow(2).sum(-1), token_mask)
 
-
-def squared_token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the mean squared cosine over pairs of the marked tokens of each document; arguments as in `token_cosine`.
-
-    For n tokens in d dimensions it is at least (n − d)/(d(n − 1)) (Welch, 1974), and only vectors spread evenly over
-    all dimensions have so little. Two opposite poles have 1, the most, whereas their mean cosine is the least.
-    Needs one hidden×hidden buffer per document.
+    With `squared` it is the mean squared cosine. For n tokens in d dimensions that is at least (n − d)/(d(n − 1))
+    (Welch, 1974), and only vectors spread evenly over all dimensions have so little. Two opposite poles have 1, the
+    most, whereas their mean cosine is the least. It needs one hidden×hidden buffer per document.
     """
     if hidden.dtype.itemsize < 4:
         hidden = hidden.float()
     weights = token_mask * _inverse_root(hidden.pow(2).sum(-1)).unsqueeze(1)  # [batch, documents, seq]
-    marked = hidden.unsqueeze(1) * weights.unsqueeze(-1)  # [batch, documents, seq, hidden], unit vectors or 0
-    return _mean_of_pairs(_SelfProduct.apply(marked).pow(2).sum((-2, -1)), token_mask)
-
-
-def _mean_of_pairs(squares: Tensor, token_mask: Tensor) -> Tensor:
-    """Return (squares − n)/(n(n − 1)) for the n marked tokens of each document, or 0 if there are fewer than two."""
-    count = token_mask.sum(-1).to(squares.dtype)  # [batch, documents]
+    if squared:
+        marked = hidden.unsqueeze(1) * weights.unsqueeze(-1)  # [batch, documents, seq, hidden], unit vectors or 0
+        total = _SelfProduct.apply(marked).flatten(2)  # [batch, documents, hidden·hidden]
+    else:  # Σ_i ĥ_i is a product with the inverse norms, so unit vectors are never stored
+        total = torch.bmm(weights, hidden)  # [batch, documents, hidden]
+    count = token_mask.sum(-1).to(hidden.dtype)  # [batch, documents]
     pairs = count * (count - 1)
-    return torch.where(pairs > 0, (squares - count) / pairs.clamp_min(1), 0.0)
+    return torch.where(pairs > 0, (total.pow(2).sum(-1) - count) / pairs.clamp_min(1), 0.0)
 
 
 def cosine_of_gram(gram: Tensor) -> Tensor:

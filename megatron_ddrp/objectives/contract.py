@@ -29,7 +29,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.model.attention.attending import Attended
 from megatron_ddrp.model.bert import Bert, Encoder
-from megatron_ddrp.model.similarity import squared_token_cosine, token_cosine
+from megatron_ddrp.model.similarity import token_cosine
 from megatron_ddrp.model.stages import Draws, End, Output, State, window_means
 
 
@@ -196,8 +196,9 @@ class Objective:
         state = end.state
         token_mask = state.inputs.draws.token_mask
         squared = self.config.tcd_squared and end.head.training  # validation logs f(S), which is a mean of cosines
-        cosine = squared_token_cosine if squared else token_cosine
-        tcd = cosine(end.hidden, token_mask).sum() if token_mask.shape[2] else state.head_cosine.new_zeros(())
+        tcd = state.head_cosine.new_zeros(())
+        if token_mask.shape[2]:
+            tcd = token_cosine(end.hidden, token_mask, squared).sum()
         return {**self.own_sums(end), "tcd_loss": tcd, "hcd_loss": state.head_cosine / len(state.heads)}
 
     def own_sums(self, end: End) -> dict[str, Tensor]:

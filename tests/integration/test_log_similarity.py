@@ -11,7 +11,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.similarity import document_mask, squared_token_cosine, token_cosine
+from megatron_ddrp.model.similarity import document_mask, token_cosine
 from megatron_ddrp.model.stages import Draws
 from tests.integration.launch import read_rows, start_ranks
 from tests.unit.model.tiny import encode, named_sums
@@ -59,11 +59,11 @@ def test_squared_cosines_are_trained_on_but_not_logged(flags, tmp_path: Path) ->
         documents = document_mask(batch.document_ids, 1).long()
         hidden = encode(model.eval(), batch)
         similarity += token_cosine(hidden, documents).sum().item()
-        squared += squared_token_cosine(hidden, documents).sum().item()
+        squared += token_cosine(hidden, documents, squared=True).sum().item()
         count += len(batch.input_ids)
         draws = Draws(documents, torch.empty(config.model.num_layers, 0, dtype=torch.long))
         sums = named_sums(model.train(), batch, draws)
-        torch.testing.assert_close(sums["tcd_loss"], squared_token_cosine(hidden, documents).sum())
+        torch.testing.assert_close(sums["tcd_loss"], token_cosine(hidden, documents, squared=True).sum())
     assert last["token_similarity"] == pytest.approx(similarity / count, rel=1e-5)
     assert abs(similarity - squared) > 0.01 * count
 

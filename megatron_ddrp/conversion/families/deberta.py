@@ -18,7 +18,6 @@ from megatron_ddrp.conversion.families.contract import DROPOUT, EXACT_GELU, NOTH
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, show, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 SECOND_LAYOUT = {
     "position_buckets": "relative positions in logarithmic buckets",
@@ -112,7 +111,7 @@ class Deberta(Family):
             "relative_attention": True,
             "pos_att_type": ["c2p", "p2c"],
             "max_relative_positions": config.relative_distance,
-            "position_biased_input": adds_absolute_embedding(config),
+            "position_biased_input": config.adds_absolute_embedding,
             "legacy": True,
         }
 

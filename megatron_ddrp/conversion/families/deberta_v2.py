@@ -25,7 +25,6 @@ from megatron_ddrp.conversion.families.deberta import POOLER_KEYS, refuse_other_
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, SIZES, refuse_other_head_size, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 BERTS_HEAD, RELEASED_HEAD, DETECTOR = "cls.", "lm_predictions.", "mask_predictions."
 """Prefixes of the names of the heads that a folder may have."""
@@ -122,7 +121,7 @@ class DebertaV2(Family):
             "share_att_key": True,
             "norm_rel_ebd": "layer_norm",
             "max_relative_positions": -1,
-            "position_biased_input": adds_absolute_embedding(config),
+            "position_biased_input": config.adds_absolute_embedding,
             "conv_kernel_size": 0,
             "attention_head_size": config.head_dim,
             "embedding_size": config.hidden_size,

@@ -19,7 +19,6 @@ from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.task_heads import HEAD_FORMS
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
 """Settings of `OWN_SETTINGS` in folders of all versions. A folder that lacks any other setting means its default."""
@@ -77,7 +76,7 @@ class Own(Family):
             },
             **settings,
             **{name: getattr(config, name) for name in OWN_SETTINGS},
-            "absolute_embedding": adds_absolute_embedding(config),
+            "absolute_embedding": config.adds_absolute_embedding,
         }
 
     def their_name(self, name: str, head: str) -> str:

@@ -19,7 +19,7 @@ def frequency(pair: int) -> float:
 
 
 def added(head: int, offset: int) -> list[list[float]]:
-    """What the formula adds to a head's 8 rows of W^Q; with offset 0, of W^K."""
+    """Return what the formula adds to the 8 rows of a head in W^Q, or with offset 0 to those in W^K."""
     rows = [[0.0] * 24 for _ in range(8)]
     for place, pair in enumerate(range(head, 12, 3)):
         turn = frequency(pair) * offset

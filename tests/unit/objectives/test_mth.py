@@ -1,5 +1,7 @@
 """TCD and HCD in closed form against the loop twins: sampled and whole, with padding, short rows and zero vectors."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ COUNTED = 3
 SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
 VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
 DOCUMENTS = VALID.unsqueeze(1)
-COSINES = {1: similarity.token_cosine, 2: similarity.squared_token_cosine}
+COSINES = {1: similarity.token_cosine, 2: partial(similarity.token_cosine, squared=True)}
 ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
 
 
@@ -106,7 +108,7 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
     documents = valid.unsqueeze(1)
     values = [
         similarity.token_cosine(hidden, documents.long()),
-        similarity.squared_token_cosine(hidden, documents.long()),
+        similarity.token_cosine(hidden, documents.long(), squared=True),
         similarity.cosine_of_gram(similarity.content_gram(query, query, documents, 1.0)),
         similarity.content_cosine_of_all(query, query, documents),
         similarity.logits_cosine(query @ query.transpose(-1, -2), allowed, documents),
@@ -149,7 +151,7 @@ def test_documents_of_a_packed_row_count_as_rows_of_their_own():
         return torch.stack(
             (
                 similarity.token_cosine(hidden, documents.long()),
-                similarity.squared_token_cosine(hidden, documents.long()),
+                similarity.token_cosine(hidden, documents.long(), squared=True),
                 similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0)),
                 similarity.content_cosine_of_all(query, key, documents),
                 similarity.logits_cosine(logits[:, some], allowed, documents),
