@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
@@ -52,6 +53,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # one for all captures: a pool gives memory back to its stream alone
 
     def graph(self) -> Any:
         """Return an empty graph; `replay()` runs it once it is captured."""
@@ -60,17 +62,16 @@ class Recorder:
     def capture(self, graph: Any) -> Any:
         """Return the context in which work becomes part of `graph` and is not run."""
         # The loader's thread may pin memory during the capture.
-        stream = torch.cuda.current_stream()
-        return torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local")
+        return torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
 
     @contextlib.contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:
-        """Work on a stream of its own, and restore the state of the random generator."""
-        draws, stream = torch.cuda.get_rng_state(device), torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        """Work on the stream of the captures, and restore the state of the random generator."""
+        draws = torch.cuda.get_rng_state(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
             yield
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(self.stream)
         torch.cuda.set_rng_state(draws, device)
 
 
@@ -105,12 +106,17 @@ class LayerGraph:
     """The two graphs of one layer, with the fixed memory of its inputs, outputs and gradients."""
 
     def __init__(self, layer: EncoderLayer, state: State, recorder: Recorder, is_first: bool) -> None:
-        """Capture the forward pass on the memory of `state`."""
-        self.parameters = tuple(p for p in layer.parameters() if p.requires_grad)
+        """Capture the forward pass on the memory of `state` and of the weights."""
+        parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        self.parameters = tuple(parameters.values())
+        # DeepSpeed's hooks tie the nodes that take the weights' gradients to the stream on which it was set up, and a
+        # capture must not reach another stream. These leaves share the weights' memory and have nodes of their own.
+        leaves = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
+        self.leaves = tuple(leaves.values())
         self.inputs, self.is_first = learned_tensors(state), is_first
         self.forward, self.backward = recorder.graph(), recorder.graph()
         with recorder.capture(self.forward):
-            after = layer(state)
+            after = functional_call(layer, leaves, (state,))
         # Positions are passed on unchanged, so that their gradients add up on the way.
         self.outputs = learned_tensors(after)
         self.gradients: list[Tensor | None] = []
@@ -123,7 +129,7 @@ class LayerGraph:
         self.gradients = [g if out.requires_grad else None for out, g in zip(self.outputs, gradients, strict=True)]
         pairs = [(out, g) for out, g in zip(self.outputs, self.gradients, strict=True) if g is not None]
         ends, theirs = zip(*pairs, strict=True)
-        leaves = [*self.inputs, *self.parameters]
+        leaves = [*self.inputs, *self.leaves]
         with recorder.capture(self.backward):
             found = iter(torch.autograd.grad(ends, [x for x in leaves if x.requires_grad], theirs, allow_unused=True))
         self.found = [next(found) if x.requires_grad else None for x in leaves]
