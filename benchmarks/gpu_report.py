@@ -99,12 +99,14 @@ class Reporter:
         process = self.context.Process(target=work, args=words)
         process.start()
         shown, fault = 0, None
-        while process.is_alive() and time.monotonic() < began + seconds + GRACE:
-            process.join(0.2)
-            shown = _show_rows(rows_file, shown)
-        if process.is_alive():
-            fault = "Stopped for time: the rows that are missing were left out."
-        _kill_all(process)
+        try:
+            while process.is_alive() and time.monotonic() < began + seconds + GRACE:
+                process.join(0.2)
+                shown = _show_rows(rows_file, shown)
+            if process.is_alive():
+                fault = "Stopped for time: the rows that are missing were left out."
+        finally:
+            _kill_all(process)  # also when this command is stopped: a section left alone would keep the device busy
         _show_rows(rows_file, shown)
         rows = read_rows(rows_file)
         if rows and "fault" in rows[-1]:
@@ -190,6 +192,7 @@ def main() -> None:
             FAILURE,
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sizes = TINY if arguments.tiny else Sizes()
     reporter = Reporter(arguments.output, sizes, arguments.minutes, multiprocessing.get_context("spawn"))
     reporter.run([s for s in SECTIONS if arguments.sections is None or s.name in arguments.sections])

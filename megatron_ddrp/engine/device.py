@@ -101,9 +101,13 @@ def choices(config: Config, device: torch.device) -> str:
 
 
 def missing_graphs(config: Config, device: torch.device) -> tuple[str, ...]:
-    """Return a line about the reason why `--cuda-graphs auto` has no effect; nothing if it has one."""
-    reason = why_not_graphs(config, device) if config.parallel.cuda_graphs == "auto" else None
-    return (f"--cuda-graphs auto: off, {reason}",) if reason else ()
+    """Return a line about the reason why `--cuda-graphs auto` has no effect, or would have one; else nothing."""
+    reason, asked = why_not_graphs(config, device), config.parallel.cuda_graphs
+    if asked == "auto" and reason:
+        return (f"--cuda-graphs auto: off, {reason}",)
+    if asked == "off" and not reason:
+        return ("without --cuda-graphs auto, with which DDRP + MTH of base size trained twice as fast on an H100",)
+    return ()
 
 
 def rows_for(config: Config, device: torch.device) -> str:

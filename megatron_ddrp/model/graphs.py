@@ -60,8 +60,7 @@ class Recorder:
         return torch.cuda.CUDAGraph()
 
     def capture(self, graph: Any) -> Any:
-        """Return the context in which work becomes part of `graph` and is not run."""
-        # The loader's thread may pin memory during the capture.
+        """Return the context in which work becomes part of `graph`, not run. The loader's thread may pin memory."""
         return torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
 
     @contextlib.contextmanager
@@ -108,11 +107,9 @@ class LayerGraph:
     def __init__(self, layer: EncoderLayer, state: State, recorder: Recorder, is_first: bool) -> None:
         """Capture the forward pass on the memory of `state` and of the weights."""
         parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-        self.parameters = tuple(parameters.values())
-        # DeepSpeed's hooks tie the nodes that take the weights' gradients to the stream on which it was set up, and a
-        # capture must not reach another stream. These leaves share the weights' memory and have nodes of their own.
+        # DeepSpeed's hooks hold nodes that take the weights' gradients on its first stream, which no capture may reach.
         leaves = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        self.leaves = tuple(leaves.values())
+        self.parameters, self.leaves = tuple(parameters.values()), tuple(leaves.values())
         self.inputs, self.is_first = learned_tensors(state), is_first
         self.forward, self.backward = recorder.graph(), recorder.graph()
         with recorder.capture(self.forward):

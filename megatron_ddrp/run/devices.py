@@ -52,13 +52,13 @@ class Device:
 
 ATTENTION_SHARES = {
     "sdpa": (200 / 650, 130 / 650),
-    "triton": (180 / 650, 120 / 650),
-    "flash": (300 / 650, 180 / 650),
+    "triton": (66 / 650, 72 / 650),
+    "flash": (200 / 650, 120 / 650),
 }
-"""Attention kernel → its FLOP rates forward and backward ÷ that of matrix products, on an H100 with 64-wide heads and
-dropout. `sdpa` is torch's memory-efficient kernel with a dense bias. Assumptions; FlashAttention-2's authors report up
-to 335 TFLOP/s there (arXiv:2307.08691), for long rows. Those of `triton` are hopes: the best published kernel of this
-class reaches 28.7 TFLOP/s on an H200 (disentangled-flash 1.1.1, 8,192 tokens per row, forward and backward)."""
+"""Attention kernel → its FLOP rates forward and backward ÷ that of matrix products, on an H100 with 64-wide heads, rows
+of 512 and dropout. `triton` was measured there, `flash` as the sum of both passes (docs/benchmarks.md); `sdpa`, torch's
+memory-efficient kernel with a dense bias, is an assumption. For long rows FlashAttention-2's authors report up to 335
+TFLOP/s (arXiv:2307.08691)."""
 
 
 def sustained_device(peak: Device) -> Device:

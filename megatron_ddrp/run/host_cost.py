@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from megatron_ddrp.config import Config
 
-PLAIN_LAYER_SECONDS = 0.75e-3
-"""Assumed CPU time of a plain BERT layer, forward and backward."""
+PLAIN_LAYER_SECONDS = 2e-3
+"""CPU time of a plain BERT layer, forward and backward: with it this estimate gives the 119 ms per micro-batch that a
+virtual host of an H100 took without graphs (docs/benchmarks.md). A host with faster cores needs less."""
 
 LAYERS = {"graphs": 1.0, "off": 3.1, "on": 4.4, "torch": 4.5}
 """Way of launching → CPU time of a layer in a training step ÷ that of a plain layer: with CUDA graphs, with `--compile`

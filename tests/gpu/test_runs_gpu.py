@@ -1,4 +1,5 @@
-"""Training through the real engine in half precision, against the same runs in fp32 on the CPU; two ranks; a kill.
+"""Training through the real engine in half precision, against the same runs in fp32 on the CPU, and with CUDA graphs
+against the same runs without; two ranks; a kill.
 
 All runs of a GPU share one process, which starts once.
 """
@@ -16,6 +17,7 @@ import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from tests.gpu.cases import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
+from tests.integration.graph_steps import train_emulated
 from tests.integration.launch import start_ranks
 from tests.integration.test_faults import at_step, send
 from tests.integration.test_precision import allow_fp16_on_the_cpu
@@ -34,6 +36,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "notes": {"notes": True, "notes_min_count": 5, "packing": True},
 }
 FP16 = "fp16 with a loss scale"
+GRAPHS = [("absolute", "mlm"), ("ddrp", "mth"), ("deberta", "electra")]
+"""Encodings and objectives of the runs with CUDA graphs."""
 
 
 def rows_or_errors(command_lines: list[list[str]], error: Path) -> list[Any]:
@@ -91,6 +95,23 @@ def assert_rows_close(rows: Any, expected: Rows, loss: float, norm: float) -> No
 )
 def test_a_run_in_half_precision_follows_fp32_on_the_cpu(device: str, name: str, flags: Flags) -> None:
     assert_rows_close(in_half_precision(device, flags)[name], in_fp32_on_the_cpu(device, flags)[name], LOSS, NORM)
+
+
+@pytest.mark.parametrize(("device", "encoding", "objective"), on_devices(GRAPHS, GRAPHS[:1]))
+def test_a_run_with_cuda_graphs_repeats_one_without(device: str, encoding: str, objective: str, flags: Flags) -> None:
+    def words(graphs: str) -> tuple[str, ...]:
+        settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "packing": True, "train_iters": 6}
+        settings |= {half_precision(device): True} if device == GPU else {"attention_backend": "sdpa"}
+        return tuple(flags(**SIZES | settings, position_encoding=encoding, objective=objective, cuda_graphs=graphs))
+
+    lines = words("off"), words("on")
+    if device == GPU:
+        without, with_graphs = runs_on(device, 1, lines)
+    else:
+        ((without, _), (with_graphs, used)) = run_ranks(1, train_emulated, [list(line) for line in lines], TIMEOUT)[0]
+        assert min(used[0]) >= 1, "no shape was captured"
+    assert isinstance(without, list) and len(without) == 6, without
+    assert without == with_graphs
 
 
 @pytest.mark.slow

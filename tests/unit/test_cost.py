@@ -17,8 +17,9 @@ PARAMETERS = 110_000_000
 BASE = Config(
     model=ModelConfig(),
     training=TrainingConfig(micro_batch_size=32, global_batch_size=4096, fp16=True),
-    parallel=ParallelConfig(zero_stage=1),
+    parallel=ParallelConfig(zero_stage=1, cuda_graphs="auto"),
 )
+WITHOUT_GRAPHS = BASE.replace(parallel={"cuda_graphs": "off"})
 
 
 def step(world_size: int = 64, config: Config = BASE, **changes: dict[str, object]) -> StepEstimate:
@@ -28,7 +29,7 @@ def step(world_size: int = 64, config: Config = BASE, **changes: dict[str, objec
 def test_products_bound_the_time_from_below() -> None:
     tokens = 32 * 512
     least = flop_per_token(BASE).linear * tokens / (H100.half * 1e12)
-    assert least < micro_batch_seconds(BASE, H100) < 3 * least
+    assert least < micro_batch_seconds(BASE, H100) < 4 * least, "50 ms were measured, 3.9 times as long"
 
 
 def test_small_micro_batches_are_bound_by_their_launches() -> None:
@@ -125,7 +126,7 @@ def test_the_longer_of_device_and_host_counts() -> None:
 
 def test_the_host_takes_longer_for_more_layers_compiled_regions_and_recomputation() -> None:
     def host(**changes: dict[str, object]) -> float:
-        return step(1, **changes).host
+        return step(1, WITHOUT_GRAPHS, **changes).host
 
     rest = REST * PLAIN_LAYER_SECONDS
     assert host(model={"num_layers": 24}) - rest == pytest.approx(2 * (host() - rest))
@@ -134,7 +135,8 @@ def test_the_host_takes_longer_for_more_layers_compiled_regions_and_recomputatio
     # no graph holds recomputed layers
     again = {"checkpoint_activations": True, "cuda_graphs": "auto"}
     assert host(parallel=again) == host(parallel={"checkpoint_activations": True})
-    assert estimate_step(BASE, PARAMETERS, 1, V100).host > host(model={"compile": "off"}), "torch computes HCD"
+    in_torch = estimate_step(WITHOUT_GRAPHS, PARAMETERS, 1, V100).host  # HCD too
+    assert in_torch > host(model={"compile": "off"})
 
 
 def test_a_device_without_bf16_is_left_out() -> None:

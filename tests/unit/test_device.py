@@ -38,7 +38,10 @@ def test_cuda_graphs_need_a_gpu() -> None:
 def test_rows_under_graphs_have_few_lengths() -> None:
     config = Config().replace(parallel={"cuda_graphs": "auto"})
     assert missing_graphs(config, GPU) == () and ROW_MULTIPLE[rows_for(config, GPU)] == 64
+    (advice,) = missing_graphs(Config(), GPU)
+    assert advice.startswith("without --cuda-graphs auto, with which")
     assert ROW_MULTIPLE[rows_for(Config(), GPU)] == 16 and ROW_MULTIPLE[rows_for(config, CPU)] == 8
     cut = config.replace(parallel={"zero_stage": 3})
     assert ROW_MULTIPLE[rows_for(cut, GPU)] == 16
     assert missing_graphs(cut, GPU) == ("--cuda-graphs auto: off, no graph holds the layers of --zero-stage 3",)
+    assert missing_graphs(cut.replace(parallel={"cuda_graphs": "off"}), GPU) == ()
