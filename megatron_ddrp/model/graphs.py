@@ -108,7 +108,7 @@ class LayerGraph:
         """Capture the forward pass on the memory of `state` and of the weights."""
         parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
         # DeepSpeed's hooks hold nodes that take the weights' gradients on its first stream, which no capture may reach.
-        leaves = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
+        leaves: dict[str, Tensor] = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
         self.parameters, self.leaves = tuple(parameters.values()), tuple(leaves.values())
         self.inputs, self.is_first = learned_tensors(state), is_first
         self.forward, self.backward = recorder.graph(), recorder.graph()
