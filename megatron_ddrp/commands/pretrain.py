@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from megatron_ddrp.arguments import Arguments, Invocation, parse_arguments
+from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.config import concerns
 from megatron_ddrp.errors import allocations_as_user_errors
 from megatron_ddrp.run.launch import first_rank_speaks
@@ -41,4 +43,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with print_shared_errors_once(), lost_rank_in_one_line(), allocations_as_user_errors():
         code = train(arguments.config).code
         process_group.stop()
-        return code
+    if code == 0 and arguments.config.checkpoint.save and words is None:
+        run = shlex.quote(arguments.config.checkpoint.save)
+        with first_rank_speaks():
+            print(f"next: {PROGRAM} report --load {run} --output-dir {run}/report", flush=True)
+            print(f"or use it: {PROGRAM} convert --load {run} --output {run}_hf; finetune and glue take --load too")
+    return code

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.commands import pretrain
+from megatron_ddrp.train import Trained
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import atexit, os, sys
@@ -65,3 +68,15 @@ def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank() -> None
     assert [end(agreed, RANK=rank)[2] for rank in "01"] == ["tool: error: x\n", ""]
     assert [end(own, RANK=rank)[2] for rank in "01"] == ["tool: error: x\n"] * 2
     assert end(agreed, RANK="1")[0] == 1
+
+
+@pytest.mark.parametrize(("code", "save", "says"), [(0, "my run", True), (75, "my run", False), (0, None, False)])
+def test_a_finished_run_says_what_is_next(
+    code: int, save: str | None, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_ddrp.train.train", lambda config: Trained(code, 1))
+    flags = ["--save", save] if save else []
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--data-path", "text", "--vocab-file", "vocab.txt", *flags])
+    assert pretrain.main() == code
+    printed = capsys.readouterr().out
+    assert ("next: megatron-ddrp report --load 'my run' --output-dir 'my run'/report" in printed) is says

@@ -31,7 +31,7 @@ class Masking:
         `[words]` the place in them where each word begins. The result depends on these arguments only, so that it does
         not change when a run resumes. It is called only if `longest` is above 1.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no lengths()")
 
 
 class WholeWord(Masking):

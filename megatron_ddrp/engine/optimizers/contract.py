@@ -69,4 +69,4 @@ class Optimizer(torch.optim.Optimizer):
 
     def update(self) -> None:
         """Update all parameters that have a gradient, without recording for autograd."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no update()")
