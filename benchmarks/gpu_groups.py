@@ -39,7 +39,7 @@ class Sizes:
     """Tokens of a micro-batch, 32 rows of the usual length as in the recipe for one GPU."""
     micro_batches: int = 8
     """Micro-batches per optimizer step, as in the recipe."""
-    steps: int = 24
+    steps: int = 8
     """Steps of an arm that is timed by itself."""
     encodings: tuple[str, ...] = tuple(ENCODINGS)
     """Encodings of the tables that hold all of them."""

@@ -5,9 +5,10 @@
     python benchmarks/gpu_report.py --minutes 60        # all of it in one go
     python benchmarks/gpu_report.py --tiny              # a trial with tiny models, on a CPU too; its times mean nothing
 
-Sections come by importance: whether CUDA graphs should be on, attention beside other libraries', whole runs, smoke
-tests (tests/gpu), then tables of tokens/s, MFU and peak memory. Each is a process of its own with a limit of time, and
-is written when it ends. One that fails or runs out of time says so in the report, with the rows that it has.
+Sections come by importance: smoke tests of kernels and steps (tests/gpu), whether CUDA graphs should be on, attention
+beside other libraries', whole runs, then tables of tokens/s, MFU and peak memory. Each is a process of its own with a
+limit of time, and is written when it ends. One that fails or runs out of time says so in the report, with the rows that
+it has.
 """
 
 from __future__ import annotations

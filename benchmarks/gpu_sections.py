@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gpu_device import describe_machine
 from gpu_graphs import decide
-from gpu_groups import Bench, Key, Row, Starter, measure_together
+from gpu_groups import Bench, Key, Starter, measure_together
 from gpu_kernels import kernels
 from gpu_others import MODELS, Foreign
 from gpu_runs import finetuning_twice, whole_runs
@@ -19,9 +21,6 @@ from measure import DEVICE
 
 from megatron_ddrp.config import OBJECTIVES, ModelConfig
 from megatron_ddrp.engine.device import choices as choices_of_device
-
-if TYPE_CHECKING:
-    import pytest
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
 NOT_TIMED = ("auto", "eager", "blocked")
@@ -54,38 +53,21 @@ def machine(bench: Bench) -> None:
         bench.write({"name": f"{run.name} by default", "value": chosen})
 
 
-class Recorder:
-    """A plug-in of pytest that writes a row with the number of tests, then a row for each test."""
-
-    def __init__(self, write: Callable[[Row], None]) -> None:
-        self.write = write
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write how many tests will run, so that a reader sees how many the deadline cut off."""
-        self.write({"selected": len(session.items)})
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a test's outcome: after its call, or after what came before or behind it and did not pass."""
-        if report.when == "call" or report.outcome != "passed":
-            row: Row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-            self.write(row | ({} if report.outcome == "passed" else {"note": reason(report)}))
+def processes_of_tests() -> int:
+    """Return the number of processes that share the tests of a section, which mostly wait for a compiler."""
+    cores = len(os.sched_getaffinity(0))
+    return min(12, cores - 2) if cores > 3 and importlib.util.find_spec("xdist") else 0
 
 
-def reason(report: pytest.TestReport) -> str:
-    """Return in one line why a test failed or was skipped."""
-    if isinstance(report.longrepr, tuple):  # of a skipped test: file, line, reason
-        return str(report.longrepr[2]).removeprefix("Skipped: ")[:200]
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash else str(report.longrepr)
-    return " ".join(text.split())[:200]
-
-
-def run_tests(paths: Sequence[Path], bench: Bench) -> None:
-    """Run tests, and write a row for each. Those that the deadline cuts off have none."""
+def run_tests(paths: Sequence[Path], bench: Bench, processes: int = 0) -> None:
+    """Run tests in this process or several, and write a row for each. Those that the deadline cuts off have none."""
     import pytest
+    from gpu_tests import Recorder
 
     settings = TESTS.parents[1] / "pyproject.toml"
     arguments = ["-p", "no:cacheprovider", "-m", "gpu", "-c", str(settings), *map(str, paths)]
+    if processes:
+        arguments += ["-n", str(processes), "--dist", "load"]
     code = pytest.main(arguments, plugins=[Recorder(bench.write)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {pytest.ExitCode(code).name}")
@@ -122,20 +104,22 @@ def others(bench: Bench, models: Mapping[str, Sequence[str]] = MODELS) -> None:
             measure_together(starters, bench, length)
 
 
-def smoke(name: str, file: str, seconds: float) -> Section:
-    """Return the section that runs one file of tests/gpu."""
-    return Section(f"smoke-{name}", f"Smoke tests: {name}", seconds, partial(run_tests, [TESTS / file]))
+def smoke(name: str, file: str, seconds: float, is_shared: bool = True) -> Section:
+    """Return the section that runs one file of tests/gpu, whose tests several processes may share."""
+    processes = processes_of_tests() if is_shared else 0
+    run = partial(run_tests, [TESTS / file], processes=processes)
+    return Section(f"smoke-{name}", f"Smoke tests: {name}", seconds, run)
 
 
 SECTIONS = (
     Section("machine", "The machine", 60, machine),
-    Section("graphs", "CUDA graphs off and on, in the steps of the recipe", 240, decide),
+    smoke("attention", "test_attention_gpu.py", 120),
+    smoke("steps", "test_steps_gpu.py", 300),
+    Section("graphs", "CUDA graphs off and on, in the steps of the recipe", 300, decide),
     Section("kernels", "Attention by itself", 90, kernels),
     Section("runs", "Whole runs: save and resume, ZeRO 1 to 3", 120, whole_runs),
     Section("finetuning", "Fine-tuning twice", 60, finetuning_twice),
-    smoke("attention", "test_attention_gpu.py", 120),
-    smoke("steps", "test_steps_gpu.py", 300),
-    smoke("runs", "test_runs_gpu.py", 180),
+    smoke("runs", "test_runs_gpu.py", 240, is_shared=False),  # its runs share one process
     Section("lengths", "Lengths and kinds of rows", 240, by_length),
     Section("others", "Beside other libraries", 240, others),
     Section("backends", "Attention backends", 240, by_backend),

@@ -291,6 +291,14 @@ def test_tests_have_their_outcome_and_reason(tmp_path: Path) -> None:
     ]
 
 
+def test_processes_share_the_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(TESTS, encoding="utf-8")
+    written: list[Row] = []
+    gpu_sections.run_tests([tmp_path / "test_sample.py"], Bench(SIZES, tmp_path, 0.0, written.append), processes=2)
+    assert written[0] == {"selected": 4}
+    assert sorted(row["outcome"] for row in written[1:]) == ["failed", "failed", "passed", "skipped"]
+
+
 def test_tests_that_do_not_start_fail_the_section(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="pytest ended with USAGE_ERROR"):
         gpu_sections.run_tests([tmp_path / "missing.py"], Bench(SIZES, tmp_path, 0.0, print))
@@ -306,10 +314,11 @@ def test_a_section_that_fails_is_a_line_and_keeps_its_rows(report: dict[str, Any
 def test_a_second_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections that never began come first, then those with faults; one that is done is not repeated."""
     calls: list[str] = []
+    first, second, third, fourth = (section.name for section in SECTIONS[:4])
 
     def run_apart(self: gpu_report.Reporter, section: Section, folder: Path, seconds: float) -> dict[str, Any]:
         calls.append(section.name)
-        fault = "Stopped for time" if section.name == "graphs" and calls.count("graphs") == 1 else None
+        fault = "Stopped for time" if section.name == second and calls.count(second) == 1 else None
         return {"name": section.name, "title": section.title, "seconds": 1.0, "fault": fault, "rows": []}
 
     monkeypatch.setattr(gpu_report.Reporter, "_run_apart", run_apart)
@@ -317,8 +326,8 @@ def test_a_second_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     for minutes in (0.0, 0.0, 5.0, 5.0):
         gpu_report.Reporter(tmp_path, SIZES, minutes, None).run(SECTIONS[:4])
         kept = json.loads((tmp_path / gpu_report.NUMBERS).read_text(encoding="utf-8"))["sections"]
-    assert calls == ["machine", "graphs", "kernels", "runs", "graphs"]
-    assert [section["name"] for section in kept] == ["machine", "graphs", "kernels", "runs"]
+    assert calls == [first, second, third, fourth, second]
+    assert [section["name"] for section in kept] == [first, second, third, fourth]
     monkeypatch.setattr(gpu_report, "commit", lambda: "def")
     with pytest.raises(UserError, match="is a report of another commit .abc instead of def.: move it away") as refused:
         gpu_report.Reporter(tmp_path, SIZES, 5.0, None)
