@@ -23,7 +23,13 @@ from megatron_ddrp.engine.deepspeed_file import (
     read_settings,
     settings_without_optimizer,
 )
-from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, ZeroClipping, build_pipeline
+from megatron_ddrp.engine.layout import (
+    GradientClipping,
+    ModelParallelUnit,
+    ZeroClipping,
+    build_pipeline,
+    mark_invalid,
+)
 from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.graphs import ModelGraphs, uses_graphs
@@ -83,8 +89,11 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
         optimizer.register_step_pre_hook(engine.own_clipping)
-    elif not settings["bf16"].get("check_grad_overflow", True):
-        optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
+    else:
+        zero: Any = sys.modules[type(engine.optimizer).__module__]
+        zero.mask_nan_or_inf_with_val_inplace = mark_invalid
+        if not settings["bf16"].get("check_grad_overflow", True):
+            optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
     if not OPTIMIZERS.has_own(config.optimizer.optimizer):
         check_moments(engine, chosen)
     return engine

@@ -170,6 +170,14 @@ class ZeroClipping:
             torch._foreach_mul_(gradients, 1.0 / ((norm + 1e-6) / self.largest).clamp(min=1.0))
 
 
+def mark_invalid(norm: Tensor, device: object = None, val: float = -1.0) -> None:
+    """Set a norm to `val` if it is not finite.
+
+    It has the arguments and effect of DeepSpeed's `mask_nan_or_inf_with_val_inplace`, which waits for the device twice.
+    """
+    norm.copy_(torch.where(norm.isfinite(), norm, val))
+
+
 def _square_sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares, an fp32 scalar. On GPUs it takes few launches.
 

@@ -27,6 +27,12 @@ from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from tests.integration.training_runs import forget_layout, run_ranks
 
 TIMEOUT = 180.0
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_fill_.Tensor,  # a kernel of CUDA takes the value as a number
+    torch.ops.aten.masked_fill.Tensor,
+)
 WARM_UP_STEPS = 3
 """DeepSpeed's throughput timer waits from the third step on."""
 
@@ -51,7 +57,7 @@ class Waiting(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+        if func in READS:
             self.count("read")
         return func(*args, **(kwargs or {}))
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ddrp.engine.layout import mark_invalid
 from tests.integration.step_waits import Waits, waits_of
 from tests.integration.training_runs import train_runs
 
@@ -74,3 +76,13 @@ def test_clipping_on_the_device_is_deepspeeds_to_the_last_bit(
     run = BF16 | {"zero_stage": zero_stage, "clip_grad": clip_grad, "global_batch_size": 4, "train_iters": 6}
     ours, deepspeeds = train_runs(2, [flags(**run), flags(**run, deepspeed_config=checked)])
     assert ours == deepspeeds and min(row["grad_norm"] for row in ours) > 0.5
+
+
+@pytest.mark.parametrize("number", [2.5, float("inf"), float("-inf"), float("nan")])
+def test_an_invalid_norm_is_marked_as_deepspeed_marks_it(number: float) -> None:
+    from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+
+    ours, theirs = torch.tensor(number), torch.tensor(number)
+    mark_invalid(ours)
+    mask_nan_or_inf_with_val_inplace(theirs)
+    assert ours.item() == theirs.item() == (number if number == 2.5 else -1.0)
