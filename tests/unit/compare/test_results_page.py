@@ -1,4 +1,4 @@
-"""docs/results.md and docs/results-tables.md say what the rows in docs/ladder say; the rows are of ladder.yaml."""
+"""Pages of docs/ say what the rows in docs/ladder say, and the rows are those of a plan."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from megatron_ddrp.tasks.compare.rows import read_rows
 from megatron_ddrp.tasks.measures import LOSS
 
 ROOT = Path(__file__).resolve().parents[3]
-ROWS = ROOT / "docs" / "ladder" / "rows.jsonl"
-TABLES = ROOT / "docs" / "results-tables.md"
+LADDER = ROOT / "docs" / "ladder"
+OF_PLANS = [("rows.jsonl", "results-tables.md", "ladder.yaml"), ("fast.jsonl", "plateau.md", "fast.yaml")]
+"""Rows, the document with their tables, and their plan."""
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return Page(read_rows([ROWS]), tmp_path_factory.mktemp("page"))
+    return Page(read_rows([LADDER / "rows.jsonl"]), tmp_path_factory.mktemp("page"))
 
 
-def test_the_tables_in_results_are_those_of_the_rows(page, tmp_path):
-    written = tmp_path / TABLES.name
-    shutil.copy(TABLES, written)
-    page.replace_tables(written)
-    assert written.read_text() == TABLES.read_text(), "stale tables: run make ladder"
+@pytest.mark.parametrize(("rows", "tables", "_plan"), OF_PLANS)
+def test_the_tables_are_those_of_the_rows(rows, tables, _plan, tmp_path):
+    document, written = ROOT / "docs" / tables, tmp_path / tables
+    shutil.copy(document, written)
+    Page(read_rows([LADDER / rows]), tmp_path / "page").replace_tables(written)
+    assert written.read_text() == document.read_text(), "stale tables: run make ladder"
 
 
 def test_the_six_claims_have_the_numbers_of_the_rows(page):
@@ -43,14 +45,15 @@ def test_the_six_claims_have_the_numbers_of_the_rows(page):
     assert found == expected and len(found) == 6
 
 
-def test_the_rows_are_of_the_plans_models_and_budgets():
-    plans = read_plans(ROOT / "examples" / "compare" / "ladder.yaml")
+@pytest.mark.parametrize(("rows", "_tables", "plan"), OF_PLANS)
+def test_the_rows_are_of_the_plans_models_and_budgets(rows, _tables, plan):
+    plans = read_plans(ROOT / "examples" / "compare" / plan)
     planned = {
         (plan.check, model.name, seed, plan.budget.tokens)
         for plan in plans
         for model in plan.models
         for seed in plan.seeds
     }
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    assert {(row["check"], row["model"], row["seed"], row["planned_tokens"]) for row in rows} <= planned
-    assert len({row["run"] for row in rows}) == len(rows)
+    done = [json.loads(line) for line in (LADDER / rows).read_text().splitlines()]
+    assert {(row["check"], row["model"], row["seed"], row["planned_tokens"]) for row in done} <= planned
+    assert len({row["run"] for row in done}) == len(done)
