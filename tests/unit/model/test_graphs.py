@@ -19,7 +19,7 @@ from megatron_ddrp.model.bert import build_model
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.objectives.contract import make_objective
-from tests.emulated_graphs import Emulator, captured_shapes
+from tests.emulated_graphs import Capture, Emulator, captured_shapes
 
 ROWS, SEQ, VOCABULARY = 2, 8, 40
 FULL, PADDED = [[1] * 8, [1] * 8], [[1] * 8, [1] * 5 + [0] * 3]
@@ -175,6 +175,23 @@ def test_a_layer_that_waits_for_the_device_is_named(monkeypatch: pytest.MonkeyPa
     model(*steps[0].inputs)
     with pytest.raises(UserError, match="^no CUDA graph holds layer 1: .*; use --cuda-graphs off$"):
         model(*steps[1].inputs)
+
+
+def test_a_capture_stays_away_from_the_weights_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's hooks keep those nodes on another stream, which a capture on a GPU must not reach."""
+    _, model, steps = one_model()
+    weights, given = {id(weight): weight for weight in model.parameters()}, list[Tensor]()
+    differentiate = torch.autograd.grad
+
+    def noting(outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        given.extend(inputs if isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Capture) else ())
+        return differentiate(outputs, inputs, *rest, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    for step in steps[:2]:
+        model(*step.inputs)
+    of_weights = {x.data_ptr() for x in given} & {weight.data_ptr() for weight in model.layers.parameters()}
+    assert len(of_weights) == len(list(model.layers.parameters())) and not {id(x) for x in given} & weights.keys()
 
 
 def test_runs_of_varlen_attention_differ_so_it_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
