@@ -7,10 +7,12 @@ can be started in the same way: `python` alone takes 2 to 8 s to import what the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -191,10 +193,12 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that Linux gives to nobody who asks for any port (those from 32768)."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
