@@ -37,6 +37,7 @@ from gpu_training import write_corpora
 from measure import DEVICE, benchmark_parser
 
 from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
 from megatron_ddrp.parallel import process_group
 
@@ -193,7 +194,7 @@ def main() -> None:
             FAILURE,
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     sizes = TINY if arguments.tiny else Sizes()
     reporter = Reporter(arguments.output, sizes, arguments.minutes, multiprocessing.get_context("spawn"))
     reporter.run([s for s in SECTIONS if arguments.sections is None or s.name in arguments.sections])

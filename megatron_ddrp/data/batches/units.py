@@ -29,7 +29,7 @@ class Masking:
 
         `draws` `[words]` are uniform in [0, 1). `ids` `[tokens]` are the ordinary tokens of some rows, and `first`
         `[words]` the place in them where each word begins. The result depends on these arguments only, so that it does
-        not change when a run resumes. It is called only if `longest` is above 1.
+        not change when a run resumes. It is called only if `longest` is above 1, so units of single words need none.
         """
         raise NotImplementedError(f"{type(self).__name__} has no lengths()")
 

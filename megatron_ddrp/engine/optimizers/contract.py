@@ -68,5 +68,5 @@ class Optimizer(torch.optim.Optimizer):
             self.update()
 
     def update(self) -> None:
-        """Update all parameters that have a gradient, without recording for autograd."""
+        """Update all parameters that have a gradient, without recording for autograd. Each optimizer has its own."""
         raise NotImplementedError(f"{type(self).__name__} has no update()")

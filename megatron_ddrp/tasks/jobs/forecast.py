@@ -42,8 +42,11 @@ class Forecast(ABC, Generic[AnyJob]):
         return self._probed[kind] * self.work(job)
 
     def probe(self, job: AnyJob) -> float:
-        """Return the seconds per unit of work, from timing a part of a job."""
-        raise NotImplementedError
+        """Return the seconds per unit of work, from timing a part of a job.
+
+        There is no default: a forecast without it has a `guess` of its own.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither probe() nor guess()")
 
     def expected(self, jobs: Iterable[AnyJob]) -> list[float | None]:
         """Return the expected seconds of each job; None for an unknown one."""
