@@ -61,6 +61,7 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     relative = 67 * 64 * encoders  # D and K^rd at head size 64; absolute positions are one for generator and model
     expected = {"pretrain_bert_tnf": 512 * 768, "pretrain_electra_tnf": 512 * 768, "pretrain_modern_base": 0}
     expected["pretrain_fast_cpu"] = 128 * 128 + 67 * 32  # absolute positions too, and heads of 32
+    expected["pretrain_laptop_cpu"] = 0  # rotary positions
     assert facts["position_parameters"] == expected.get(path.stem, relative)
     assert not (tmp_path / "save").exists()
     assert_fits(facts, machine_of(path), path)
