@@ -3,7 +3,7 @@
 #
 #   hardware   2 CPU cores with 8 GB of memory; with bf16 instructions twice as fast (--no-bf16 without)
 #   time       about 100 minutes for 31 million tokens; STEPS=2000 is a quarter
-#   result     a validation loss of 3.56 on novels and Wikipedia
+#   result     63.5 % of BLiMP's 67,000 pairs right, after novels and Wikipedia
 #
 #   DATA="[WEIGHT] prefix …" VOCAB=vocab.txt SAVE=dir [STEPS=n] [DRY_RUN=1] bash examples/pretrain_laptop_cpu.sh [more flags]
 #
