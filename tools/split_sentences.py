@@ -1,10 +1,9 @@
 #!/usr/bin/env python
 """Text → one document per sentence, so that each row of a training batch is a sentence by itself.
 
-Small encoders learn grammar from less text that way (docs/laptop.md). Sentences do not cross lines. They are those of
-NLTK's Punkt (pip install nltk), which learns the abbreviations from the first 5 million characters of the text itself.
-Kept are whole ones of 3 to 80 words: they end with a mark and begin with no small letter, so headings and captions are
-left out.
+For the recipe of docs/laptop.md. Sentences do not cross lines. They are those of NLTK's Punkt (pip install nltk), which
+learns the abbreviations from the first 5 million characters of the text itself. Kept are whole ones of 3 to 80 words:
+they end with a mark and begin with no small letter, so headings and captions are left out.
 
     python tools/split_sentences.py --input novels.jsonl --output novels_sentences.jsonl
 """
