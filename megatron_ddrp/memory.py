@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state are counted as DeepSpeed stores them (Rajbhandari et al., arXiv:1910.02054):
 
-    ZeRO 0   all of them on every data-parallel rank
+    ZeRO 0   all of them on every data-parallel rank; under bf16 the weights are in fp32, and layers use copies
     ZeRO 1   the optimizer's fp32 copy of the weights and Adam's two moments are sharded, in fp32 training too
     ZeRO 2   the gradients too; if they are added up in their own type, a parameter across a cut keeps its whole
              gradient on both sides
@@ -50,7 +50,7 @@ class Memory:
     """Bytes of the optimizer's moments and, with ZeRO, of the fp32 weights."""
     activations_estimate: int
     buffers: int
-    """Bytes of DeepSpeed's buffers to reduce gradients and, at ZeRO 3, to gather weights."""
+    """Bytes of DeepSpeed's buffers to reduce gradients and, at ZeRO 3, to gather weights; at ZeRO 0, of bf16 copies."""
     on_host: int = 0
     """Bytes in host memory, not in `total`: offloaded optimizer state and ZeRO 3's offloaded weights
     (`offload_optimizer` and `offload_param` in `--deepspeed_config`), and the notes, whole on every rank."""
@@ -123,9 +123,9 @@ def memory_of_rank(
     """
     zero = settings["zero_optimization"]
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
-    sums = FP32 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
+    sums = FP32 if not stage or settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     held = held_elements(part, stage, zero, sums != width, data_rank, data_size)
-    weights, optimizer = width * held.weights, FP32 * held.optimizer
+    weights, optimizer = (width if stage else FP32) * held.weights, FP32 * held.optimizer
     optimizer_on_host = optimizer if stage and offload_device(zero) != "none" else 0
     # The weights that a rank keeps for itself under ZeRO 3 are those of its gradients.
     weights_on_host = width * held.gradients if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
@@ -179,8 +179,8 @@ def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, su
     if stage == 3:
         ahead = min(int(zero.get("stage3_prefetch_bucket_size", PREFETCHED)), sum(part.sizes))
         return width * (bucket + ahead + max(part.sizes)) + converted
-    by_stage = (0, sums * bucket * in_turn, width * bucket * in_turn + converted)
-    return by_stage[stage]
+    copies = width * sum(part.sizes) if width != FP32 else 0
+    return (copies, sums * bucket * in_turn, width * bucket * in_turn + converted)[stage]
 
 
 def _size_in_block(sizes: Sequence[int], rank: int, length: int) -> int:
@@ -231,7 +231,7 @@ def by_zero_stage(
     `device_type` decides the size of buckets.
     """
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
-    least, most = config.training.precision != "fp32", 1 if has_pipeline else 3
+    least, most = config.training.fp16, 1 if has_pipeline else 3
     stages = [s for s in OPTIMIZERS.find(config.optimizer.optimizer).zero_stages if least <= s <= most]
     parts = cut_up(model, config, micro_batches)
     settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes), device_type) for part in parts]

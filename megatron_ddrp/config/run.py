@@ -87,10 +87,10 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        if self.training.precision != "fp32" and self.parallel.zero_stage == 0:
+        if self.training.fp16 and self.parallel.zero_stage == 0:
             refuse(
-                f"--{self.training.precision} with --zero-stage 0 trains wrongly (DeepSpeed keeps no fp32 master "
-                "weights there): use --zero-stage 1 or higher"
+                "--fp16 with --zero-stage 0 trains wrongly (DeepSpeed keeps no fp32 master weights there): use "
+                "--zero-stage 1 or higher, or --bf16"
             )
         self._check_layout()
         self._check_optimizer()
@@ -197,6 +197,7 @@ class Config:
             f"--tensor-model-parallel-size {tensor}": tensor > 1,
             f"--pipeline-model-parallel-size {stages}": stages > 1,
             "--zero-stage 3": parallel.zero_stage == 3,
+            "--bf16 --zero-stage 0": self.training.bf16 and parallel.zero_stage == 0,
             "--checkpoint-activations": parallel.checkpoint_activations,
             f"--objective {objective.objective}": made is not None and made.looks_inside,
         }

@@ -81,7 +81,8 @@ class OptimizerConfig(Section):
     )
     optimizer_options: tuple[str, ...] = option(
         (),
-        "the optimizer's own numbers, such as beta2=0.99 (default: those that a plug-in's optimizer declares)",
+        "the optimizer's own numbers: muon has scale, the size of its updates at a rate of 1 (default: scale=0.2, "
+        "AdamW's size; for a plug-in what it declares)",
         nargs="+",
         metavar="NAME=NUMBER",
     )

@@ -65,6 +65,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     if config.parallel.cuts_sequence:
         apply_sequence_parallel(model, ranks)
     name_parameters(model)
+    if config.training.bf16 and config.parallel.zero_stage == 0:
+        model.compute_dtype = torch.bfloat16
     has_pipeline = ranks.pipeline_size > 1
     module: nn.Module = model
     if has_pipeline:
@@ -204,6 +206,8 @@ def deepspeed_settings(
     if clips_on_device(training.bf16, parallel, from_file):
         settings["bf16"]["check_grad_overflow"] = False
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
+    if parallel.zero_stage == 0:
+        settings["bf16"]["enabled"] = False  # to DeepSpeed the run is in fp32, see `Encoder.compute_dtype`
     if parallel.zero_stage == 0 or not settings["bf16"].get("check_grad_overflow", True):
         settings["gradient_clipping"] = 0.0  # `GradientClipping` or `ZeroClipping` clips instead
     return settings

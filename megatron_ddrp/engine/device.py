@@ -60,10 +60,9 @@ def precision_remarks(config: Config, device: torch.device) -> list[str]:
         return []
     if torch.cuda.get_device_capability(device) < NATIVE_BF16:
         return []
-    with_zero = "" if config.parallel.zero_stage else " with --zero-stage 1"
     how = "TF32" if config.training.tf32 else "fp32"
     name = torch.cuda.get_device_name(device)
-    return [f"{name} computes in bfloat16: --bf16{with_zero} is faster than {how} and halves the activations"]
+    return [f"{name} computes in bfloat16: --bf16 is faster than {how} and halves the activations"]
 
 
 def check_device(config: Config, device: torch.device) -> None:

@@ -83,7 +83,7 @@ def build_pipeline(model: Encoder, travelling: tuple[type, ...], recompute: bool
     tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
     place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
     courier = Courier(travelling, MailOfRanks(ranks))
-    make = (PipelinePart, all_parts[place], place == last, recompute, courier)
+    make = (PipelinePart, all_parts[place], place == last, recompute, courier, model.compute_dtype)
     own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
     layers = [  # DeepSpeed builds only the one of this rank
         TiedLayerSpec("tied", *make, tied_weight_attr=own_tied) if held[part].keys() & set(tied) else LayerSpec(*make)
@@ -115,7 +115,7 @@ def pipeline_part(engine: Any) -> PipelinePart:
 class GradientClipping:
     """Clipping of gradients by their norm over all ranks, before each optimizer step.
 
-    For fp32 at ZeRO 0, where DeepSpeed returns no norm and omits all but the first stage of a pipeline. If the norm is
+    For ZeRO 0, where DeepSpeed returns no norm and omits all but the first stage of a pipeline. If the norm is
     not finite, torch's fused AdamW changes nothing, as in ZeRO's own steps. All of it runs on the device.
 
     Attributes:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class, objective_class
@@ -31,6 +32,8 @@ class Encoder(nn.Module):
     embeddings_class: type[Embeddings] = Embeddings
     graphs: ModelGraphs | None = None
     """CUDA graphs of the layers, in training with them."""
+    compute_dtype: torch.dtype | None = None
+    """Type of the copies of its fp32 weights that a stage computes with; None: with the weights themselves."""
 
     def __init__(self, config: ModelConfig, objective: Judge, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class Encoder(nn.Module):
         Without `layout` the CPU waits for the batch's device to compute it.
         """
         inputs = Inputs(batch, draws, notes, layout or layout_of(batch))
-        return run_stages(self.stages(), inputs, self.checkpoint_activations, self.graphs)
+        return run_stages(self.stages(), inputs, self.checkpoint_activations, self.graphs, self.compute_dtype)
 
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the last hidden states, `[batch, seq, hidden]`; arguments: int64 `[batch, seq]`, see `Batch`."""
@@ -133,11 +136,16 @@ def decodes_masks(config: ModelConfig) -> bool:
 
 
 def run_stages(
-    stages: Iterable[nn.Module], given: Inputs | State, recompute: bool = False, graphs: ModelGraphs | None = None
+    stages: Iterable[nn.Module],
+    given: Inputs | State,
+    recompute: bool = False,
+    graphs: ModelGraphs | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Any:
     """Run consecutive stages and return the last one's output: a `State`, or the model's `Output`.
 
     With `recompute` a layer keeps only its input for the backward pass. With `graphs` layers are replayed by them.
+    `compute_dtype` is the `Encoder`'s.
     """
     passed: Any = given
     for are_layers, some in itertools.groupby(stages, lambda stage: isinstance(stage, EncoderLayer)):
@@ -146,10 +154,18 @@ def run_stages(
             continue
         for stage in some:
             if recompute and stage.training and isinstance(stage, (EncoderLayer, DecodingStage)):
-                passed = checkpoint(stage, passed, use_reentrant=False)
+                passed = checkpoint(run_stage, stage, passed, compute_dtype, use_reentrant=False)
             else:
-                passed = stage(passed)
+                passed = run_stage(stage, passed, compute_dtype)
     return passed
+
+
+def run_stage(stage: nn.Module, given: Any, compute_dtype: torch.dtype | None) -> Any:
+    """Run a stage, with `compute_dtype` on copies of its weights, through which gradients reach them in their type."""
+    if compute_dtype is None:
+        return stage(given)
+    copies = {name: weight.to(compute_dtype) for name, weight in stage.named_parameters()}
+    return functional_call(stage, copies, (given,))
 
 
 def build_model(

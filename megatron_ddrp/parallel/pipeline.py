@@ -53,10 +53,17 @@ def split_stages(stages: Sequence[nn.Module], num_parts: int) -> list[list[nn.Mo
 class PipelinePart(nn.Module):
     """Consecutive stages on one rank."""
 
-    def __init__(self, stages: Sequence[nn.Module], last: bool, recompute: bool, courier: Courier) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        last: bool,
+        recompute: bool,
+        courier: Courier,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
-        self.last, self.recompute, self.courier = last, recompute, courier
+        self.last, self.recompute, self.courier, self.compute_dtype = last, recompute, courier, compute_dtype
         self.seed: Callable[[int], None] = lambda number: None
         self.number = 0
 
@@ -69,7 +76,8 @@ class PipelinePart(nn.Module):
         if self.training:
             self.seed(self.number)
             self.number += 1
-        given = run_stages(self.stages, self.courier.receive(*sent), self.recompute)
+        received = self.courier.receive(*sent)
+        given = run_stages(self.stages, received, self.recompute, compute_dtype=self.compute_dtype)
         return given if self.last else self.courier.send(given)
 
 

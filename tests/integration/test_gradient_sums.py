@@ -20,6 +20,7 @@ OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 
 IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "ZeRO 0": ({"zero_stage": 0}, None),
     "ZeRO 1, overlapped": ({"zero_stage": 1}, OVERLAPPED),
     "ZeRO 2, overlapped": ({"zero_stage": 2}, OVERLAPPED),
     "pipeline": ({"pipeline_model_parallel_size": 2}, None),

@@ -35,6 +35,10 @@ PRECISE: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank (ZeRO 3, bf16)": (1, {"zero_stage": 3, "bf16": True}),
     "2 ranks (TP 2, ZeRO 1, bf16)": (2, {"tensor_model_parallel_size": 2, "zero_stage": 1, "bf16": True}),
     "2 ranks (PP 2, ZeRO 1, bf16)": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1, "bf16": True}),
+    "4 ranks (TP 2, PP 2, ZeRO 0, bf16)": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 0, "bf16": True},
+    ),
 }
 """Layouts that keep fp32 weights beside those they compute with."""
 

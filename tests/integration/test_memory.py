@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO 0": {"zero_stage": 0},
     "ZeRO 1": {"zero_stage": 1},
     "ZeRO 2": {"zero_stage": 2},
+    "ZeRO 0, bf16": {"zero_stage": 0, "bf16": True},
     "ZeRO 1, bf16": {"zero_stage": 1, "bf16": True},
     "ZeRO 2, bf16": {"zero_stage": 2, "bf16": True},
     "tensor 2": {"zero_stage": 1, "tensor_model_parallel_size": 2, "bf16": True},

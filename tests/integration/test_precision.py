@@ -31,7 +31,7 @@ def full_precision(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> li
     return rows
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_falls_near_fp32(zero_stage: int, full_precision: list[float], flags: Flags, tmp_path: Path) -> None:
     start_ranks(flags(train_iters=STEPS, lr=1e-2, zero_stage=zero_stage, bf16=True, save=tmp_path)).check()
     rows = losses(tmp_path)
@@ -50,7 +50,7 @@ def test_bf16_on_two_ranks(full_precision: list[float], flags: Flags, tmp_path: 
     assert losses(tmp_path) == pytest.approx(full_precision, abs=0.1)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_bf16_resumes_exactly(zero_stage: int, flags: Flags, tmp_path: Path) -> None:
     settings = {"train_iters": 6, "bf16": True, "hidden_dropout": 0.1, "zero_stage": zero_stage}
     whole, parts = tmp_path / "whole", tmp_path / "parts"

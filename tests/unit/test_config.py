@@ -208,8 +208,9 @@ def test_a_range_holds_the_ends_that_it_names():
 
 
 def test_pairs_of_concerns_are_refused():
-    with pytest.raises(UserError, match="--bf16 with --zero-stage 0"):
-        Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
+    with pytest.raises(UserError, match="--fp16 with --zero-stage 0"):
+        Config().replace(training={"fp16": True}, parallel={"zero_stage": 0})
+    Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
     # One head has no pair: the mean over pairs would be 0/0.
     with pytest.raises(UserError, match="--num-attention-heads is 1"):
         Config().replace(model={"num_attention_heads": 1}, objective={"hcd_heads": 0})
@@ -303,6 +304,7 @@ def test_impossible_layouts_are_refused_in_one_line(changes, words):
         ({"parallel": {"tensor_model_parallel_size": 2}}, "--tensor-model-parallel-size 2"),
         ({"parallel": {"pipeline_model_parallel_size": 2}}, "--pipeline-model-parallel-size 2"),
         ({"parallel": {"zero_stage": 3}}, "--zero-stage 3"),
+        ({"training": {"bf16": True}, "parallel": {"zero_stage": 0}}, "--bf16 --zero-stage 0"),
         ({"parallel": {"checkpoint_activations": True}}, "--checkpoint-activations"),
         ({"objective": {"objective": "head-disagreement"}}, "--objective head-disagreement"),
     ],

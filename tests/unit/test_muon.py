@@ -74,6 +74,19 @@ def test_two_steps_are_those_of_the_twin_to_the_precision_of_fp32(name: str) -> 
         assert off(after, before, changed) > 0.04
 
 
+def test_its_scale_gives_the_matrices_a_rate_of_their_own() -> None:
+    """Twice the rate with half the scale and half the decay: matrices take the same step, all others another."""
+    after = []
+    for changes in ({}, {"lr": 0.2, "weight_decay": 0.15, "optimizer_options": ("scale=0.1",)}):
+        model, optimizer = make(dataclasses.replace(SETTINGS, **changes))
+        give_gradients(model, 1)
+        optimizer.step()
+        after.append((weights_of(model), hidden_matrices(model)))
+    (weights, matrices), (others, _) = after
+    for name, weight in weights.items():
+        assert torch.allclose(weight, others[name], rtol=1e-5, atol=1e-7) == (name in matrices), name
+
+
 def test_newton_schulz_is_that_of_torch_but_for_bf16() -> None:
     """torch's Muon multiplies in bf16, and so do we on a GPU."""
     model, optimizer = make()
@@ -89,8 +102,8 @@ def test_newton_schulz_is_that_of_torch_but_for_bf16() -> None:
 def test_everything_else_takes_the_step_of_adamw() -> None:
     model, optimizer = make()
     plain = make()[0]
-    same_numbers = Config(model=tiny_config(), optimizer=dataclasses.replace(SETTINGS, optimizer="adamw"))
-    adamw = build_optimizer(plain, same_numbers, RANKS)
+    same_numbers = dataclasses.replace(SETTINGS, optimizer="adamw", optimizer_options=())
+    adamw = build_optimizer(plain, Config(model=tiny_config(), optimizer=same_numbers), RANKS)
     for each, chosen in ((model, optimizer), (plain, adamw)):
         give_gradients(each, 1)
         chosen.step()

@@ -4,11 +4,11 @@ Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces t
 approximately the nearest matrix with orthonormal rows or columns, in five steps of a Newton-Schulz iteration:
 
     B ← μB + (1 − μ)g      U = (1 − μ)g + μB      O = NewtonSchulz(U / ‖U‖)
-    W ← W(1 − lr·λ) − lr·0.2·√max(rows, columns)·O
+    W ← W(1 − lr·λ) − lr·scale·√max(rows, columns)·O
 
-The factor 0.2·√max(rows, columns) gives the update the size of AdamW's, so one learning rate and one weight decay serve
-both (Moonlight, Liu et al., arXiv:2502.16982). Newton-Schulz multiplies in bf16 on GPUs, as its author does, and in
-fp32 on CPUs, many of which have no products in bf16.
+With the scale 0.2 the update has the size of AdamW's, so one learning rate and one weight decay serve both (Moonlight,
+Liu et al., arXiv:2502.16982); another scale gives the matrices a rate of their own. Newton-Schulz multiplies in bf16 on
+GPUs, as its author does, and in fp32 on CPUs, many of which have no products in bf16.
 
 A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
 first maps. If tensor parallelism cuts a matrix, every rank gathers the whole one, because Newton-Schulz of a part is
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.config import Config, Number, OptimizerConfig
 from megatron_ddrp.engine.optimizers.adamw import AdamW
 from megatron_ddrp.engine.optimizers.contract import Groups, Optimizer
 from megatron_ddrp.model.encoder import EncoderLayer
@@ -60,6 +61,7 @@ class Muon(Optimizer):
     moments = (*AdamW.moments, MOMENTUM)
     zero_stages = (0,)
     why_zero_stages = "Muon needs whole matrices, and ZeRO cuts them into flat parts"
+    options = MappingProxyType({"scale": Number(0.2, "(0, 100]")})
 
     @classmethod
     def build(cls, groups: Groups, module: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
@@ -77,6 +79,7 @@ class Muon(Optimizer):
     ) -> None:
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
         self.encoding, self.ranks, self.matrices = encoding, ranks, hidden_matrices(module)
+        self.scale = config.numbers(self.options)["scale"]
         taken = {id(parameter) for parameter in self.matrices.values()}
         for group in adamw.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
@@ -105,7 +108,7 @@ class Muon(Optimizer):
         update = orthonormal(whole_gradient.lerp(momentum, MU))
         lr = self.own_group["lr"]
         weight.mul_(1 - lr * self.own_group["weight_decay"])
-        weight.sub_(update, alpha=lr * 0.2 * math.sqrt(max(weight.shape)))
+        weight.sub_(update, alpha=lr * self.scale * math.sqrt(max(weight.shape)))
         if self.ranks.tensor_size > 1:
             parameter.copy_(own_part(name, weight, self.encoding, self.ranks))
             state[MOMENTUM].copy_(own_part(name, momentum, self.encoding, self.ranks))

@@ -189,6 +189,25 @@ def test_activation_checkpointing_changes_nothing(encoding, relative_table, drop
         assert torch.equal(gradient, recomputed_gradients[name]), name
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_stages_compute_with_copies_of_the_weights(encoding, recomputes):
+    """float64 weights and copies in fp32 give what a model in fp32 does, and gradients in float64."""
+    model, rounded = (tiny_model(position_encoding=encoding) for _ in range(2))
+    rounded.float()
+    model.checkpoint_activations, model.compute_dtype = recomputes, torch.float32
+    batch = tiny_batch()
+    draws = some_draws(batch)
+    sums, expected = model(batch, draws).sums, rounded(batch, draws).sums
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+    got = gradients(model, sums)
+    assert {gradient.dtype for gradient in got.values()} == {torch.float64}
+    own = {name: gradient.double() for name, gradient in gradients(rounded, expected).items()}
+    assert_same(got, own, rtol=1e-4, atol=1e-4)
+    model.compute_dtype = None
+    assert (model(batch, draws).sums - sums).abs().max() > 1e-8
+
+
 @pytest.mark.parametrize("encoding, passes", [("ddrp", 1), ("deberta", 3)])
 def test_activation_checkpointing_really_recomputes(encoding, passes, monkeypatch):
     """DeBERTa's decoder goes through the last layer twice more."""
