@@ -293,7 +293,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         "gpu-30min": 42,
         "measures": 20,
         "paper": 38,
-        "ladder": 190,
+        "ladder": 194,
         "plateau": 72,
         "fast": 72,
     }
