@@ -87,7 +87,8 @@ def test_stages_cut_what_they_say(capsys):
     assert memory["optimizer"] == pytest.approx(12 * parameters / 16, rel=0.01)
     assert facts["memory_per_rank_bytes"] == sum(memory.values()) - memory["on_host"]
     by_stage = facts["memory_by_zero_stage"]
-    assert list(by_stage) == ["1", "2", "3"] and by_stage["1"] > by_stage["2"]
+    assert list(by_stage) == ["0", "1", "2", "3"] and by_stage["0"] > by_stage["1"] > by_stage["2"]
+    assert list(run_dry(capsys, "--fp16 --world-size 16")[1]["memory_by_zero_stage"]) == ["1", "2", "3"]
     assert list(run_dry(capsys, "--pipeline-model-parallel-size 2 --world-size 2")[1]["memory_by_zero_stage"]) == [
         "0",
         "1",
@@ -95,6 +96,11 @@ def test_stages_cut_what_they_say(capsys):
     _, plain = run_dry(capsys, "--zero-stage 0 --world-size 16")
     assert plain["memory_per_rank"]["optimizer"] == pytest.approx(8 * parameters, rel=0.01)
     assert plain["memory_per_rank"]["buffers"] == 0
+    of_copies = run_dry(capsys, "--bf16 --zero-stage 0 --world-size 16")[1]["memory_per_rank"]
+    assert of_copies["buffers"] == pytest.approx(2 * parameters, rel=0.01)
+    assert of_copies["activations_estimate"] < plain["memory_per_rank"]["activations_estimate"]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert of_copies[kind] == plain["memory_per_rank"][kind], kind
 
 
 def test_a_gpu_reduces_two_buckets_in_turn_none_larger_than_the_model(capsys):
