@@ -115,8 +115,8 @@ def pipeline_part(engine: Any) -> PipelinePart:
 class GradientClipping:
     """Clipping of gradients by their norm over all ranks, before each optimizer step.
 
-    For ZeRO 0, where DeepSpeed returns no norm and omits all but the first stage of a pipeline. If the norm is
-    not finite, torch's fused AdamW changes nothing, as in ZeRO's own steps. All of it runs on the device.
+    For ZeRO 0, where DeepSpeed returns no norm and omits all but the first stage of a pipeline. If the norm is not
+    finite, torch's fused AdamW changes nothing, as in ZeRO's own steps. All of it runs on the device.
 
     Attributes:
         norm: norm of the last step before clipping, a scalar on the device.
