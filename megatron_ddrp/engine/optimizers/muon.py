@@ -7,12 +7,12 @@ approximately the nearest matrix with orthonormal rows or columns, in five steps
     W ← W(1 − lr·λ) − lr·scale·√max(rows, columns)·O
 
 With the scale 0.2 the update has the size of AdamW's, so one learning rate and one weight decay serve both (Moonlight,
-Liu et al., arXiv:2502.16982); another scale gives the matrices a rate of their own. Newton-Schulz multiplies in bf16 on
-GPUs, as its author does, and in fp32 on CPUs, many of which have no products in bf16.
+Liu et al., arXiv:2502.16982); another scale gives the matrices a rate of their own. Newton-Schulz multiplies in bf16,
+as its author does; on CPUs only with `--bf16`, because many of them have no products in bf16.
 
 A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
-first maps. If tensor parallelism cuts a matrix, every rank gathers the whole one, because Newton-Schulz of a part is
-not the part of Newton-Schulz. All data-parallel ranks do the same work.
+first maps. If tensor parallelism cuts a matrix, every rank gathers the whole U, because Newton-Schulz of a part is not
+the part of Newton-Schulz. Data-parallel ranks take turns: each computes O for its share of the matrices.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from collections import Counter
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ddrp.config import Config, Number, OptimizerConfig
+from megatron_ddrp.config import Config, Number
 from megatron_ddrp.engine.optimizers.adamw import AdamW
 from megatron_ddrp.engine.optimizers.contract import Groups, Optimizer
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part
+from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part, split_dimension
 
 MOMENTUM = "momentum_buffer"
 """Name of Muon's state of a parameter, also in checkpoints."""
@@ -66,7 +67,7 @@ class Muon(Optimizer):
     @classmethod
     def build(cls, groups: Groups, module: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
         adamw = AdamW.build(groups, module, config, ranks)
-        return cls(adamw, module, config.optimizer, config.model.position_encoding, ranks)
+        return cls(adamw, module, config, ranks)
 
     @classmethod
     def moments_of(cls, module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -74,44 +75,62 @@ class Muon(Optimizer):
         trained = super().moments_of(module)
         return {name: (MOMENTUM,) if name in matrices else AdamW.moments for name in trained}
 
-    def __init__(
-        self, adamw: torch.optim.Optimizer, module: nn.Module, config: OptimizerConfig, encoding: str, ranks: Ranks
-    ) -> None:
+    def __init__(self, adamw: torch.optim.Optimizer, module: nn.Module, config: Config, ranks: Ranks) -> None:
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
-        self.encoding, self.ranks, self.matrices = encoding, ranks, hidden_matrices(module)
-        self.scale = config.numbers(self.options)["scale"]
+        self.encoding, self.ranks, self.matrices = config.model.position_encoding, ranks, hidden_matrices(module)
+        settings = config.optimizer
+        self.scale = settings.numbers(self.options)["scale"]
+        self.dtype = torch.bfloat16 if config.training.bf16 or ranks.device.type == "cuda" else torch.float32
         taken = {id(parameter) for parameter in self.matrices.values()}
         for group in adamw.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
         self.adamw = adamw
-        own = {"params": list(self.matrices.values()), "lr": config.lr, "weight_decay": config.weight_decay}
+        own = {"params": list(self.matrices.values()), "lr": settings.lr, "weight_decay": settings.weight_decay}
         super().__init__([own, *adamw.param_groups], {})
         self.own_group = self.param_groups[0]  # DeepSpeed removes it from the list if it is empty
         adamw.state = self.state
 
     def update(self) -> None:
-        for name, parameter in self.matrices.items():
-            if parameter.grad is not None:
-                self._step_matrix(name, parameter, parameter.grad)
+        stepped = [name for name, parameter in self.matrices.items() if parameter.grad is not None]
+        stepped.sort(key=lambda name: self.matrices[name].shape)  # what one turn of all ranks computes costs the same
+        for first in range(0, len(stepped), self.ranks.data_size):
+            self._step_matrices(stepped[first : first + self.ranks.data_size])
         self.adamw.step()
 
-    def _step_matrix(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Step a matrix as a whole; a collective call among tensor-parallel ranks."""
-        state = self.state[parameter]
+    def _step_matrices(self, names: list[str]) -> None:
+        """Step the matrices of one turn, at most one for each data-parallel rank; a collective call of all ranks."""
+        lr, decay = self.own_group["lr"], self.own_group["weight_decay"]
+        directions = [self._direction(name) for name in names]  # of every matrix, because each rank keeps all momenta
+        if self.ranks.data_rank < len(names):
+            own = self.ranks.data_rank
+            directions[own].copy_(self._orthonormal_part(names[own], directions[own]))
+        for owner, (name, direction) in enumerate(zip(names, directions, strict=True)):
+            if self.ranks.data_size > 1:
+                dist.broadcast(direction, dist.get_global_rank(self.ranks.data_group, owner), self.ranks.data_group)
+            size = lr * self.scale * math.sqrt(self._longer_side(name))
+            self.matrices[name].mul_(1 - lr * decay).sub_(direction, alpha=size)
+
+    def _direction(self, name: str) -> Tensor:
+        """Update the momentum of this rank's part of a matrix and return U for it, in the type of Newton-Schulz."""
+        parameter = self.matrices[name]
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None, "update() leaves out the others"
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter)
-        weight, whole_gradient, momentum = (
-            gather_whole(name, tensor, self.encoding, self.ranks)
-            for tensor in (parameter.data, gradient, state[MOMENTUM])
-        )
-        momentum.lerp_(whole_gradient, 1 - MU)
-        update = orthonormal(whole_gradient.lerp(momentum, MU))
-        lr = self.own_group["lr"]
-        weight.mul_(1 - lr * self.own_group["weight_decay"])
-        weight.sub_(update, alpha=lr * self.scale * math.sqrt(max(weight.shape)))
-        if self.ranks.tensor_size > 1:
-            parameter.copy_(own_part(name, weight, self.encoding, self.ranks))
-            state[MOMENTUM].copy_(own_part(name, momentum, self.encoding, self.ranks))
+        momentum = state[MOMENTUM].lerp_(gradient, 1 - MU)
+        return gradient.lerp(momentum, MU).to(self.dtype)
+
+    def _orthonormal_part(self, name: str, direction: Tensor) -> Tensor:
+        """Return this rank's part of O for a matrix; a collective call among tensor-parallel ranks."""
+        whole = gather_whole(name, direction, self.encoding, self.ranks)
+        return own_part(name, orthonormal(whole), self.encoding, self.ranks)
+
+    def _longer_side(self, name: str) -> int:
+        """Return the larger dimension of a whole matrix."""
+        shape = list(self.matrices[name].shape)
+        if (cut := split_dimension(name, self.encoding)) is not None:
+            shape[cut] *= self.ranks.tensor_size
+        return max(shape)
 
     @classmethod
     def remarks(cls, module: nn.Module) -> tuple[str, ...]:
@@ -128,11 +147,9 @@ class Muon(Optimizer):
 
 def orthonormal(matrix: Tensor) -> Tensor:
     """Return approximately the nearest matrix with orthonormal rows or columns, whichever are fewer (Newton-Schulz)."""
-    x = matrix.bfloat16() if matrix.is_cuda else matrix
-    if tall := x.shape[0] > x.shape[1]:
-        x = x.T  # the smaller of the two Gram matrices
+    x = matrix.T if (tall := matrix.shape[0] > matrix.shape[1]) else matrix  # the smaller of the two Gram matrices
     x = x / x.norm().clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return (x.T if tall else x).to(matrix.dtype)
+    return x.T if tall else x
