@@ -161,7 +161,10 @@ def run_stages(
 
 
 def run_stage(stage: nn.Module, given: Any, compute_dtype: torch.dtype | None) -> Any:
-    """Run a stage, with `compute_dtype` on copies of its weights, through which gradients reach them in their type."""
+    """Run a stage or a whole model, with `compute_dtype` on copies of its weights in that type.
+
+    Gradients reach the weights through the copies, in the weights' own type.
+    """
     if compute_dtype is None:
         return stage(given)
     copies = {name: weight.to(compute_dtype) for name, weight in stage.named_parameters()}

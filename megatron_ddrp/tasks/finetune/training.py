@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.sealed import Advance, silent
-from megatron_ddrp.encoders.encoder import cast_parameters
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
+from megatron_ddrp.model.bert import run_stage
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.parallel.collectives import seed_draws
@@ -82,11 +82,8 @@ class FineTuning:
         self.kind = KINDS[task.kind]
         self.rank, self.world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
         self.device = next(model.parameters()).device
-        # The optimizer updates these: the parameters in fp32, otherwise fp32 master copies.
         self.weights = dict(self.model.named_parameters())
-        if run.precision != "fp32":
-            self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
-            cast_parameters(self.model, DTYPES[run.precision])
+        self.compute_dtype = None if run.precision == "fp32" else DTYPES[run.precision]
         self.output = output_layer(model) if run.scales_labels else None
         self.scale = Scale.of(train.targets) if self.output else Scale(0.0, 1.0)
         self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
@@ -112,16 +109,9 @@ class FineTuning:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.steps += 1
-        if self.run.precision != "fp32":
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(self.weights[name])
 
     def finish(self) -> None:
-        """Replace the model's weights by the optimizer's fp32 weights after the last step, and fold the scale in."""
-        if self.run.precision != "fp32":
-            cast_parameters(self.model, torch.float32)
-            self.model.load_state_dict(self.weights, strict=False)
+        """Fold the scale of the labels into the output layer, after the last step."""
         if self.output:
             fold(self.scale, self.output)
 
@@ -159,11 +149,10 @@ class FineTuning:
 
     def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
         batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
-        return self.model(batch)
+        return run_stage(self.model, batch, self.compute_dtype)
 
     def _compute_gradients(self, rows: np.ndarray) -> None:
         """Set the gradients to those of this rank's micro-batches; whatever they were before does not matter."""
-        self.model.zero_grad(set_to_none=True)
         self.optimizer.zero_grad(set_to_none=True)
         size, size_of_batch = self.run.micro_batch_size, max(1, self.kind.size(self.train, rows))
         for number, start in enumerate(range(0, len(rows), size)):
@@ -177,16 +166,6 @@ class FineTuning:
             targets = torch.from_numpy(labels).to(self.device)
             loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
             self.scaler.scale(loss).backward()
-            if self.run.precision != "fp32":
-                self._move_gradients()
-
-    def _move_gradients(self) -> None:
-        """Add a micro-batch's gradients to the gradients of the fp32 master copies."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                master = self.weights[name]
-                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-                parameter.grad = None
 
     def _sum_gradients(self) -> None:
         """Sum every gradient over ranks, in one reduction."""
