@@ -2,10 +2,10 @@
 """Text → one document per sentence, so that each row of a training batch is a sentence by itself.
 
 For the recipe of docs/laptop.md. Sentences do not cross lines. They are those of NLTK's Punkt (pip install nltk), which
-learns the abbreviations from the first 5 million characters of the text itself. Kept are whole ones of 3 to 80 words:
+learns the abbreviations from the first 5 million characters of the text itself. Kept are whole ones of 3 words or more:
 they end with a mark and begin with no small letter, so headings and captions are left out.
 
-    python tools/split_sentences.py --input novels.jsonl --output novels_sentences.jsonl
+    python tools/split_sentences.py --input novels.jsonl --output novels_sentences.jsonl --max-words 20
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron_ddrp.errors import UserError, need_packages, run_command
 
 LEARN_FROM = 5_000_000
 """Characters of text from which Punkt learns abbreviations."""
-MIN_WORDS, MAX_WORDS = 3, 80
+MIN_WORDS = 3
 _ENDS = tuple(".!?…。！？\"'”’»)")
 
 
-def sentences(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the whole sentences of some texts in order."""
+def sentences(texts: Iterator[str], max_words: int) -> Iterator[str]:
+    """Yield the whole sentences of some texts in order, without longer ones."""
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     first: list[str] = []
@@ -46,21 +46,22 @@ def sentences(texts: Iterator[str]) -> Iterator[str]:
             break
     split = PunktSentenceTokenizer("\n".join(first)).tokenize
     lines = (line for text in chain(first, texts) for line in text.splitlines())
-    return (sentence for line in lines for sentence in split(line.strip()) if is_whole(sentence))
+    return (sentence for line in lines for sentence in split(line.strip()) if is_whole(sentence, max_words))
 
 
-def is_whole(sentence: str) -> bool:
-    """Return whether a text of one line looks like a sentence of 3 to 80 words."""
+def is_whole(sentence: str, max_words: int) -> bool:
+    """Return whether a text of one line looks like a sentence of 3 to `max_words` words."""
     words = len(sentence.split())
-    return MIN_WORDS <= words <= MAX_WORDS and sentence.endswith(_ENDS) and not sentence[0].islower()
+    return MIN_WORDS <= words <= max_words and sentence.endswith(_ENDS) and not sentence[0].islower()
 
 
 @dataclass(frozen=True)
 class Options(Section):
-    """input and output"""
+    """text"""
 
     input: tuple[str, ...] = option(MISSING, INPUT_HELP, nargs="+", metavar="FILE")
     output: str = option(MISSING, "replaced if it is there", metavar="FILE.jsonl")
+    max_words: int = option(80, "longer sentences are left out", within="[3, inf)")
 
 
 def main() -> None:
@@ -68,13 +69,14 @@ def main() -> None:
     need_packages("splitting into sentences", "nltk")
     written = characters = 0
     with atomic_file(arguments.output) as stream, reading_progress(arguments.input) as bar:
-        for sentence in sentences(text for (text,) in iter_documents(arguments.input, on_read=bar.update)):
+        texts = (text for (text,) in iter_documents(arguments.input, on_read=bar.update))
+        for sentence in sentences(texts, arguments.max_words):
             stream.write(json.dumps({"text": sentence}, ensure_ascii=False).encode() + b"\n")
             written, characters = written + 1, characters + len(sentence)
         if not written:
             raise UserError(
-                f"{' '.join(arguments.input)}: no sentence of {MIN_WORDS} to {MAX_WORDS} words that ends with a mark "
-                "and begins with no small letter; nothing written"
+                f"{' '.join(arguments.input)}: no sentence of {MIN_WORDS} to {arguments.max_words} words that ends "
+                "with a mark and begins with no small letter; nothing written"
             )
     print(f"{arguments.output}: {written:,} sentences, {characters / 1e6:.1f} million characters")
 

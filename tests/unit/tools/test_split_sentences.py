@@ -38,12 +38,12 @@ def test_every_whole_sentence_is_a_document(tmp_path):
 
 def test_abbreviations_are_those_of_the_text():
     """The sentences before Punkt has learned are split like those behind them."""
-    with_it = list(sentences(DAYS.format(day) for day in range(40)))
+    with_it = list(sentences((DAYS.format(day) for day in range(40)), 80))
     assert (
         "At noon Mr. Hall, our guest 0, came to eat at noon." in with_it
         and "At noon Mr. Hall, our guest 39, came to eat at noon." in with_it
     )
-    assert list(sentences(iter(["He left. Mr. Hall stayed there."]))) == ["Hall stayed there."]
+    assert list(sentences(iter(["He left. Mr. Hall stayed there."]), 80)) == ["Hall stayed there."]
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,19 @@ def test_abbreviations_are_those_of_the_text():
         ("She saw.", False),
         ("and she saw him.", False),
         ("History of the town", False),
-        (" ".join(["Word"] * 80) + ".", True),
-        (" ".join(["Word"] * 81) + ".", False),
+        ("Two of them came.", True),
+        ("Two of them came here.", False),
         ("", False),
     ],
 )
 def test_what_a_whole_sentence_is(text, kept):
-    assert is_whole(text) is kept
+    assert is_whole(text, max_words=4) is kept
+
+
+def test_longer_sentences_are_left_out(tmp_path):
+    (tmp_path / "novel.txt").write_text("She saw him. He did not see her.\n")
+    done = run("--input", tmp_path / "novel.txt", "--output", tmp_path / "out.jsonl", "--max-words", 4)
+    assert "1 sentences" in done.stdout and json.loads((tmp_path / "out.jsonl").read_text())["text"] == "She saw him."
 
 
 def test_a_text_without_sentences_is_named(tmp_path):
