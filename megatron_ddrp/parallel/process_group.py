@@ -200,6 +200,12 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def copy_from_data_rank(owner: int, tensor: Tensor, ranks: Ranks) -> None:
+    """Overwrite a tensor by that of the data-parallel rank `owner`; a collective call of all data-parallel ranks."""
+    if ranks.data_size > 1:
+        dist.broadcast(tensor, dist.get_global_rank(ranks.data_group, owner), ranks.data_group)
+
+
 def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
     """Sum `tensor` over all ranks, or over those of a group, in place, and return it."""
     dist.all_reduce(tensor, group=group)

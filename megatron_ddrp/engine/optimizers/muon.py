@@ -22,7 +22,6 @@ from collections import Counter
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ddrp.config import Config, Number
@@ -30,7 +29,7 @@ from megatron_ddrp.engine.optimizers.adamw import AdamW
 from megatron_ddrp.engine.optimizers.contract import Groups, Optimizer
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import PositionEncoding
-from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.process_group import Ranks, copy_from_data_rank
 from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part, split_dimension
 
 MOMENTUM = "momentum_buffer"
@@ -105,8 +104,7 @@ class Muon(Optimizer):
             own = self.ranks.data_rank
             directions[own].copy_(self._orthonormal_part(names[own], directions[own]))
         for owner, (name, direction) in enumerate(zip(names, directions, strict=True)):
-            if self.ranks.data_size > 1:
-                dist.broadcast(direction, dist.get_global_rank(self.ranks.data_group, owner), self.ranks.data_group)
+            copy_from_data_rank(owner, direction, self.ranks)
             size = lr * self.scale * math.sqrt(self._longer_side(name))
             self.matrices[name].mul_(1 - lr * decay).sub_(direction, alpha=size)
 
