@@ -25,7 +25,7 @@ from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
-from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
+from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, uncut_shape
 
 Moments = tuple[str | None, ...]
 """Names of the optimizer's moments of a parameter; None stands for the weight itself."""
@@ -91,11 +91,8 @@ class HeldState:
         forms = {}
         for key, name, _ in self._entries(self.written, moments):
             tensor = self.tensors[name]
-            shape = list(state_of.whole_shape(tensor))
-            dimension = split_dimension(name, self.encoding)
-            if dimension is not None:
-                shape[dimension] *= self.ranks.tensor_size
-            forms[key] = Form("float32", tuple(shape), 4) if tensor.requires_grad else Form.of(tensor, shape)
+            shape = uncut_shape(name, state_of.whole_shape(tensor), self.encoding, self.ranks)
+            forms[key] = Form("float32", shape, 4) if tensor.requires_grad else Form.of(tensor, shape)
         return forms
 
     def whole(self, moments: Moments) -> Iterator[tuple[str, Tensor]]:

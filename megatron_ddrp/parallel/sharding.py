@@ -11,6 +11,7 @@ stage holds a part of the model under other names; `local_parameters` returns th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,14 @@ def split_dimension(name: str, encoding: str) -> int | None:
         if re.search(rf"(^|\.){pattern}$", name):
             return dimension
     return None
+
+
+def uncut_shape(name: str, local: Sequence[int], encoding: str, ranks: Ranks) -> tuple[int, ...]:
+    """Return the shape of the whole tensor of which a tensor of shape `local` is this rank's `own_part`."""
+    shape, dimension = list(local), split_dimension(name, encoding)
+    if dimension is not None:
+        shape[dimension] *= ranks.tensor_size
+    return tuple(shape)
 
 
 def own_part(name: str, whole: Tensor, encoding: str, ranks: Ranks) -> Tensor:

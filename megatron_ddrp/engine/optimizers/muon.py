@@ -30,7 +30,7 @@ from megatron_ddrp.engine.optimizers.contract import Groups, Optimizer
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, copy_from_data_rank
-from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part, split_dimension
+from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part, uncut_shape
 
 MOMENTUM = "momentum_buffer"
 """Name of Muon's state of a parameter, also in checkpoints."""
@@ -78,7 +78,11 @@ class Muon(Optimizer):
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
         self.encoding, self.ranks, self.matrices = config.model.position_encoding, ranks, hidden_matrices(module)
         settings = config.optimizer
-        self.scale = settings.numbers(self.options)["scale"]
+        scale = settings.numbers(self.options)["scale"]
+        self.scales = {
+            name: scale * math.sqrt(max(uncut_shape(name, parameter.shape, self.encoding, ranks)))
+            for name, parameter in self.matrices.items()
+        }
         self.dtype = torch.bfloat16 if config.training.bf16 or ranks.device.type == "cuda" else torch.float32
         taken = {id(parameter) for parameter in self.matrices.values()}
         for group in adamw.param_groups:
@@ -105,8 +109,7 @@ class Muon(Optimizer):
             directions[own].copy_(self._orthonormal_part(names[own], directions[own]))
         for owner, (name, direction) in enumerate(zip(names, directions, strict=True)):
             copy_from_data_rank(owner, direction, self.ranks)
-            size = lr * self.scale * math.sqrt(self._longer_side(name))
-            self.matrices[name].mul_(1 - lr * decay).sub_(direction, alpha=size)
+            self.matrices[name].mul_(1 - lr * decay).sub_(direction, alpha=lr * self.scales[name])
 
     def _direction(self, name: str) -> Tensor:
         """Update the momentum of this rank's part of a matrix and return U for it, in the type of Newton-Schulz."""
@@ -122,13 +125,6 @@ class Muon(Optimizer):
         """Return this rank's part of O for a matrix; a collective call among tensor-parallel ranks."""
         whole = gather_whole(name, direction, self.encoding, self.ranks)
         return own_part(name, orthonormal(whole), self.encoding, self.ranks)
-
-    def _longer_side(self, name: str) -> int:
-        """Return the larger dimension of a whole matrix."""
-        shape = list(self.matrices[name].shape)
-        if (cut := split_dimension(name, self.encoding)) is not None:
-            shape[cut] *= self.ranks.tensor_size
-        return max(shape)
 
     @classmethod
     def remarks(cls, module: nn.Module) -> tuple[str, ...]:
