@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# An English encoder on a laptop, from text alone, in 77 minutes: rotary positions, six layers, Muon, short sentences
+# An English encoder on a laptop, from text alone, in two hours: rotary positions, six layers, Muon, short sentences
 # (docs/laptop.md).
 #
 #   hardware   2 CPU cores with 8 GB of memory; with bf16 instructions twice as fast (--no-bf16 without)
-#   time       about 77 minutes for 25 million tokens; STEPS=1300 is a quarter
-#   result     64.0 % of BLiMP's 67,000 pairs right, after novels and Wikipedia
+#   time       about 116 minutes for 36 million tokens; STEPS=5200 takes 77
+#   result     65.1 % of BLiMP's 67,000 pairs right, after novels and Wikipedia
 #
 #   DATA="[WEIGHT] prefix …" VOCAB=vocab.txt SAVE=dir [STEPS=n] [DRY_RUN=1] bash examples/pretrain_laptop_cpu.sh [more flags]
 #
@@ -19,7 +19,7 @@ MODEL_ARGS=(--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-lengt
     --position-encoding rope --layernorm-position pre --ffn geglu --norm rmsnorm --no-bias --num-segments 0
     --hidden-dropout 0 --attention-dropout 0
     --objective mlm --mask-prob 0.3:0.15)
-TRAINING_ARGS=(--packing --micro-batch-size 112 --global-batch-size 224 --train-iters "${STEPS:-5200}" --bf16 --num-threads 1
+TRAINING_ARGS=(--packing --micro-batch-size 112 --global-batch-size 224 --train-iters "${STEPS:-7500}" --bf16 --num-threads 1
     --optimizer muon --zero-stage 0 --lr 5e-3 --lr-warmup-iters 200 --adam-beta2 0.98 --weight-decay 0.1)
 DATA_ARGS=(--data-path "${DATA_PATH[@]}" --split 995,4,1 --vocab-file "${VOCAB:-vocab.txt}")
 OUTPUT_ARGS=(--log-interval 40 --eval-interval 800 --eval-iters 20 --save-interval 800 --keep-last 2 --milestone-interval 1600
