@@ -296,6 +296,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         "ladder": 194,
         "plateau": 72,
         "fast": 72,
+        "novels": 6,
     }
     assert len(trainings) == expected[plan.stem]
     assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
