@@ -2,11 +2,12 @@
 
     python benchmarks/onset_signs.py --data-path P --vocab-file vocab.txt --output DIR [--encoding ddrp] [--seeds 1 2 …]
 
-Trains one run per seed, with a constant rate, until it has left the plateau for 0.3 million tokens, or for 8.4 million
-tokens. The signs are the training loss, f(S) and the spread of attention logits on 64 validation sentences, and the
-gradient norm of the position tables. The spread is the standard deviation over the keys of a query, the mean over
-queries, heads and layers. A sign at n tokens is its mean over the 0.2 million tokens before. Its rank correlation with
-the onset has a p-value from permutations. Each run is kept in DIR/ENCODING-SEED; finished ones are not repeated.
+Trains one run per seed, with the settings of examples/compare/plateau.yaml, until it has left the plateau for 0.3
+million tokens, or for 8.4 million tokens. The signs are the training loss, f(S) and the spread of attention logits on
+64 validation sentences, and the gradient norm of the position tables. The spread is the standard deviation over the
+keys of a query, the mean over queries, heads and layers. A sign at n tokens is its mean over the 0.2 million tokens
+before. Its rank correlation with the onset has a p-value from permutations. Each run is kept in DIR/ENCODING-SEED;
+finished ones are not repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from measure import benchmark_parser
 from scipy.stats import spearmanr
 from torch import Tensor, nn
@@ -35,30 +37,10 @@ from megatron_ddrp.run.callbacks import Callback, StopTraining
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.run.plateau import WINDOW, Point, curve_of, onset, stored_level
 
-SETTINGS: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "seq_length": 128,
-    "hidden_dropout": 0,
-    "attention_dropout": 0,
-    "init_method_std": 0.05,
-    "objective": "mlm",
-    "packing": True,
-    "micro_batch_size": 16,
-    "global_batch_size": 16,
-    "train_iters": 4096,
-    "lr": 1e-3,
-    "lr_decay_style": "constant",
-    "lr_warmup_iters": 100,
-    "attention_backend": "blocked",
-    "bf16": False,
-    "log_interval": 20,
-    "eval_interval": 4096,
-    "eval_iters": 1,
-    "save_interval": 4096,
-}
-"""Those of examples/compare/plateau.yaml."""
+PLAN = yaml.safe_load((Path(__file__).parents[1] / "examples/compare/plateau.yaml").read_text(encoding="utf-8"))
+SETTINGS = {name.replace("-", "_"): value for name, value in (PLAN["model"] | PLAN["training"]).items()}
+SETTINGS |= {"objective": "mlm", "bf16": False, "train_iters": 4096, "log_interval": 20}
+SETTINGS |= {"eval_interval": 4096, "eval_iters": 1, "save_interval": 4096}
 AFTERWARDS = 300_000
 """Tokens that a run goes on after its onset, since it may fall back onto the plateau."""
 SIGNS = ("lm_loss", "f_s", "logit_spread", "position_gradient")
