@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from measure import benchmark_parser
 from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_ddrp import pretrain
 from megatron_ddrp.analysis.attention_maps import layer_logits
 from megatron_ddrp.analysis.sentences import Sentences
 from megatron_ddrp.analysis.similarity import similarity_sums
+from megatron_ddrp.checkpoint.folder import holds_run
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -36,9 +36,10 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.callbacks import Callback, StopTraining
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.run.plateau import WINDOW, Point, curve_of, onset, stored_level
+from megatron_ddrp.tasks.compare.plan_file import read_plans
 
-PLAN = yaml.safe_load((Path(__file__).parents[1] / "examples/compare/plateau.yaml").read_text(encoding="utf-8"))
-SETTINGS = {name.replace("-", "_"): value for name, value in (PLAN["model"] | PLAN["training"]).items()}
+(PLAN,) = read_plans(Path(__file__).resolve().parents[1] / "examples" / "compare" / "plateau.yaml")
+SETTINGS: dict[str, Any] = dict(PLAN.flags)
 SETTINGS |= {"objective": "mlm", "bf16": False, "train_iters": 4096, "log_interval": 20}
 SETTINGS |= {"eval_interval": 4096, "eval_iters": 1, "save_interval": 4096}
 AFTERWARDS = 300_000
@@ -83,16 +84,10 @@ def logit_spread(model: Encoder, batch: Batch) -> float:
     """Return the standard deviation of a query's logits over its keys, the mean over queries, heads and layers."""
     by_layer = []
     for logits, window in layer_logits(model, batch):
-        allowed = allowed_pairs(batch.document_ids, window)
-        by_layer.append(_masked_spread(logits, allowed.expand_as(logits)))
+        logits = logits.masked_fill(~allowed_pairs(batch.document_ids, window), torch.nan)  # [batch, heads, seq, seq]
+        deviations = logits - logits.nanmean(-1, keepdim=True)  # all NaN for a query that is padding
+        by_layer.append(deviations.square().nanmean(-1).sqrt().nanmean())
     return float(torch.stack(by_layer).mean())
-
-
-def _masked_spread(logits: Tensor, allowed: Tensor) -> Tensor:
-    count = allowed.sum(-1)  # [batch, heads, seq]
-    mean = (logits * allowed).sum(-1) / count.clamp(min=1)
-    variance = ((logits - mean[..., None]).square() * allowed).sum(-1) / count.clamp(min=1)
-    return variance.sqrt()[count > 0].mean()
 
 
 def main() -> None:
@@ -111,11 +106,10 @@ def main() -> None:
     found = []
     for seed in arguments.seeds:
         folder = arguments.output / f"{arguments.encoding}-{seed}"
-        if not (folder / "done").is_file():
+        if not holds_run(folder):  # it saves at its end
             data = {"data_path": arguments.data_path, "vocab_file": arguments.vocab_file}
             places = {"position_encoding": arguments.encoding, "seed": seed, "save": folder, "load": folder}
             pretrain(**SETTINGS, **data, **places, callbacks=[Signs(batch)])
-            (folder / "done").touch()
         rows = [row for row in read_rows(folder) if "f_s" in row]
         left = onset(curve_of(rows), stored_level(folder) or 0.0) or rows[-1]["consumed_tokens"]
         values = {(sign, at): _mean(rows, sign, at) for at in AT for sign in SIGNS}
