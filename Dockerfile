@@ -14,7 +14,7 @@ FROM python:${PYTHON}-slim
 ARG TORCH="torch==2.13.0"
 ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 
-# torch.compile and DeepSpeed build small C++ parts when they first run.
+# For compiled layers and Triton, which build small parts when they first run.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir "$TORCH" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 

@@ -63,7 +63,7 @@ lock: $(STAMP) ## write requirements-lock.txt anew: the newest versions that pyp
 	$(BIN)/python -m pip install --quiet uv
 	bash tools/lock_requirements.sh
 
-endurance: $(STAMP) ## hours: fifty kills, a thousand damaged files, every layout against one process; writes tables in docs/
+endurance: $(STAMP) ## hours: fifty kills, thousands of damaged files, every layout against one process; writes tables in docs/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.damage --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write
