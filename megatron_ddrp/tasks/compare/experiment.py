@@ -116,7 +116,7 @@ class Experiment:
         """One sentence per job that is not finished, per model whose steps are unknown, and per run left out."""
         items = [f"{job}: {self._why(job)}" for job in self.store.missing(self.jobs())]
         for work in self.works:
-            unknown = [model.name for model in work.plan.rows if model.name not in work.steps]
+            unknown = [model.name for model in work.plan.models if model.name not in work.steps]
             items += [f"runs of {name}: the time of their steps is not measured yet" for name in unknown]
         return items + [f"left out until it is measured as the plan says: {name}" for name in self.left_out]
 
@@ -144,7 +144,7 @@ class Experiment:
         for work in self.works:
             plan = work.plan
             lines.append(f"{f'check, {plan.check}: ' if plan.check else ''}{work.summary()}")
-            for model in plan.rows:
+            for model in plan.models:
                 steps = work.steps.get(model.name)
                 count = f"{steps:,} steps" if steps else f"as many steps as fit into {plan.budget}"
                 half = ", and half of it" if model.name in plan.half_budget else ""

@@ -6,9 +6,7 @@ Flags that the plan itself determines (seed, steps, folders, data) are refused t
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import MISSING, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,6 @@ from megatron_ddrp.tasks.compare.scoring import (
 FIRST_SEED = 1234
 NUM_SEEDS = 3
 """Default number of seeds; with fewer, the spread over seeds is unreliable."""
-MTH_WEIGHTS = (1.0, 0.01)
-"""Weights of TCD and HCD under `--objective mth`."""
 TOKENIZER = options_of(DataConfig)["tokenizer_type"]
 
 
@@ -42,8 +38,6 @@ class Model:
     encoding: str = option(MISSING, "--position-encoding", choices=ENCODINGS)
     objective: str = option(MISSING, "--objective", choices=OBJECTIVES)
     flags: Flags = option((), "further flags of this model", read=read_flags)
-    weights: tuple[float, float] | None = None
-    """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
 
     @property
     def system(self) -> dict[str, str]:
@@ -82,7 +76,7 @@ class Budget:
         return float(self._given[self.kind])
 
     def __str__(self) -> str:
-        return f"{self.amount:,.0f} {self.kind}" if self.amount >= 1 else f"{self.amount:g} {self.kind}"
+        return f"{self.amount:,.0f} {self.kind}" if self.amount.is_integer() else f"{self.amount:g} {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -130,19 +124,6 @@ class Expected:
     task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within=POSITIVE)
 
 
-@dataclass(frozen=True)
-class Alphas:
-    """Grid of MTH's weights, α1 of TCD and α2 of HCD."""
-
-    models: tuple[str, ...] = option((), "models with objective mth", distinct=True)
-    values: tuple[float, ...] = option((), "weights of TCD and of HCD", within=POSITIVE, distinct=True)
-    seeds: int | None = option(None, "use only the plan's first N seeds (default: all)", within=COUNT)
-
-    def __post_init__(self) -> None:
-        if bool(self.models) != bool(self.values):
-            refuse(f"{'values' if self.models else 'models'} is missing: the grid needs models and values")
-
-
 def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
     """Read a list of seeds, or a number N of seeds, which means `FIRST_SEED` and the N − 1 numbers after it."""
     if isinstance(values, list):
@@ -171,7 +152,6 @@ class Plan:
     baseline: str | None = option(None, "model to compare the others with (default: the first)")
     analyses: Analyses = option(Analyses(), "analyses of the models")
     half_budget: tuple[str, ...] = option((), "models to train at half the budget too", distinct=True)
-    alphas: Alphas = option(Alphas(), "grid of MTH's weights")
     checkpoints: int = option(4, "checkpoints per run", within=COUNT)
     launcher: str = option("python", "python, or a launcher of megatron-ddrp pretrain")
     workers: int = option(1, "jobs at once", within=COUNT)
@@ -189,15 +169,13 @@ class Plan:
         names = [model.name for model in self.models]
         curves = self.glue.checkpoints_of if self.glue else ()
         for key, chosen in (
-            ("half_budget", self.half_budget), ("glue.checkpoints_of", curves), ("alphas.models", self.alphas.models),
+            ("half_budget", self.half_budget),
+            ("glue.checkpoints_of", curves),
             ("baseline", (self.baseline,) if self.baseline else ()),
-        ):  # fmt: skip
+        ):
             for name in chosen:
                 if name not in names:
                     refuse(f"{key}: got {name!r}, expected one of {', '.join(names)}")
-        for name in self.alphas.models:
-            if self.model_of(name).objective != "mth":
-                refuse(f"alphas.models: {name!r} is not of objective mth: it has no weights")
         flags = [name for of_runs in (self.flags, *(model.flags for model in self.models)) for name, _ in of_runs]
         if self.budget.kind == "minutes" and "seq_length_phases" in flags:
             refuse("budget: minutes with seq-length-phases, whose steps take different times: use steps or tokens")
@@ -213,31 +191,6 @@ class Plan:
     def flags(self) -> Flags:
         """Flags of every run."""
         return self.model + self.training
-
-    @cached_property
-    def grid(self) -> tuple[Model, ...]:
-        """Models of the alpha grid, without a point that equals a model of the plan."""
-        return tuple(
-            replace(
-                model,
-                name=f"{model.name} α1={tcd:g} α2={hcd:g}",
-                flags=(*model.flags, ("tcd_weight", tcd), ("hcd_weight", hcd)),
-                weights=(tcd, hcd),
-            )
-            for model in map(self.model_of, self.alphas.models)
-            for tcd, hcd in itertools.product(self.alphas.values, repeat=2)
-            if (tcd, hcd) != MTH_WEIGHTS or model.flags
-        )
-
-    @property
-    def grid_seeds(self) -> tuple[int, ...]:
-        """Seeds of the alpha grid's runs."""
-        return self.seeds[: self.alphas.seeds]
-
-    @property
-    def rows(self) -> tuple[Model, ...]:
-        """Models of the plan, then those of the alpha grid."""
-        return self.models + self.grid
 
     def model_of(self, name: str) -> Model:
         """Return the model with this name."""

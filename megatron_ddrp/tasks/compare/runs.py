@@ -93,7 +93,10 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
 
 
 def fingerprint(plan: Plan, key: str, name: str) -> Any:
-    """Return the size and a hash of both ends of a file, or of all files in a folder."""
+    """Return the size and a hash of a file, or of all files in a folder.
+
+    Of a corpus, which may have hundreds of gigabytes, only both ends enter the hash.
+    """
     path = Path(name)
     if path.is_dir():
         return [fingerprint(plan, key, str(inner)) for inner in sorted(path.rglob("*")) if inner.is_file()]
@@ -101,6 +104,9 @@ def fingerprint(plan: Plan, key: str, name: str) -> Any:
         size = path.stat().st_size
         with path.open("rb") as stream:
             total = hashlib.sha256(stream.read(_END))
+            if key in ("glue", "tasks"):
+                while stream.tell() < size - _END:
+                    total.update(stream.read(min(_END, size - _END - stream.tell())))
             stream.seek(max(0, size - _END))
             total.update(stream.read(_END))  # a device has no end
     except OSError as error:
@@ -180,7 +186,7 @@ def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
     if plan.budget.kind != "minutes":
         return {}
     schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
-    return {model.name: _plan_run(plan, corpus, folder, PROBE, model, schedule).job for model in plan.rows}
+    return {model.name: _plan_run(plan, corpus, folder, PROBE, model, schedule).job for model in plan.models}
 
 
 def probed_seconds(job: Job) -> float:
@@ -192,7 +198,7 @@ def probed_seconds(job: Job) -> float:
 def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]:
     """Return model's name → steps of the full budget. Only a budget in minutes uses `step_seconds`."""
     steps = {}
-    for model in plan.rows:
+    for model in plan.models:
         count = plan.budget.amount
         if plan.budget.kind == "minutes":
             if model.name not in step_seconds:
@@ -211,7 +217,6 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
     for seed in plan.seeds:
         models = [(model, False) for model in plan.models]
         models += [(plan.model_of(name), True) for name in plan.half_budget]
-        models += [(model, False) for model in plan.grid if seed in plan.grid_seeds]
         for model, half in models:
             if model.name not in steps:
                 continue

@@ -15,7 +15,6 @@ models:
   - {name: BERT, encoding: absolute, objective: mlm}
   - {name: "DDRP, MTH", encoding: ddrp, objective: mth, flags: {hcd-weight: 0.5, direction-init: free}}
 half_budget: ["DDRP, MTH"]
-alphas: {models: ["DDRP, MTH"], values: [0.1], seeds: 1}
 seeds: [7, 8]
 budget: {tokens: 4096}
 checkpoints: 2
@@ -31,11 +30,10 @@ KEYS = """
 course-bert-7-c7ca4901fa37
 course-bert-8-64becc54f726
 course-ddrp-mth-7-ad038258c6ed
-course-ddrp-mth-a1-0.1-a2-0.1-7-8f55d69b939b
 course-ddrp-mth-half-the-budget-7-160d8c64d6ed
 attention-maps-bert-seed-7-83b19a18ce64
 direction-bert-seed-7-83b19a18ce64
-self-similarity-ddrp-mth-a1-0.1-a2-0.1-seed-7-99e71c3fa118
+self-similarity-ddrp-mth-seed-7-bdc1564b3936
 space-ddrp-mth-seed-8-7692f8975c52
 triangle-ddrp-mth-seed-7-5b53d7fa5041
 throughput-2-models-seed-7-e965973e3b1a
@@ -79,12 +77,22 @@ def names_of(tmp_path, monkeypatch):
 
 def test_the_names_of_jobs_stay(names_of):
     found = names_of(PLAN)
-    assert found >= set(KEYS.split()) and len(found) == 54
+    assert found >= set(KEYS.split()) and len(found) == 46
     assert {name.split("-")[0] for name in found} == {name.split("-")[0] for name in KEYS.split()}
 
 
+def test_a_change_in_the_middle_of_a_task_file_is_another_job(names_of, tmp_path):
+    row = '{"text": "a b", "label": "in order"}\n'
+    before = names_of(PLAN)
+    (tmp_path / "train.jsonl").write_text(row * 100_000)
+    long = names_of(PLAN)
+    (tmp_path / "train.jsonl").write_text(row * 50_000 + row.replace("a b", "b a") + row * 49_999)
+    assert {name.split("-")[0] for name in long ^ names_of(PLAN)} == {"finetune"}
+    assert before != long
+
+
 def test_the_names_of_probes_stay(names_of):
-    assert names_of(PLAN.replace("tokens: 4096", "minutes: 1").replace("alphas", "# alphas")) >= PROBES
+    assert names_of(PLAN.replace("tokens: 4096", "minutes: 1")) >= PROBES
 
 
 def test_a_number_of_workers_times_and_a_baseline_change_no_name(names_of):

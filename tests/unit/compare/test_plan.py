@@ -11,6 +11,7 @@ from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.command import parse_arguments
+from megatron_ddrp.tasks.compare.plan import Budget
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from tests.unit.compare.conftest import experiment_of, read_plan
 
@@ -72,7 +73,6 @@ def changed(values, path, value):
         ("glue", {"data_dir": "g", "lr": 0}, "glue.lr: got 0.0: it must be above 0 and at most 1e+12"),
         ("analyses", {"probing": 1}, "analyses: unknown setting 'probing'; allowed are self_similarity, triangle"),
         ("analyses", {"triangle": -1}, "analyses.triangle: got -1: it must be at least 0"),
-        ("alphas", {"models": ["BERT (MLM)"], "values": [1]}, "alphas.models: 'BERT (MLM)' is not of objective mth"),
         ("workers", 0, "workers: got 0: it must be at least 1"),
         ("checkpoints", "all", "checkpoints: got 'all', expected a whole number"),
     ],
@@ -216,6 +216,11 @@ def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
     assert work.steps == {"BERT (MLM)": 300, "BERT (MTH)": 150}
 
 
+@pytest.mark.parametrize(("minutes", "words"), [(1.5, "1.5 minutes"), (2, "2 minutes"), (2.4, "2.4 minutes")])
+def test_budgets_that_differ_have_different_words(minutes, words):
+    assert str(Budget(minutes=minutes)) == words
+
+
 def finish_probe(work, job, seconds):
     import json
 
@@ -225,18 +230,6 @@ def finish_probe(work, job, seconds):
     rows = [{"iteration": 4, "step_time": 9.0}] + [{"iteration": n, "step_time": seconds} for n in (12, 16, 20)]
     (job.output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record(work, job)
-
-
-def test_the_alpha_grid_leaves_out_the_point_that_the_plan_has(values, open_work):
-    values["alphas"] = {"models": ["BERT (MTH)"], "values": [0.01, 0.1, 1], "seeds": 1}
-    work = open_work(values)
-    weights = {
-        (run.config.objective.tcd_weight, run.config.objective.hcd_weight)
-        for run in work.runs
-        if run.model.objective == "mth" and not run.half
-    }
-    assert weights == {(a, b) for a in (0.01, 0.1, 1) for b in (0.01, 0.1, 1)}
-    assert len([run for run in work.runs if run.model in work.plan.grid]) == 8  # one seed, and not the point there is
 
 
 def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
@@ -261,7 +254,7 @@ def test_a_ready_plan_is_a_plan(file):
 
 
 def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
-    plans = {file.stem: read_plan(file) for file in READY if file.stem not in ("ladder", "fast", "novels")}
+    plans = {file.stem: read_plans(file)[0] for file in READY if file.stem not in ("ladder", "fast", "novels")}
     assert set(plans) == {*SCALES, "backbones", "measures", "plateau"}
     assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
     backbones = plans["backbones"].models
@@ -269,7 +262,9 @@ def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two
     assert not any(model.flags for model in backbones[:12]) and len({model.flags for model in backbones[12:]}) == 1
     kinds = {(m.encoding, m.objective) for m in plans["gpu-30min"].models}
     assert len(kinds) == 12
-    assert {w for m in plans["paper"].grid for w in m.weights or ()} == {0.01, 0.1, 1.0}
+    _, grid = read_plans(next(file for file in READY if file.stem == "paper"))
+    weights = {(1.0, 0.01)} | {tuple(float(value) for _, value in model.flags) for model in grid.models}
+    assert weights == {(tcd, hcd) for tcd in (0.01, 0.1, 1) for hcd in (0.01, 0.1, 1)} and len(grid.seeds) == 1
 
 
 def test_the_ladder_has_three_budgets_and_every_measure_of_every_run():
