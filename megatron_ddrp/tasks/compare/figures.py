@@ -60,8 +60,6 @@ def draw_all(results: Results, gains: Mapping[str, Sequence[Gain]], folder: Path
             folder.mkdir(parents=True, exist_ok=True)
             save_figure(figure, path)
             captions[name] = caption
-    for old in OLD:
-        remove_figure(folder / f"{old}.png")
     return captions
 
 
@@ -242,5 +240,3 @@ FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
     ),
 }
 """Name → function that draws the figure, and its caption."""
-OLD = ("training", "gains", "gains-others", "loss", "similarity", "direction", "loss-steps", "loss-seconds", "measures")
-"""Figures of earlier versions."""

@@ -1,9 +1,8 @@
 """Rows: one JSON line per finished run. Tables, figures and results.json are made from rows and nothing else.
 
-`RunRow` is the schema. A row of an earlier version is read too: it has `curve`, `validation` and `similarity` for
-`curves`. Values on bootstrap samples of test items, which show the effect of other test sentences, are in
-`items/RUN-DIGEST.npz` beside the rows. All runs are scored on the same samples, so that differences are paired. The
-files may be missing; then a difference has no interval over items.
+`RunRow` is the schema. Values on bootstrap samples of test items, which show the effect of other test sentences, are
+in `items/RUN-DIGEST.npz` beside the rows. All runs are scored on the same samples, so that differences are paired.
+The files may be missing; then a difference has no interval over items.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
 from megatron_ddrp.run.plateau import onset
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, ONSET, TOKEN_SIMILARITY, TRAINING_LOSS
+from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 
 Curve = Sequence[Sequence[float]]
 """Points (tokens, value)."""
@@ -195,7 +194,7 @@ class RunRow:
 def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
     keys = {key.name: key for key in fields(RunRow) if key.metadata}
-    found = {key: value for key, value in _as_written_now(row).items() if value is not None and key in keys}
+    found = {key: value for key, value in row.items() if value is not None and key in keys}
     for key, value in found.items():
         expected, fits = keys[key].metadata["kind"]
         if not fits(value):
@@ -218,24 +217,6 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     if run.half or not run.unigram_loss or not run.curves.get(TRAINING_LOSS):
         return run  # an arm at half the budget had less time to leave the plateau than the others
     return replace(run, values={**run.values, ONSET: run.onset or run.tokens})
-
-
-def _as_written_now(row: Mapping[str, Any]) -> Row:
-    """Return a row of any version with the keys of this one."""
-    found = dict(row)
-    old = {name: found.pop(name, None) or [] for name in ("curve", "validation", "similarity")}
-    if not any(old.values()):
-        return found
-    try:
-        curves = {
-            TRAINING_LOSS: old["curve"],
-            LOSS: old["validation"],
-            TOKEN_SIMILARITY: [[tokens, value] for tokens, value, _ in old["similarity"]],
-            HEAD_SIMILARITY: [[tokens, value] for tokens, _, value in old["similarity"]],
-        }
-    except (TypeError, ValueError):
-        raise Damaged("similarity: expected points [tokens, f(S), f(H)]") from None
-    return found | {"curves": {name: points for name, points in curves.items() if points}}
 
 
 def samples_file(folder: Path, row: Mapping[str, Any]) -> Path:

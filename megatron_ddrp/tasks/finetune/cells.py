@@ -48,7 +48,7 @@ class Cell:
     def score_name(self) -> str:
         """Metric as the tables show it (`Kind.score_name`); GLUE's keep its plain name."""
         facts = self.rows[0].get("facts")
-        return KINDS[facts["kind"]].score_name(Task.of(facts)) if facts else self.metric
+        return KINDS[facts["kind"]].score_name(Task.of(facts)) if facts and facts["kind"] in KINDS else self.metric
 
     @property
     def others(self) -> dict[str, list[float]]:
@@ -58,7 +58,8 @@ class Cell:
     @property
     def beside(self) -> dict[str, list[float]]:
         """Scores by further metrics; an undefined score counts as 0."""
-        return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in self.rows[0].get("beside", {})}
+        names = [name for name in self.rows[0].get("beside", {}) if all(name in row["beside"] for row in self.rows)]
+        return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in names}
 
     @property
     def conditions(self) -> tuple[Any, ...]:
@@ -85,13 +86,15 @@ def best_cells(
     names: dict[str, set[str]] = {}
     # One median must not mix scores from different data, row lengths, numbers of training rows or scales of labels.
     newest = {(run.encoder, run.task): _conditions(run) for run in (*known, *(run for run in asked if run in known))}
-    for run, row in known.items():
-        names.setdefault(row["load"], set()).add(run.encoder)
+    loads = {run.encoder: row["load"] for run, row in known.items()}  # the newest path of each encoder
+    for encoder, load in loads.items():
+        names.setdefault(load, set()).add(encoder)
     groups: dict[str, dict[str, dict[Run, list[dict[str, Any]]]]] = {}
     for run, row in known.items():
         if _conditions(run) != newest[run.encoder, run.task]:
             continue
-        name = f"{row['load']} ({run.encoder[:8]})" if len(names[row["load"]]) > 1 else row["load"]
+        load = loads[run.encoder]
+        name = f"{load} ({run.encoder[:8]})" if len(names[load]) > 1 else load
         groups.setdefault(name, {}).setdefault(run.task, {}).setdefault(replace(run, seed=0), []).append(row)
     return {
         name: {task: _best(task, tasks[task]) for task in dict.fromkeys([*order, *tasks]) if task in tasks}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
@@ -41,9 +42,12 @@ class OwnTasks(Suite):
     def task(self, row: dict[str, Any]) -> Task:
         """Return the task of a line of runs.jsonl."""
         try:
-            return Task.of(row["facts"])
+            task = Task.of(row["facts"])
         except (KeyError, TypeError):
             raise UserError(f"its line has no facts about the task {row['task']}") from None
+        if task.kind not in KINDS or task.metric not in KINDS[task.kind].metrics:
+            raise UserError(f"its kind {task.kind} and metric {task.metric} are a plug-in's: give its --plugin again")
+        return task
 
     def row_facts(self, data: TaskData) -> dict[str, Any]:
         """Return the facts about the task and the score of its most frequent label."""
@@ -53,7 +57,7 @@ class OwnTasks(Suite):
         """Predict the test files without labels; return lines that name the kept models and the predictions."""
         from megatron_ddrp.tasks.finetune.predict import use_models  # here, because it imports torch
 
-        return use_models(sweep)
+        return use_models(sweep, store)
 
     def keeps_model(self, task: str) -> bool:
         """Return whether to keep the best model: not with --no-keep-models or --random-init."""

@@ -24,12 +24,13 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.output_files import OUTPUT_FILES, RowFile
-from megatron_ddrp.tasks.finetune.saving import FINETUNED, model_folder, model_name, read_facts
+from megatron_ddrp.tasks.finetune.runs import RUNS
+from megatron_ddrp.tasks.finetune.saving import FINETUNED, better_run, model_folder, model_name, read_facts
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.table_files import KnownFile, at_row, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_files import count_unlabelled, text_columns, texts_to_predict
-from megatron_ddrp.tasks.jobs.store import one_at_a_time
+from megatron_ddrp.tasks.jobs.store import Store, one_at_a_time
 
 _TOGETHER = 2048
 """Number of rows in memory at a time."""
@@ -170,7 +171,7 @@ def _writer(output: Path, kinds: Iterable[Kind]) -> type[RowFile]:
     return writers[output.suffix]
 
 
-def use_models(sweep: Sweep) -> list[str]:
+def use_models(sweep: Sweep, store: Store) -> list[str]:
     """Predict the test files without labels; return lines that name the kept models and the predictions.
 
     Other commands with the same output folder wait meanwhile.
@@ -179,11 +180,11 @@ def use_models(sweep: Sweep) -> list[str]:
     for encoder in sweep.encoders.values() if sweep.speaks else ():
         for data in sweep.data.values():
             with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
-                lines += _use_model(sweep, data, encoder)
+                lines += _use_model(sweep, store, data, encoder)
     return lines
 
 
-def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
+def _use_model(sweep: Sweep, store: Store, data: TaskData, encoder: Encoder) -> list[str]:
     """Predict a task's test file with the best model of an encoder; return lines that name model and predictions."""
     name, output = data.task.name, sweep.options.output_dir
     folder = model_folder(output, data.task, encoder, data.fingerprint)
@@ -196,8 +197,10 @@ def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
             why += f"; {data.unlabelled.path} is not predicted"
         return [f"{name}: no model of {encoder.name} was kept{why}"]
     use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
-    told = damaged or f"{plain} keeps that of other files or settings" if plain.exists() else ""
-    other = f" ({told})" if told and folder != plain else ""
+    told = damaged or f"{plain} keeps that of other files or settings" if plain.exists() and folder != plain else ""
+    if better := better_run(store, encoder, data, folder):
+        told = f"of those kept; the better run {better} kept none: to repeat it, delete its line in {RUNS}"
+    other = f" ({told})" if told else ""
     lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]
     if data.unlabelled:
         data.unlabelled.check()

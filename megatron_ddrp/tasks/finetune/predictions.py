@@ -20,6 +20,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Line
+from megatron_ddrp.tasks.finetune.metrics import MOST_RESAMPLED
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task
@@ -144,7 +145,7 @@ class Items:
         self._found: dict[Path, Resampled | None] = {}
 
     def of_run(self, row: dict[str, Any]) -> Resampled | None:
-        """Return the run of a line that has its `folder`; None if its predictions are missing or damaged."""
+        """Return the run of a line that has its `folder`; None if its predictions are missing, damaged or too many."""
         path = predictions_file(Path(row.get("folder", "")), Run.of_row(row))
         if path not in self._found:
             self._found[path] = self._read(row, path)
@@ -155,6 +156,8 @@ class Items:
             task = self._suite.task(row)
             answers, predictions = next(iter(read_predictions(path.read_bytes(), task).values()))
         except (OSError, StopIteration, UserError, ValueError):
+            return None
+        if len(answers) > MOST_RESAMPLED:
             return None
         kind, guess = KINDS[task.kind], row.get("baseline")
         if guess is None:

@@ -110,8 +110,6 @@ def summary(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str,
         for gain in gains(encoders)
     ]
     result["differences"] = [_pair(pair) for pair in differences(encoders, items)]
-    if published := suite.published():
-        result["paper"] = published
     return result
 
 

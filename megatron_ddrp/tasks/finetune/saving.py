@@ -8,6 +8,7 @@ far: the run with the highest score; among equal scores, the run whose name come
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ def _are_facts(facts: Any) -> bool:
         )
     except (KeyError, TypeError):
         return False
+
+
+def better_run(rows: Iterable[dict[str, Any]], encoder: Encoder, data: TaskData, folder: Path) -> str | None:
+    """Return the name of the best of `rows` on a task if the model in `folder` is not its own; None otherwise.
+
+    A run with --no-keep-models keeps none, and a kept model may have been deleted.
+    """
+    wanted, facts = (encoder.fingerprint, data.task.name, data.fingerprint), read_facts(folder)
+    own = [row for row in rows if (row["encoder"], row["task"], row["data"]) == wanted]
+    best = max(own, key=lambda row: row["score"], default=None)
+    return Run.of_row(best).name if best and (facts is None or best["score"] > facts["score"]) else None
 
 
 def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:

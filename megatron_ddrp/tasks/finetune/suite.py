@@ -48,7 +48,7 @@ class Suite(ABC):
         """Return whether to keep the fine-tuned model of a task's best run."""
         return False
 
-    def next_stage(self, sweep: Any) -> Any:
+    def next_stage(self, sweep: Any, store: Store) -> Any:
         """Return the `SweepOptions` of a second sweep that runs after this `Sweep`; None without one."""
         return None
 
@@ -66,10 +66,6 @@ class Suite(ABC):
 
     def combined(self, cell: Cell) -> dict[str, list[float]]:
         """Return scores that combine several development files of a cell: label → one score per seed."""
-        return {}
-
-    def published(self) -> dict[str, dict[str, float]]:
-        """Return published scores for table.json: system → task → score."""
         return {}
 
     def published_table(self, encoders: dict[str, Cells]) -> Table | None:

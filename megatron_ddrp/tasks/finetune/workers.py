@@ -51,7 +51,7 @@ def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
             if sweep.speaks:
                 print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
             break
-        following = stage.suite.next_stage(sweep)  # after the runs, which choose the folders of kept models
+        following = stage.suite.next_stage(sweep, store)  # after the runs, which choose the folders of kept models
         if not stage.machine.dry_run:
             if sweep.speaks:
                 report(sweep, store, shown=following is None)

@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.table_files import checked_rows, decode, tsv_rows
 from megatron_ddrp.tasks.finetune.task import Example, Examples, Task, TaskData
-from megatron_ddrp.tasks.glue.tasks import PAPER_AVERAGES, PAPER_SCORES, PAPER_TASKS, TASKS, GlueTask, paper_rows
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS, GlueTask, paper_rows
 from megatron_ddrp.tasks.jobs.store import Store
 
 
@@ -176,9 +176,9 @@ class Glue(Suite):
         """Return the task of a line of runs.jsonl."""
         return TASKS[row["task"]]
 
-    def next_stage(self, sweep: Any) -> Any:
+    def next_stage(self, sweep: Any, store: Store) -> Any:
         """Return the options of the sweep over tasks that start from another task's best model; None without one."""
-        from megatron_ddrp.tasks.finetune.saving import model_folder  # here, because it imports torch
+        from megatron_ddrp.tasks.finetune.saving import better_run, model_folder  # here, because it imports torch
 
         if self.start_from_task is None:
             return None
@@ -188,6 +188,12 @@ class Glue(Suite):
             encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
             for encoder in sweep.encoders.values()
         }
+        for folder, encoder in made.items():
+            if not before.machine.dry_run and (better := better_run(store, encoder, data, folder)):
+                raise UserError(
+                    f"--start-from-task {task.name}: the best run of {encoder.name}, {better}, kept no model in "
+                    f"{folder}; delete its line in runs.jsonl to repeat it, or give another --output-dir"
+                )
         names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
         made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
         started = replace(self, tasks=self.started, start_from_task=None, made_from=made_from)
@@ -222,10 +228,6 @@ class Glue(Suite):
             return {}
         pairs = zip(cell.scores, cell.others[MISMATCHED], strict=True)
         return {f"{cell.task} (mean of both)": [statistics.fmean(pair) for pair in pairs]}
-
-    def published(self) -> dict[str, dict[str, float]]:
-        """Return the paper's scores."""
-        return {name: {**row, self.averages[0]: PAPER_AVERAGES[name]} for name, row in PAPER_SCORES.items()}
 
     def published_table(self, encoders: dict[str, Cells]) -> Table | None:
         """Return a table of the paper's scores if an encoder was scored on a development set of the official size."""

@@ -117,9 +117,6 @@ PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
 )
 """Rows of the paper's Tables 1 to 3: name, scores in the order of `PAPER_TASKS`, average of the eight as printed."""
 
-PAPER_SCORES = {name: dict(zip(PAPER_TASKS, scores, strict=True)) for name, scores, _ in PAPER_ROWS}
-PAPER_AVERAGES = {name: average for name, _, average in PAPER_ROWS}
-
 
 def paper_rows() -> list[list[str]]:
     """Return a table row per row of `PAPER_ROWS`: the name, its scores and their average."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.rows import as_run
+from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
 RUNGS = (4_194_304, 16_777_216, 67_108_864)
-LOSS = "validation masked-LM loss"
 UIDS = (
     "anaphor_gender_agreement", "causative", "passive_1", "principle_A_c_command", "tough_vs_raising_1",
     "determiner_noun_agreement_1", "ellipsis_n_bar_1", "wh_questions_object_gap", "irregular_past_participle_verbs",
@@ -93,9 +93,11 @@ def full_row(model: str, seed: int, number: int, **other: Any) -> Row:
     }  # fmt: skip
     tokens = RUNGS[number] * (0.5 if other.get("half") else 1.0)
     curve = [(tokens * part / 20, loss + 3 * math.exp(-part / 3)) for part in range(1, 21)]
+    later = curve[3::4]
+    similarities = {TOKEN_SIMILARITY: [(at, 0.4) for at, _ in later], HEAD_SIMILARITY: [(at, 0.3) for at, _ in later]}
     return make_row(
         model, seed, RUNGS[number], values, paradigms=paradigms, pairs=200, fields={"morphology": 0.55},
-        curve=curve, validation=curve[3::4], similarity=[(at, 0.4, 0.3) for at, _ in curve[3::4]], **other,
+        curves={TRAINING_LOSS: curve, LOSS: later, **similarities}, **other,
     )  # fmt: skip
 
 

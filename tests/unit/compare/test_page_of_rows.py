@@ -37,8 +37,6 @@ def words_of(page, text=MTH, measure=LOSS):
 
 def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    (out / "figures").mkdir(parents=True)
-    (out / "figures" / "gains-others.png").write_bytes(b"old")
     words = ["megatron-ddrp", "ladder", str(write_rows(full_rows())), "--output-dir", str(out)]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
@@ -49,7 +47,6 @@ def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_p
     text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")
     drawn = sorted(path.stem for path in (out / "figures").glob("*.png"))
     assert {"budgets", "claims", "claims-inside", "curves", "losses", "minimal-pairs", "models"} <= set(drawn)
-    assert "gains-others" not in drawn  # the old figure is gone
     assert sorted(re.findall(r"\(figures/(\S+)\.png\)", text)) == drawn
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".pdf", ".svg"}
     assert html.count("data:image/png;base64,") == len(drawn)

@@ -32,13 +32,6 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
     assert run.arm.flags == (("hcd_weight", "0"),) and run.arm.key == "ddrp mth hcd-weight=0"
 
 
-def test_a_row_of_an_earlier_version_has_its_curves():
-    run = as_run(row(curve=[[1, 6.0], [2, 5.5]], validation=[[2, 5.0]], similarity=[[2, 0.4, 0.3]]))
-    assert run.curves == {
-        "training masked-LM loss": [[1, 6.0], [2, 5.5]], LOSS: [[2, 5.0]], "f(S)": [[2, 0.4]], "f(H)": [[2, 0.3]],
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -56,7 +49,6 @@ def test_a_row_of_an_earlier_version_has_its_curves():
         ({"flags": ["lr"]}, r"flags: got \['lr'\], expected an object of flags"),
         ({"flags": {"lr": float("inf")}}, "flags: got .*inf.*, expected an object of flags"),
         ({"half": 1}, "half: got 1, expected true or false"),
-        ({"similarity": [[1, 0.4]]}, "similarity: expected points"),
         ({"curves": {LOSS: [[1, float("inf")]]}}, "curves: got .*, expected an object of lists of points"),
         ({"paradigms": {"a": 1.5}}, "paradigms: got .*, expected an object of numbers from 0 to 1"),
         ({"pairs": {"a": -1}}, "pairs: got .*, expected a whole number of at least 0, or an object of them"),

@@ -21,7 +21,8 @@ def test_curves_of_differences_leave_out_the_steep_beginning_and_count_tokens_in
     size = RUNGS[0] // 40
     curve = [(size * part, 6.0) for part in range(1, 41)]
     steep = [(tokens, 90.0 if part < 3 else 5.5) for part, (tokens, _) in enumerate(curve)]
-    rows = [make_row("absolute", 1, RUNGS[0], {}, curve=curve), make_row("rope", 1, RUNGS[0], {}, curve=steep)]
+    both = {"absolute": curve, "rope": steep}
+    rows = [make_row(name, 1, RUNGS[0], {}, curves={TRAINING_LOSS: points}) for name, points in both.items()]
     figure = draw_curves(results_of(rows), TRAINING_LOSS)
     _, differences = figure.axes
     (line,) = [line for line in differences.lines if len(line.get_xdata()) > 2]

@@ -27,6 +27,18 @@ def read(tmp_path):
     return read
 
 
+@pytest.fixture
+def read_lists(tmp_path):
+    """Read a task whose rows have these lists as labels."""
+
+    def read_lists(labels):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps({"text": "x", "labels": each}) + "\n" for each in labels))
+        return read_task(TaskFiles(train=path, valid=path))
+
+    return read_lists
+
+
 def fault(read, *labels, **more):
     with pytest.raises(UserError) as refused:
         read(labels, **more)
@@ -134,6 +146,21 @@ def test_runs_that_earlier_versions_scored_by_other_rules_are_done_again(read_ta
         before = hashlib.sha256(json.dumps([data.task.facts, list(data.columns)]).encode())
         before.update(2 * hashlib.sha256((read_tags.folder / "train.jsonl").read_bytes()).digest())
         assert (data.digest == before.hexdigest()) == is_same
+
+
+@pytest.mark.parametrize("vector", [[1, 0, 0], [0, 0], [True, False, True], [1, 1]])
+def test_a_vector_of_0_and_1_is_no_list_of_labels(read_lists, vector):
+    assert read_lists([[3, 1], [1], [], [0]]).task.labels == ("0", "1", "3")
+    with pytest.raises(UserError, match=r"train\.jsonl, line 2: label is .*, a vector of 0 and 1; write a list of the"):
+        read_lists([[1], vector])
+
+
+def test_a_run_by_the_metric_of_a_plug_in_is_left_out_without_it():
+    task = Task("own", "kappa", "classification", ("a", "b"))
+    row = {"task": "own", "score": 0.5, "dev_examples": 1, "facts": task.facts}
+    reason = _disagreement(row, b"", OwnTasks())
+    assert reason == "its kind classification and metric kappa are a plug-in's: give its --plugin again"
+    assert Cell("own", [row | {"metric": "own", "facts": task.facts | {"kind": "own"}}]).score_name == "own"
 
 
 def test_a_run_of_tags_without_rules_is_left_out_of_a_report():

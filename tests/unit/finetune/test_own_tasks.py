@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ddrp.data.sealed import SUM, seal_object
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.plan import plan_text
 from megatron_ddrp.tasks.finetune.predict import load_finetuned
+from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from tests.unit.finetune.conftest import first_word_kind
 from tests.unit.glue.conftest import sentences
@@ -340,6 +342,19 @@ def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_fol
 def test_models_are_kept_only_where_they_are_wanted(topics, bert_folder, tmp_path):
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models"))
     assert not (tmp_path / "out" / "models").exists()
+
+
+def test_a_better_run_that_kept_no_model_is_named(topics, bert_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(words(topics, bert_folder, out, *GLANCE))
+    (row,) = rows(out)
+    score = row["score"] + 0.1
+    better = seal_object({name: row[name] for name in row if name != SUM} | {"seed": 9, "score": score})
+    (out / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, better)))
+    capsys.readouterr()
+    main(words(topics, bert_folder, out, *GLANCE))
+    told = f"is in {model_of(out)} (of those kept; the better run {Run.of_row(better).name} kept none: to repeat it"
+    assert told in capsys.readouterr().out
 
 
 def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_folder, tmp_path):

@@ -46,6 +46,13 @@ def interval(samples: np.ndarray) -> list[float]:
     return pytest.approx(np.quantile(samples, (0.025, 0.975)).tolist())
 
 
+def test_a_file_of_too_many_rows_has_no_interval(runs: dict[Path, RunStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
+    assert Items(Glue()).of_cell(cell)
+    monkeypatch.setattr("megatron_ddrp.tasks.finetune.predictions.MOST_RESAMPLED", ROWS - 1)
+    assert Items(Glue()).of_cell(cell) is None
+
+
 def test_the_table_has_intervals_over_items_and_words(runs: dict[Path, RunStore], tmp_path: Path) -> None:
     text = write_report(runs, tmp_path / "out", Glue())
     numbers = json.loads((tmp_path / "out" / "table.json").read_text())

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -149,6 +150,10 @@ def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folde
     capsys.readouterr()
     main(arguments(three_tasks, bert_folder, out, *more))
     assert "1 of 4 runs to do" in capsys.readouterr().out and len(rows(out)) == 12
+    shutil.rmtree(out / "models")
+    reason = f"--start-from-task MNLI: the best run of {bert_folder}, MNLI-.*, kept no model in"
+    with pytest.raises(UserError, match=reason):
+        main(arguments(three_tasks, bert_folder, out, *more))
 
 
 def test_no_task_to_start_is_refused(glue_dir, bert_folder, tmp_path):

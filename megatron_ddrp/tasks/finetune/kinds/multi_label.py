@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_OF_VECTORS = {label_name(number) for number in (0, 1, False, True)}
+
+
 class MultiLabel(SequenceKind):
     """Kind that predicts any number of labels, or none. A cell holds a list, or text with `|` between the labels."""
 
@@ -52,7 +55,10 @@ class MultiLabel(SequenceKind):
             return tuple(dict.fromkeys(name.strip() for name in cell.split("|") if name.strip()))
         if not isinstance(cell, list):
             raise ValueError(f"label is {cell!r}, expected a list of labels")
-        return tuple(dict.fromkeys(label_name(name) for name in cell))
+        names = tuple(dict.fromkeys(label_name(name) for name in cell))
+        if set(names) <= _OF_VECTORS and len(names) < len(cell):
+            raise ValueError(f"label is {cell!r:.60}, a vector of 0 and 1; write a list of the row's labels")
+        return names
 
     def label(self, cell: Any, task: Task) -> list[float]:
         """Return 1 for each label of the row and 0 for the others."""
