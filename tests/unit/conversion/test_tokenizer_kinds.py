@@ -205,6 +205,19 @@ def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, se
 
 
 @pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
+@pytest.mark.parametrize(("lower", "settings"), [(True, {"do_lower_case": False}), (False, {})])
+def test_the_settings_decide_about_case_against_tokenizer_json(tmp_path, offline, lower, settings, read):
+    from transformers import AutoTokenizer
+
+    bert_vocabulary(tmp_path, {"do_lower_case": lower})
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    bert_vocabulary(tmp_path, settings)
+    assert (tmp_path / "tokenizer.json").is_file()
+    ours, theirs, text = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path), "F\u00fcr schon"
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
 @pytest.mark.parametrize(
     ("settings", "config", "reason"),
     [
