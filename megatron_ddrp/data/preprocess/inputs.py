@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.errors import UserError
@@ -79,7 +79,7 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (the vocabulary
     may lie beside the text); one line on standard error names the other files. A file that a folder or a pattern
     reaches twice, by a link, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
-    compressed file, and a file that cannot be opened.
+    compressed file, and a file or folder that cannot be opened.
     """
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
@@ -236,7 +236,7 @@ def _once(files: Sequence[InputFile]) -> list[InputFile]:
 def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
     """Yield the visible files of a folder, at any depth."""
     seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
         if os.path.realpath(parent) in seen:  # a link to a folder above
             folders.clear()
             continue
@@ -250,10 +250,16 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
             yield file
 
 
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: {error.strerror}; make it readable, or give the other folders by name")
+
+
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     files: list[InputFile] = []
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
-        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_beside_data(path):
+        real = os.path.realpath(path)
+        is_dead = not os.path.exists(real)  # refused later; links in circles make other paths fail
+        if (os.path.isfile(path) or is_dead) and real not in apart and not _is_beside_data(path):
             files.append(InputFile(path, os.path.basename(path)))
         elif os.path.isdir(path) and "**" not in pattern:
             files += _sorted_files(path, apart)
