@@ -77,8 +77,8 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
 
     Files are in the order of the names, and sorted within each. A folder gives all files with one of `ENDINGS`, at any
     depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (the vocabulary
-    may lie beside the text); one line on standard error names the other files. A file that a folder or a pattern
-    reaches twice, by a link, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
+    may lie beside the text); one line on standard error names the other files. A file that is reached twice, by links
+    or by two names, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
     compressed file, and a file or folder that cannot be opened.
     """
     apart = [os.path.realpath(path) for path in leave_out]
@@ -93,10 +93,9 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
             files += _files_of_pattern(name, apart)
         else:
             files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: checked below
-    for file in files:
-        _check(file)
     streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
-    for file in files:
+    for file in (files := _once(files)):
+        _check(file)
         if streams.count(os.path.realpath(file.path)) > 1:
             raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read only once")
     return files
@@ -206,7 +205,7 @@ def _check(file: InputFile) -> None:
 def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
     """Return the files with documents in a folder, sorted, and print one line about the others."""
     visible = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
-    files = _once([file for file in visible if file.ending in ENDINGS or (not file.ending and _holds_documents(file))])
+    files = [file for file in visible if file.ending in ENDINGS or (not file.ending and _holds_documents(file))]
     read = {os.path.realpath(file.path) for file in files}
     others = [file.name for file in visible if os.path.realpath(file.path) not in read]
     if others := [name for name in others if not name.endswith(DATASET_ENDINGS)]:
@@ -222,7 +221,8 @@ def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
 def _once(files: Sequence[InputFile]) -> list[InputFile]:
     """Return each file once, by its real path, in order; of several names one with an ending, then one without a link.
 
-    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it.
+    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it. A `**` follows links
+    in circles.
     """
     names: dict[str, list[InputFile]] = {}
     for file in files:
@@ -265,7 +265,7 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
             files += _sorted_files(path, apart)
     if not files:
         raise UserError(f"{pattern}: no such file, and no file matches it as a pattern")
-    return _once(files)  # `**` follows links in circles
+    return files
 
 
 def _is_beside_data(path: str) -> bool:
