@@ -90,6 +90,8 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
     data = bytearray(Path(f"{damaged}.idx").read_bytes())
     data[34 + 12 + 8] = 3  # the byte offset of the second sequence
     Path(f"{damaged}.idx").write_bytes(data)
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"link{suffix}").symlink_to(f"a{suffix}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for output, prefixes, complaint in (
         (
@@ -100,11 +102,14 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
         ("all", [a, damaged], r"c\.idx: sequence 1 begins at byte 3, but sequence 0 ends at byte 2"),
         ("all", [a, str(tmp_path / "none")], r"none\.idx: No such file"),
         ("a", [a, a], r"a\.bin: exists already; give --overwrite"),
+        ("all", [a, f"{a}.idx"], r"/a is given 2 times; name each dataset once \(its \.idx, not its \.bin too\)"),
+        ("all", [a, str(tmp_path / "link")], "/a is given 2 times"),
     ):
         with pytest.raises(UserError, match=complaint):
             merge(tmp_path / output, prefixes)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert [ids.tolist() for ids in merge(tmp_path / "a", [a, a], overwrite=True)] == [[1], [1]]
+    other = write(tmp_path / "d", [[[4]]])
+    assert [ids.tolist() for ids in merge(tmp_path / "a", [a, other], overwrite=True)] == [[1], [4]]
 
 
 @pytest.mark.parametrize(("suffix", "place", "value"), [(".bin", 0, 7), (".idx", -16, 1)])
