@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import reading
+from megatron_ddrp.foreign import read_object, reading
 
 STANDARD_INPUT = "-"
 TABLES = (".parquet", ".arrow")
@@ -221,8 +221,7 @@ def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
 def _once(files: Sequence[InputFile]) -> list[InputFile]:
     """Return each file once, by its real path, in order; of several names one with an ending, then one without a link.
 
-    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it. A `**` follows links
-    in circles.
+    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it; `**` follows circles.
     """
     names: dict[str, list[InputFile]] = {}
     for file in files:
@@ -271,15 +270,20 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
 def _is_beside_data(path: str) -> bool:
     """Return whether a file is the manifest of a dataset of ours, or one of those beside the rows of a saved `Dataset`.
 
-    Hugging Face's `save_to_disk` writes the latter, and `map` and `filter` leave caches of rows there.
+    Hugging Face's `save_to_disk` writes the latter and leaves the rows of a dataset that was there before; `map` and
+    `filter` leave caches of rows there.
     """
     folder, name = os.path.split(path)
+    state = os.path.join(folder, "state.json")
     if name in ("state.json", "dataset_info.json"):
-        return os.path.exists(os.path.join(folder, "state.json")) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
+        return os.path.exists(state) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
     if name == "dataset_dict.json":
         return bool(glob.glob(glob.escape(folder) + "/*/state.json"))
-    is_cache = name.startswith("cache-") and name.endswith(".arrow")
-    return is_cache or (name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx"))
+    if name.endswith(".arrow"):
+        rows = read_object(Path(state)).get("_data_files") if os.path.exists(state) else None
+        listed = [file.get("filename") for file in rows if isinstance(file, dict)] if isinstance(rows, list) else [name]
+        return name.startswith("cache-") or name not in listed
+    return name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
 
 
 def _holds_documents(file: InputFile) -> bool:
