@@ -41,6 +41,11 @@ def read_book(file: InputFile, skip: bool) -> str | None:
         raise UserError(
             f"{file.path}: byte {error.start + 1} is not UTF-8; convert it, or leave such books out by --on-error skip"
         ) from None
+    if (books := sum(mark[1] == "START" for mark in _MARK.finditer(text))) > 1:
+        raise UserError(
+            f"{file.path}: holds {books} books, by its *** START lines, expected one per file; split it before each of "
+            "them, or leave it out"
+        )
     return "\n".join(line.strip() for line in body(text).splitlines() if line.strip())
 
 

@@ -22,7 +22,6 @@ from megatron_ddrp.checkpoint import (
 )
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face, read_model_config
-from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder, with_random_weights
 from megatron_ddrp.encoders.huggingface import longest_sequence
@@ -100,6 +99,8 @@ class Snapshot:
             except UserError as error:
                 refusal = error
         encoder = load_encoder(self.path, random_init=self.random_seed is not None)
+        if encoder.warning:
+            print(encoder.warning, file=sys.stderr)
         if refusal is not None:
             print(f"{self.path}: read by transformers, without f(H) ({refusal})", file=sys.stderr)
         module: Any = encoder.fresh(self.random_seed or 0, torch.device("cpu")).eval()
@@ -110,11 +111,11 @@ class Snapshot:
     def load_masked_lm(self) -> Loaded:
         """Load any masked LM as `PieceLogits`."""
         encoder = load_masked_lm(self.path, random_init=self.random_seed is not None)
+        if encoder.warning:
+            print(encoder.warning, file=sys.stderr)
         model = piece_logits(encoder, self.random_seed or 0, torch.device("cpu"))
-        is_run = (self.path / STATE).is_file()
-        own = None if is_run else find_tokenizer(self.path)  # the kind that datasets were made with
         position_encoding = getattr(model.model.config, "position_encoding", None)
-        return Loaded(model, own or encoder.tokenizer, encoder.max_length, position_encoding)
+        return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
 
 
 def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:

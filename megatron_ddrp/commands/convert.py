@@ -143,7 +143,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for line in warn_of_vocabulary(imported.tokenizer) if imported.tokenizer else ():
             print(line, file=sys.stderr)
         if imported.warning:
-            print(f"{sys.argv[0]}: warning: {imported.warning}", file=sys.stderr)
+            print(imported.warning, file=sys.stderr)
     else:
         from megatron_ddrp.conversion.model_card import Publishing
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.exported_folder import refuse_output, whole_folder
-from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
+from megatron_ddrp.conversion.huggingface_folder import ReadFolder, read_folder
 from megatron_ddrp.conversion.training_record import model_flags, objective_flags
 from megatron_ddrp.conversion.weight_files import INDEX, PICKLED_WEIGHTS, SAFE_WEIGHTS
 from megatron_ddrp.data.dataset.manifest import TokenizerFlags
@@ -41,18 +41,6 @@ class Import(ReadFolder):
     """A folder that was read and written as a checkpoint."""
 
     output: Path
-
-    @property
-    def warning(self) -> str | None:
-        """One sentence if the tokenizer is probably not the model's own, else None."""
-        spare = self.embedded_pieces - self.config.vocab_size
-        if self.tokenizer is None or spare <= PADDED_ROWS:
-            return None
-        return (
-            f"{self.source}: its model embeds {self.embedded_pieces:,} pieces and its tokenizer has only "
-            f"{self.config.vocab_size:,}: is it the tokenizer that the model was trained with? The other {spare:,} "
-            "rows are left out"
-        )
 
     def summary(self) -> str:
         """Return a few lines about weights loaded, left out and initialised, and the commands to continue with."""

@@ -9,6 +9,7 @@ Import of an ELECTRA generator from its own folder, joined to its discriminator.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,8 @@ class ReadFolder:
     """Id that must be the tokenizer's padding, by `Family.padding_id`."""
     head_settings: dict[str, Any]
     """Settings of heads that fine-tuning adds, by `Family.head_settings`."""
+    warning: str
+    """Line about a tokenizer that may not be the model's, by `check_rows`; often empty."""
 
 
 def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenizer | None = None) -> ReadFolder:
@@ -82,18 +85,16 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
     if own:
         family.check_tokenizer(source / "config.json", values, own)
     pieces = own.vocab_size if own else rows
-    if pieces > rows:
-        raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
-    transfer = None
+    warning, transfer = check_rows(source, pieces, rows), None
     if tokenizer is not None:
-        transfer = plan_transfer(require_own(own, rows, source), tokenizer)
+        transfer = plan_transfer(_require_own(own, source), tokenizer)
         change_rows(weights, transfer)
         pieces = rows = tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=pieces)
     torch.manual_seed(SEED)
     model = build_model(config, objective=objective)
     fill(model, weights, pieces, source)
-    kept = (family.padding_id(values), family.head_settings(source / "config.json", values))
+    kept = (family.padding_id(values), family.head_settings(source / "config.json", values), warning)
     return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer or own, transfer, *kept)
 
 
@@ -134,22 +135,31 @@ def read_model_config(folder: Path) -> ModelConfig:
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
     """Return (model on the CPU in fp32 and eval mode, tokenizer, configuration) of a folder.
 
-    Raise `UserError` as `read_folder` does, and if the folder has no tokenizer or another model's.
+    Print the warning of `check_rows`. Raise `UserError` as `read_folder` does, and if the folder has no tokenizer.
     """
     read = read_folder(folder)
-    return read.model.eval(), require_own(read.tokenizer, read.embedded_pieces, folder), read.config
+    if read.warning:
+        print(read.warning, file=sys.stderr)
+    return read.model.eval(), _require_own(read.tokenizer, folder), read.config
 
 
-def require_own(tokenizer: Tokenizer | None, embedded_pieces: int, folder: Path) -> Tokenizer:
-    """Return the tokenizer of a folder. Raise `UserError` if it has none, or that of another model."""
+def _require_own(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
-    if embedded_pieces - tokenizer.vocab_size > PADDED_ROWS:
-        raise UserError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} pieces but its model embeds {embedded_pieces}; "
-            "put the vocabulary of the model's training into the folder"
-        )
     return tokenizer
+
+
+def check_rows(folder: Path, pieces: int, rows: int, padded: int = PADDED_ROWS) -> str:
+    """Return a warning if a model embeds over `padded` rows more than its tokenizer has pieces, otherwise nothing.
+
+    Some models on the hub have so many spare rows. Raise `UserError` if it embeds fewer.
+    """
+    found = f"{folder}: its tokenizer has {pieces} pieces but its model embeds {rows}"
+    if pieces > rows:
+        raise UserError(f"{found}; put the vocabulary of the model's training into the folder")
+    if rows - pieces <= padded:
+        return ""
+    return f"warning: {found}: is it the tokenizer of the model's training? The other rows are not used"
 
 
 def _refuse_other_tables(config: ModelConfig, weights: Weights, source: Path) -> None:

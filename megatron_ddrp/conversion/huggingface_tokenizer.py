@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.conversion.foreign_config import one_of, refuse_code, show
-from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer, read_backend
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.tokenizers.wordpiece import read_vocab
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_object, reading
+from megatron_ddrp.foreign import read_bytes, read_object, reading
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
@@ -27,7 +28,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return a folder's tokenizer, or None if it has none.
 
     Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
-    usual rules apply; tokenizer.json; transformers' conversion of vocab.txt under BERT's other rules, or of another
+    usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt, or of another
     vocabulary. Raise `UserError` if a file cannot be read, if vocab.txt belongs to a tokenizer with other rules than
     BERT's, or if transformers is needed and fails.
     """
@@ -38,7 +39,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     lower, kind = settings["do_lower_case"], settings["tokenizer_class"]
     is_bert = kind is None or str(kind).removesuffix("Fast") in BERT_CLASSES
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    if vocab.is_file() and is_bert and usual:
+    if vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
         return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
     if rules.is_file():
         return build_tokenizer("HuggingFace", tokenizer_model=folder)
@@ -74,6 +75,16 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     if not settings.get("tokenizer_class"):
         settings["tokenizer_class"] = read_object(model).get("tokenizer_class") if model.is_file() else None
     return settings
+
+
+def _added_pieces(folder: Path) -> set[str]:
+    """Return the pieces that tokenizer.json, or added_tokens.json of an older layout, adds to the vocabulary."""
+    rules, older = folder / HuggingFaceTokenizer.file_name, folder / "added_tokens.json"
+    added = set(read_object(older)) if older.is_file() else set()
+    if rules.is_file():
+        content = read_bytes(rules).removeprefix(codecs.BOM_UTF8)
+        added |= {token.content for token in read_backend(content, rules).get_added_tokens_decoder().values()}
+    return added
 
 
 def _same_pieces(model: Path, folder: Path) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
-from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
+from megatron_ddrp.conversion.huggingface_folder import check_rows
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -58,8 +58,8 @@ class Encoder:
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     weights: str = ""
     """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
-    fallback: str = ""
-    """Damaged checkpoints that were skipped and the one that was loaded, also in `origin`; otherwise empty."""
+    warning: str = ""
+    """Line about damaged checkpoints that were skipped and the one that was loaded, or by `check_rows`; often empty."""
 
     def under_earlier_name(self, earlier: Container[str]) -> Encoder:
         """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
@@ -119,13 +119,17 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
         encoder = _load_hugging_face(folder, config, random_init, masked_lm)
     else:
         encoder = _load_checkpoint(folder, random_init, masked_lm)
-    return replace(encoder, origin="; ".join((*warn_of_vocabulary(encoder.tokenizer), encoder.origin)))
+    return replace(encoder, origin="; ".join((*_remarks(encoder), encoder.origin)))
 
 
 def warn_of(encoder: Encoder) -> None:
     """Warn, in the name of our caller, of an older checkpoint in place of a damaged one and of the vocabulary."""
-    for line in (*filter(None, [encoder.fallback]), *warn_of_vocabulary(encoder.tokenizer)):
+    for line in _remarks(encoder):
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+
+
+def _remarks(encoder: Encoder) -> list[str]:
+    return [*filter(None, [encoder.warning]), *warn_of_vocabulary(encoder.tokenizer)]
 
 
 def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encoder:
@@ -136,7 +140,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     if remarks:
         remarks.append(f"loaded {chosen.name}")
     model, tokenizer, config = read_model(chosen)
-    _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
+    remarks.append(check_rows(folder, tokenizer.vocab_size, config.model.vocab_size, padded=0))
     model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
@@ -148,10 +152,10 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
-        "; ".join((*remarks, _origin(len(names) - len(unused), unused, random_init, masked_lm))),
+        _origin(len(names) - len(unused), unused, random_init, masked_lm),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
-        fallback="; ".join(remarks),
+        warning="; ".join(filter(None, remarks)),
     )
 
 
@@ -166,7 +170,7 @@ def pair_separators(config: Any, tokenizer: Tokenizer) -> int:
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
     found = load_folder(folder, raw_config, masked_lm, random_init)
     tokenizer = load_tokenizer(folder)
-    _refuse_foreign_tokenizer(folder, tokenizer, found.config.vocab_size, PADDED_ROWS)
+    warning = check_rows(folder, tokenizer.vocab_size, found.config.vocab_size)
     _refuse_missing(folder, found.weights.missing, f"{found.model.base_model_prefix}." if masked_lm else "")
     encoder = HuggingFaceEncoder(found.model)
     names = [name for name, _ in encoder.model.named_parameters()]
@@ -191,6 +195,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=partial(FamilyModel.on_top_of, folder),
         weights="" if random_init else weights,
+        warning=warning,
     )
 
 
@@ -204,14 +209,6 @@ def _refuse_missing(folder: Path, missing: set[str], encoder: str) -> None:
     if missing:
         lacks = f"the folder lacks {_names(sorted(missing))}"
         raise NoMaskedLM(folder, f"{lacks}; use the folder of a masked language model")
-
-
-def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spare: int) -> None:
-    if not rows - spare <= tokenizer.vocab_size <= rows:
-        raise UserError(
-            f"--load {folder}: its tokenizer has {tokenizer.vocab_size} pieces but its model embeds {rows}; "
-            "put the vocabulary of the model's training into the folder"
-        )
 
 
 def _origin(loaded: int, unused: list[str], random_init: bool, masked_lm: bool) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
-from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -246,8 +246,5 @@ def _check_sizes(folder: Path, config: Any) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer from tokenizer.json, else as `find_tokenizer` does."""
-    tokenizer_settings(folder)  # refuses foreign code
-    found = None if (folder / "tokenizer.json").is_file() else find_tokenizer(folder)
-    # Without any vocabulary build_tokenizer raises an error that names the missing file.
-    return found or build_tokenizer("HuggingFace", tokenizer_model=folder)
+    """Load a folder's tokenizer; without any vocabulary the error names the missing file."""
+    return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)

@@ -42,7 +42,8 @@ def merge(
     The parts of a partitioned run are put in order and give the bytes of one run over the whole input.
     Where every input has a manifest the output has one too. Calls `advance` with the bytes of .bin read since the last
     call. Raises `UserError` for damaged inputs, also for those that differ from the SHA-256 in their manifest, for
-    inputs of different tokenizers, for parts that are not one whole run, and for an output that exists.
+    inputs of different tokenizers or of which only some have --append-eod, for an input that is given twice, for parts
+    that are not one whole run, and for an output that exists.
     """
     output_prefix = os.fspath(dataset_path(output_prefix, ""))
     if not overwrite:
@@ -51,6 +52,8 @@ def merge(
     manifests = [dataset.manifest for dataset in datasets]
     _refuse_mixed_tokenizers(datasets, manifests)
     order = order_of_parts([dataset.prefix for dataset in datasets], manifests)
+    _refuse_repeated([dataset.prefix for dataset in datasets])
+    _refuse_mixed_ends(datasets)
     if order is not None:
         datasets, manifests = [datasets[number] for number in order], [manifests[number] for number in order]
         if not any(dataset.num_tokens for dataset in datasets):
@@ -109,6 +112,24 @@ def merge_manifests(
         "inputs": [file for files in inputs if isinstance(files, list) for file in files],
         "merged": [os.path.basename(dataset.prefix) for dataset in datasets],
     }
+
+
+def _refuse_repeated(prefixes: Sequence[str]) -> None:
+    files = [os.path.realpath(dataset_path(prefix, ".bin")) for prefix in prefixes]
+    for prefix, file in zip(prefixes, files, strict=True):
+        if (count := files.count(file)) > 1:
+            raise UserError(f"{prefix} is given {count} times; name each dataset once (its .idx, not its .bin too)")
+
+
+def _refuse_mixed_ends(datasets: Sequence[IndexedDataset]) -> None:
+    first = datasets[0]
+    for other in datasets:
+        if other.closing_tokens != first.closing_tokens:
+            closed, plain = (first, other) if first.closing_tokens else (other, first)
+            raise UserError(
+                f"{closed.prefix} was made with --append-eod, but {plain.prefix} without it, or no manifest says so; "
+                "preprocess one of them again, or give both to --data-path as they are"
+            )
 
 
 def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:

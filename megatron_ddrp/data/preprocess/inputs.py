@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import reading
+from megatron_ddrp.foreign import read_object, reading
 
 STANDARD_INPUT = "-"
 TABLES = (".parquet", ".arrow")
@@ -77,9 +77,9 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
 
     Files are in the order of the names, and sorted within each. A folder gives all files with one of `ENDINGS`, at any
     depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (the vocabulary
-    may lie beside the text); one line on standard error names the other files. A file that a folder or a pattern
-    reaches twice, by a link, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
-    compressed file, and a file that cannot be opened.
+    may lie beside the text); one line on standard error names the other files. A file that is reached twice, by links
+    or by two names, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
+    compressed file, and a file or folder that cannot be opened.
     """
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
@@ -93,10 +93,9 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
             files += _files_of_pattern(name, apart)
         else:
             files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: checked below
-    for file in files:
-        _check(file)
     streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
-    for file in files:
+    for file in (files := _once(files)):
+        _check(file)
         if streams.count(os.path.realpath(file.path)) > 1:
             raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read only once")
     return files
@@ -206,7 +205,7 @@ def _check(file: InputFile) -> None:
 def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
     """Return the files with documents in a folder, sorted, and print one line about the others."""
     visible = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
-    files = _once([file for file in visible if file.ending in ENDINGS or (not file.ending and _holds_documents(file))])
+    files = [file for file in visible if file.ending in ENDINGS or (not file.ending and _holds_documents(file))]
     read = {os.path.realpath(file.path) for file in files}
     others = [file.name for file in visible if os.path.realpath(file.path) not in read]
     if others := [name for name in others if not name.endswith(DATASET_ENDINGS)]:
@@ -222,7 +221,7 @@ def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
 def _once(files: Sequence[InputFile]) -> list[InputFile]:
     """Return each file once, by its real path, in order; of several names one with an ending, then one without a link.
 
-    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it.
+    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it; `**` follows circles.
     """
     names: dict[str, list[InputFile]] = {}
     for file in files:
@@ -236,7 +235,7 @@ def _once(files: Sequence[InputFile]) -> list[InputFile]:
 def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
     """Yield the visible files of a folder, at any depth."""
     seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
         if os.path.realpath(parent) in seen:  # a link to a folder above
             folders.clear()
             continue
@@ -250,30 +249,41 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
             yield file
 
 
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: {error.strerror}; make it readable, or give the other folders by name")
+
+
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     files: list[InputFile] = []
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
-        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_beside_data(path):
+        real = os.path.realpath(path)
+        is_dead = not os.path.exists(real)  # refused later; links in circles make other paths fail
+        if (os.path.isfile(path) or is_dead) and real not in apart and not _is_beside_data(path):
             files.append(InputFile(path, os.path.basename(path)))
         elif os.path.isdir(path) and "**" not in pattern:
             files += _sorted_files(path, apart)
     if not files:
         raise UserError(f"{pattern}: no such file, and no file matches it as a pattern")
-    return _once(files)  # `**` follows links in circles
+    return files
 
 
 def _is_beside_data(path: str) -> bool:
     """Return whether a file is the manifest of a dataset of ours, or one of those beside the rows of a saved `Dataset`.
 
-    Hugging Face's `save_to_disk` writes the latter, and `map` and `filter` leave caches of rows there.
+    Hugging Face's `save_to_disk` writes the latter and leaves the rows of a dataset that was there before; `map` and
+    `filter` leave caches of rows there.
     """
     folder, name = os.path.split(path)
+    state = os.path.join(folder, "state.json")
     if name in ("state.json", "dataset_info.json"):
-        return os.path.exists(os.path.join(folder, "state.json")) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
+        return os.path.exists(state) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
     if name == "dataset_dict.json":
         return bool(glob.glob(glob.escape(folder) + "/*/state.json"))
-    is_cache = name.startswith("cache-") and name.endswith(".arrow")
-    return is_cache or (name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx"))
+    if name.endswith(".arrow"):
+        rows = read_object(Path(state)).get("_data_files") if os.path.exists(state) else None
+        listed = [file.get("filename") for file in rows if isinstance(file, dict)] if isinstance(rows, list) else [name]
+        return name.startswith("cache-") or name not in listed
+    return name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
 
 
 def _holds_documents(file: InputFile) -> bool:

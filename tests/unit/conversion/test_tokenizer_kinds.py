@@ -184,15 +184,37 @@ def bert_vocabulary(folder, settings, config=None):
         ({"strip_accents": False, "tokenizer_class": "BertTokenizer"}, "HuggingFace"),
         ({"strip_accents": True, "do_lower_case": False}, "HuggingFace"),
         ({"tokenize_chinese_chars": False, "tokenizer_class": "DistilBertTokenizer"}, "HuggingFace"),
+        ({"tokenizer_class": "BertTokenizer"}, "HuggingFace, with more pieces"),
+        ({"tokenizer_class": "ElectraTokenizer"}, "HuggingFace, with more pieces of an older layout"),
     ],
 )
 def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, settings, kind, read):
     from transformers import AutoTokenizer
 
     bert_vocabulary(tmp_path, settings)
+    kind, _, more = kind.partition(", ")
+    if more:
+        (tmp_path / "added_tokens.json").write_text('{"covid": 15}')
+    if more == "with more pieces":
+        AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        (tmp_path / "added_tokens.json").unlink()
+        assert (tmp_path / "tokenizer.json").is_file()
     ours, theirs = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("F\u00fcr sch\u00f6ne \u4e2d\u6587", "f\u00fcr \u6587\u4e2d Schon"):
+    for text in ("F\u00fcr sch\u00f6ne \u4e2d\u6587", "f\u00fcr covid \u6587\u4e2d Schon"):
         assert (ours.tokenizer_type, ours.encode(text)) == (kind, theirs.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
+@pytest.mark.parametrize(("lower", "settings"), [(True, {"do_lower_case": False}), (False, {})])
+def test_the_settings_decide_about_case_against_tokenizer_json(tmp_path, offline, lower, settings, read):
+    from transformers import AutoTokenizer
+
+    bert_vocabulary(tmp_path, {"do_lower_case": lower})
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    bert_vocabulary(tmp_path, settings)
+    assert (tmp_path / "tokenizer.json").is_file()
+    ours, theirs, text = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path), "F\u00fcr schon"
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("read", [find_tokenizer, load_foreign])

@@ -240,11 +240,11 @@ def test_parquet_rows(tmp_path, monkeypatch):
 
 
 def saved_dataset(folder, texts, batch=3):
-    """A folder as `Dataset.save_to_disk` of Hugging Face writes it, with a cache of `map`."""
+    """A folder as `Dataset.save_to_disk` of Hugging Face writes it over another one, with a cache of `map`."""
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir()
     table = pyarrow.table({"id": range(len(texts)), "text": texts})
-    for name, part in (("data-00000-of-00001", table), ("cache-1f", table)):
+    for name, part in (("data-00000-of-00001", table), ("cache-1f", table), ("data-00000-of-00002", table)):
         with (
             pyarrow.OSFile(str(folder / f"{name}.arrow"), "wb") as file,
             pyarrow.ipc.new_stream(file, part.schema) as out,
@@ -259,7 +259,7 @@ def test_rows_of_a_saved_dataset(tmp_path, capsys):
     wanted = ["one", "zwei", "", "three é", "four\nlines", "five", "six"]
     file = saved_dataset(tmp_path / "train", wanted)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    for given in (tmp_path, tmp_path / "train", file):
+    for given in (tmp_path, tmp_path / "train", tmp_path / "train" / "*.arrow", file):
         assert [text for (text,) in iter_documents([str(given)])] == wanted, given
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match=r"arrow:1: no column 'body', it has id, text \(see --json-keys\)"):

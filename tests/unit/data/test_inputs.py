@@ -1,5 +1,6 @@
 """Inputs: which files a name, a folder or a pattern stands for, in which order, and what the manifest says of them."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -43,13 +44,15 @@ def test_a_folder_gives_its_documents_sorted_and_nothing_else(corpus):
 def test_pipes_in_a_folder_or_a_pattern_are_left_alone(corpus):
     for name in ("b/pipe", "b/pipe.txt"):
         os.mkfifo(corpus / name)
-    assert names(find_inputs([str(corpus / "b"), str(corpus / "b" / "*")])) == ["wiki_00", "wiki_01"] * 2
+    assert names(find_inputs([str(corpus / "b"), str(corpus / "b" / "*")])) == ["wiki_00", "wiki_01"]
 
 
 def test_patterns_are_sorted_and_arguments_keep_their_order(corpus):
     files = find_inputs([str(corpus / "c*.gz"), str(corpus / "b" / "wiki_0?"), str(corpus / "**" / "*.json")])
     assert names(files) == ["c.jsonl.gz", "wiki_00", "wiki_01", "z.json"]
     assert names(find_inputs([str(corpus / "[b]")])) == ["wiki_00", "wiki_01"]
+    twice = find_inputs([str(corpus / "b" / "wiki_01"), str(corpus / "b" / "*"), str(corpus / "b" / ".." / "b")])
+    assert names(twice) == ["wiki_01", "wiki_00"]
 
 
 def test_capitals_and_ndjson_are_endings_too(tmp_path):
@@ -119,6 +122,26 @@ def test_mistakes_are_named(corpus):
     for name in ("-", str(corpus / "pipe")):
         with pytest.raises(UserError, match=f"--input {name} is given twice; standard input and pipes"):
             find_inputs([name, name])
+
+
+def test_what_cannot_be_read_is_refused_in_a_folder_and_in_a_pattern(corpus, monkeypatch):
+    (corpus / "b" / "link.json").symlink_to("../a/z.json")
+    assert names(find_inputs([str(corpus / "**" / "*.json")])) == ["z.json"]
+    (corpus / "b" / "gone.jsonl").symlink_to("nowhere")
+    for name in ("b", "b/*.jsonl", "**/*.jsonl"):
+        with pytest.raises(UserError, match=r"b/gone\.jsonl: (No such file|Too many levels).*; give a readable file"):
+            find_inputs([str(corpus / name)])
+    scandir = os.scandir
+
+    def locked(path):
+        if path == str(corpus / "a" / "b"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    for name in ("a", "[a]"):
+        with pytest.raises(UserError, match="a/b: Permission denied; make it readable, or give the other folders"):
+            find_inputs([str(corpus / name)])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -28,8 +28,8 @@ def manifest(name, documents, fingerprint="f" * 64):
         "sequences": documents,
         "tokens": documents,
         "skipped": 1,
-        "json_key": "text",
-        "append_eod": name == "a",
+        "json_key": name,
+        "append_eod": True,
         "dtype": "uint16",
         "tokenizer": {"type": "SentencePiece", "fingerprint": fingerprint, "vocab_size": 900},
         "inputs": [{"name": f"{name}.jsonl", "bytes": 7}],
@@ -65,16 +65,19 @@ def test_manifests_add_up(tmp_path):
     assert (found["documents"], found["sequences"], found["tokens"], found["skipped"]) == (3, 3, 3, 2)
     assert found["inputs"] == [{"name": "a.jsonl", "bytes": 7}, {"name": "b.jsonl", "bytes": 7}]
     assert found["merged"] == ["a", "b"] and found["tokenizer"]["fingerprint"] == "f" * 64
-    assert found["json_key"] == "text" and "append_eod" not in found  # they disagree on it
+    assert found["append_eod"] and "json_key" not in found  # they disagree on it
     assert "unknown_tokens" not in found, "an earlier version did not count them"
     assert list(verify(tmp_path / "all")) == []
     counted = [write(tmp_path / f"c{n}", [[[1]]], manifest=manifest("c", 1) | {"unknown_tokens": n}) for n in (3, 4)]
     assert merge(tmp_path / "all-c", counted).manifest["unknown_tokens"] == 7
     assert "unknown_tokens" not in merge(tmp_path / "mixed", [counted[0], a]).manifest
-    bare = write(tmp_path / "bare", [[[1]]], manifest={"json_key": "text"})
+    bare = write(tmp_path / "bare", [[[1]]], manifest={"append_eod": True})
     assert merge(tmp_path / "counted", [a, bare]).manifest["documents"] == 3 and not list(verify(tmp_path / "counted"))
-    plain = write(tmp_path / "plain", [[[9]]])
-    assert merge(tmp_path / "more", [a, plain]).manifest is None
+    plain, kept = write(tmp_path / "plain", [[[9]]]), write(tmp_path / "kept", [[[8]]], manifest={"json_key": "text"})
+    assert merge(tmp_path / "more", [kept, plain]).manifest is None
+    for mixed in ([a, kept], [plain, a]):
+        with pytest.raises(UserError, match="/a was made with --append-eod, but .*/(kept|plain) without it"):
+            merge(tmp_path / "mixed ends", mixed)
 
 
 def test_shuffled_datasets_one_after_another_are_not_shuffled(tmp_path):
@@ -86,10 +89,12 @@ def test_shuffled_datasets_one_after_another_are_not_shuffled(tmp_path):
 def test_refusals_leave_everything_as_it_was(tmp_path):
     a = write(tmp_path / "a", [[[1]]], manifest=manifest("a", 1))
     b = write(tmp_path / "b", [[[2]]], manifest=manifest("b", 1, "e" * 64))
-    damaged = write(tmp_path / "c", [[[1]], [[2]], [[3]]])
+    damaged = write(tmp_path / "c", [[[1]], [[2]], [[3]]], manifest=manifest("c", 3))
     data = bytearray(Path(f"{damaged}.idx").read_bytes())
     data[34 + 12 + 8] = 3  # the byte offset of the second sequence
     Path(f"{damaged}.idx").write_bytes(data)
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"link{suffix}").symlink_to(f"a{suffix}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for output, prefixes, complaint in (
         (
@@ -100,11 +105,14 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
         ("all", [a, damaged], r"c\.idx: sequence 1 begins at byte 3, but sequence 0 ends at byte 2"),
         ("all", [a, str(tmp_path / "none")], r"none\.idx: No such file"),
         ("a", [a, a], r"a\.bin: exists already; give --overwrite"),
+        ("all", [a, f"{a}.idx"], r"/a is given 2 times; name each dataset once \(its \.idx, not its \.bin too\)"),
+        ("all", [a, str(tmp_path / "link")], "/a is given 2 times"),
     ):
         with pytest.raises(UserError, match=complaint):
             merge(tmp_path / output, prefixes)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert [ids.tolist() for ids in merge(tmp_path / "a", [a, a], overwrite=True)] == [[1], [1]]
+    other = write(tmp_path / "d", [[[4]]], manifest=manifest("d", 1))
+    assert [ids.tolist() for ids in merge(tmp_path / "a", [a, other], overwrite=True)] == [[1], [4]]
 
 
 @pytest.mark.parametrize(("suffix", "place", "value"), [(".bin", 0, 7), (".idx", -16, 1)])

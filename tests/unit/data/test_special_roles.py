@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -275,7 +276,8 @@ def test_preprocessing_counts_dropped_characters_in_summary_and_manifests(tmp_pa
     assert "are dropped from every text" in told and "3 characters are dropped beside 6 tokens" in told
     [prefix] = result.prefixes
     assert json.loads((tmp_path / "o_text_document.json").read_text())["dropped_characters"] == 3
-    assert merge(tmp_path / "both", [prefix, prefix]).manifest["dropped_characters"] == 6
+    [other] = preprocess(replace(config, output_prefix=str(tmp_path / "p"))).prefixes
+    assert merge(tmp_path / "both", [prefix, other]).manifest["dropped_characters"] == 6
 
 
 def test_random_merges_and_cuts_of_a_foreign_file_are_switched_off(tmp_path):

@@ -37,6 +37,14 @@ def test_project_gutenbergs_header_and_licence_are_left_out():
     assert body("A book *** START of nothing.") == "A book *** START of nothing."
 
 
+def test_a_file_of_several_books_is_refused(tmp_path):
+    book = "*** START OF THE PROJECT GUTENBERG EBOOK {0} ***\n{0}.\n*** END OF THE PROJECT GUTENBERG EBOOK {0} ***\n"
+    (tmp_path / "two.txt").write_text(book.format("One") + book.format("Two"))
+    done = run("--input", tmp_path, "--output", tmp_path / "o.jsonl")
+    assert done.returncode == 1 and "two.txt: holds 2 books, by its *** START lines, expected one" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
+
+
 def test_a_book_that_is_not_utf8_stops_or_is_counted(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
     (tmp_path / "good.txt").write_text("tea")
