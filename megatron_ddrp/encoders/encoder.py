@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,20 +56,8 @@ class Encoder:
     """Number of separators between the two texts of a pair."""
     family_model: Callable[[nn.Module, HeadForm, Labels], nn.Module] | None = None
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
-    weights: str = ""
-    """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
     warning: str = ""
     """Line about damaged checkpoints that were skipped and the one that was loaded, or by `check_rows`; often empty."""
-
-    def under_earlier_name(self, earlier: Container[str]) -> Encoder:
-        """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
-
-        So the lines that an earlier version wrote keep their place in tables, and their runs are not repeated.
-        """
-        if not self.weights or self.weights not in earlier:
-            return self
-        told = "its runs in this folder are of an earlier version, which did not record tokenizer and settings"
-        return replace(self, fingerprint=self.weights, weights="", origin=f"{self.origin}; {told}")
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """Return a copy to fine-tune, with the loaded weights or with random weights drawn from `seed`."""
@@ -175,12 +163,10 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     encoder = HuggingFaceEncoder(found.model)
     names = [name for name, _ in encoder.model.named_parameters()]
     is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
-    weights = fingerprint = _fingerprint(
-        encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None
-    )
+    fingerprint = _fingerprint(encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None)
     if not random_init:
         settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
-        facts = f"{weights} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
+        facts = f"{fingerprint} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return Encoder(
         with_random_weights(str(folder)) if random_init else str(folder),
@@ -194,7 +180,6 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=partial(FamilyModel.on_top_of, folder),
-        weights="" if random_init else weights,
         warning=warning,
     )
 

@@ -22,7 +22,7 @@ from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.predictions import predictions_file, write_predictions
-from megatron_ddrp.tasks.finetune.runs import RUNS, Point, Run, RunStore, count_undefined
+from megatron_ddrp.tasks.finetune.runs import Point, Run, count_undefined
 from megatron_ddrp.tasks.finetune.saving import keep_if_best
 from megatron_ddrp.tasks.finetune.task import Examples, TaskData
 from megatron_ddrp.tasks.finetune.training import RunResult, finetune
@@ -46,9 +46,8 @@ class Sweep:
                 raise UserError(f"--fp16 needs a GPU; {instead_of_fp16()}", exit_code=2)
             keep_freed_memory()
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
-        earlier = {row["encoder"] for row in RunStore(options.output_dir / RUNS, tasks=options.suite.known)}
         loaded = [
-            replace(encoder.under_earlier_name(earlier), name=options.names.get(folder, encoder.name))
+            replace(encoder, name=options.names.get(folder, encoder.name))
             for folder in dict.fromkeys(options.load)
             for encoder in [load_encoder(folder, options.random_init)]
         ]

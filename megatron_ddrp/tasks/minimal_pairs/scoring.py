@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,12 @@ class Subject:
     origin: str
 
 
-def subjects_of(folder: Path, seeds: Sequence[int | None], earlier: Container[str]) -> list[Subject]:
+def subjects_of(folder: Path, seeds: Sequence[int | None]) -> list[Subject]:
     """Load a folder; return one subject with its weights if `seeds` is [None], else one per seed of random weights.
 
-    `earlier` has the fingerprints in the lines of a store, for `Encoder.under_earlier_name`.
     Raises `UserError` as in `load_masked_lm`.
     """
-    encoder = load_masked_lm(folder, random_init=None not in seeds).under_earlier_name(earlier)
+    encoder = load_masked_lm(folder, random_init=None not in seeds)
     origin = "; ".join(filter(None, (warn_of_unmarked_words(encoder.tokenizer), encoder.origin)))
     rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, origin)
     return [Subject(encoder.name + _of_seed(seed, seeds), folder, seed, *rest) for seed in seeds]
@@ -125,7 +124,7 @@ class Scorer:
         if self._loaded is None or self._loaded[0] != key:
             folder = self.subjects[key].folder
             encoder = load_masked_lm(folder, random_init=job.seed is not None)
-            if job.encoder not in (encoder.fingerprint, encoder.weights):
+            if job.encoder != encoder.fingerprint:
                 raise UserError(f"--load {folder}: it was changed after the start of this command; run it again")
             self._loaded = key, piece_logits(encoder, job.seed or 0, self.device)
         return self._loaded[1]

@@ -35,9 +35,8 @@ class PairPlan:
         self.options = options
         paradigms = read_pairs(options.data_dir, options.max_pairs)
         seeds = list(range(1, options.seeds + 1)) if options.random_init else [None]
-        earlier = {row["encoder"] for row in PairStore(options.output_dir / SCORES_FILE)}
         folders = dict.fromkeys(options.load)
-        subjects = [subject for folder in folders for subject in subjects_of(folder, seeds, earlier)]
+        subjects = [subject for folder in folders for subject in subjects_of(folder, seeds)]
         self.paradigms = {paradigm.uid: paradigm for paradigm in paradigms}
         self.subjects: dict[tuple[str, int | None], Subject] = {}
         self.left_out: list[str] = []

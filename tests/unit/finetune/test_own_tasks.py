@@ -450,9 +450,7 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     ]
 
 
-def test_a_mended_tokenizer_is_another_encoder_and_runs_of_earlier_versions_are_not_repeated(
-    topics, bert_folder, tmp_path, capsys
-):
+def test_a_mended_tokenizer_is_another_encoder(topics, bert_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = words(topics, bert_folder, out, *GLANCE, "--dry-run")
     main(command[:-1])
@@ -465,12 +463,6 @@ def test_a_mended_tokenizer_is_another_encoder_and_runs_of_earlier_versions_are_
         "0 of 1 runs to do",
         "1 of 1 runs to do",
     ]
-    (row,) = rows(out)
-    row["encoder"] = load_encoder(bert_folder).weights  # as earlier versions wrote it
-    (out / "runs.jsonl").write_text(json.dumps({key: row[key] for key in row if key != "crc32"}) + "\n")
-    main(command)
-    shown = capsys.readouterr().out
-    assert "0 of 1 runs to do" in shown and "of an earlier version, which did not record tokenizer" in shown
 
 
 def test_the_training_file_as_valid_file_is_told(topics):
