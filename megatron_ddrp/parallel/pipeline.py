@@ -102,8 +102,8 @@ class Mail:
 class MailOfRanks(Mail):
     """Headers from each rank of a pipeline to the next. The first rank sends the header of its input to itself.
 
-    A rank waits for an old header to be taken. For that the next rank needs only what was sent before the header after
-    it: it takes headers in their order, and the last rank sends none.
+    Before header i a rank waits until header i − `IN_FLIGHT` is taken. The wait ends: the next rank takes headers in
+    order and needs only earlier messages for it, and the last rank sends none.
     """
 
     def __init__(self, ranks: Ranks) -> None:
