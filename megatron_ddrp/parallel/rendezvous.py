@@ -33,7 +33,7 @@ def complete_environment() -> None:
     if "RANK" in os.environ:
         _check_variables()
         return
-    slurm = "SLURM_STEP_NUM_TASKS" in os.environ and "MASTER_ADDR" in os.environ
+    slurm = {"SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if not slurm:
         _refuse_lone_processes()
         _refuse_missing_srun()
