@@ -26,6 +26,7 @@ from megatron_ddrp.engine.device import (
     check_device,
     choices,
     missing_graphs,
+    other_choices,
     precision_remarks,
     rows_for,
     unused_devices,
@@ -176,12 +177,17 @@ def about(notes: NoteDictionary | None, corpus: Corpus) -> list[str]:
 
 
 def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
-    """Return three lines about the run, and one more per corpus of a blend; `sizes` comes from `count_parameters`."""
+    """Return three lines about the run, and more for a blend and for ranks whose devices made another choice.
+
+    `sizes` comes from `count_parameters`. A collective call.
+    """
     parameters, position_parameters = sizes
+    chosen = gather_objects(choices(config, ranks.device))
+    chosen_lines = "\n".join((chosen[0], *other_choices(chosen)))
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
-        f"({position_parameters:,} of positions), {choices(config, ranks.device)}\n"
+        f"({position_parameters:,} of positions), {chosen_lines}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
         f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "

@@ -16,6 +16,7 @@ from torch import nn
 from megatron_ddrp.config import Config, ParallelConfig, encoding_class
 from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.deepspeed_file import (
+    NEVER,
     adds_up_in_fp32,
     import_quietly,
     lay_over,
@@ -196,7 +197,7 @@ def deepspeed_settings(
         "zero_allow_untested_optimizer": True,
         # torch's fused AdamW steps offloaded state; DeepSpeed's own would need compiling and rounds differently.
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**62,
+        "steps_per_print": NEVER,
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }

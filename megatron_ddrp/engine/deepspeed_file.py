@@ -22,6 +22,9 @@ from megatron_ddrp.config.deepspeed_values import (
 )
 from megatron_ddrp.config.reading import options_of
 
+NEVER = 2**62
+"""`steps_per_print` of a run whose file gives none: DeepSpeed prints no lines of its own."""
+
 
 def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
     """Return the settings of the file; none without one. Raise `UserError` for what DeepSpeed or we cannot use.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 
 from megatron_ddrp.config import Config, ModelConfig, encoding_class
@@ -97,6 +100,17 @@ def choices(config: Config, device: torch.device) -> str:
     layers = "compiled layers, " if compiles(model.compile, device) else ""
     graphs = "CUDA graphs of layers, " if uses_graphs(config, device) else ""
     return f"{attention}, {layers}{graphs}{config.training.precision}"
+
+
+def other_choices(texts: Sequence[str]) -> list[str]:
+    """Return a line for each result of `choices` that is not rank 0's, with its ranks; `texts` has one per rank."""
+    lines = []
+    for text in [text for text in dict.fromkeys(texts) if text != texts[0]]:
+        ranks = [rank for rank, own in enumerate(texts) if own == text]
+        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+        named = ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+        lines.append(f"rank{'s' * (len(ranks) > 1)} {named}: {text}")
+    return lines
 
 
 def missing_graphs(config: Config, device: torch.device) -> tuple[str, ...]:

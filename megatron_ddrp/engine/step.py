@@ -21,6 +21,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.engine.deepspeed_file import NEVER
 from megatron_ddrp.engine.inputs import MicroBatch, move_tensors
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
 from megatron_ddrp.engine.schedules import learning_rate
@@ -135,6 +136,8 @@ def _train_pipeline(
     engine.module.loss_fn = loss
     pipeline_part(engine).begin_step(seed)
     engine.train_batch(_for_pipeline(engine, micro_batches, ranks))
+    if engine.steps_per_print() == NEVER:
+        engine.timers("train_batch").reset()  # it keeps two events of every step until DeepSpeed prints them
 
 
 def _for_pipeline(engine: Any, micro_batches: Iterable[Inputs], ranks: Ranks) -> Iterator[tuple[Any, Tensor]]:

@@ -233,10 +233,12 @@ def compiles(setting: str, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
 
 
+@cache
 def missing_for_triton() -> str | None:
     """Return what Triton lacks on this machine, as the object of "needs", or None if it can compile.
 
-    Triton builds its launcher with a C compiler and Python's headers at the first use.
+    Triton builds its launcher with a C compiler and Python's headers at the first use. The disk is searched once: every
+    layer asks in every forward pass.
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which torch installs for CUDA"

@@ -30,6 +30,9 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 HEADER = 256
 """Length of a header, in integers."""
 
+IN_FLIGHT = 64
+"""Most headers that a rank has sent and the next one may not have taken."""
+
 NONE, TENSOR, TUPLE, NAMED, INTEGER, TRUTH = range(6)
 """Kinds of items: the first number of each item in the header."""
 
@@ -97,7 +100,11 @@ class Mail:
 
 
 class MailOfRanks(Mail):
-    """Headers from each rank of a pipeline to the next. The first rank sends the header of its input to itself."""
+    """Headers from each rank of a pipeline to the next. The first rank sends the header of its input to itself.
+
+    Before header i a rank waits until header i − `IN_FLIGHT` is taken. The wait ends: the next rank takes headers in
+    order and needs only earlier messages for it, and the last rank sends none.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -107,8 +114,8 @@ class MailOfRanks(Mail):
     def post(self, header: Tensor, is_first: bool) -> None:
         if is_first:
             return super().post(header, is_first)
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()
+        if len(self._under_way) >= IN_FLIGHT:  # gloo calls a message complete only once it was waited for
+            self._under_way.popleft()[0].wait()
         group, number = self.ranks.pipeline_group, self.ranks.pipeline_rank + 1
         self._under_way.append((dist.isend(header, group=group, group_dst=number), header))
 

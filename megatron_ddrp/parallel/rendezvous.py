@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import ipaddress
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_ddrp.errors import UserError, shared_error
 
@@ -31,7 +33,7 @@ def complete_environment() -> None:
     if "RANK" in os.environ:
         _check_variables()
         return
-    slurm = "SLURM_STEP_NUM_TASKS" in os.environ and "MASTER_ADDR" in os.environ
+    slurm = {"SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if not slurm:
         _refuse_lone_processes()
         _refuse_missing_srun()
@@ -83,11 +85,34 @@ def join(backend: str, timeout: datetime.timedelta) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, so listen to no other
     if world_size == 1:
         _join_alone(backend, timeout)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself hosts the store
-        dist.init_process_group(backend, timeout=timeout)
+        return
+    store: dist.Store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself hosts the store
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore("default_pg", store)
     else:
         store = _open_store(rank, world_size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    refuse_other_devices(store, rank, world_size, backend)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def refuse_other_devices(store: dist.Store, rank: int, world_size: int, backend: str) -> None:
+    """Refuse ranks with a GPU (`nccl`) beside ranks without one (`gloo`), which would wait for each other in vain."""
+    store.set(f"backend of {rank}", f"{backend} {socket.gethostname()}")
+    found = store.multi_get([f"backend of {number}" for number in range(world_size)])  # waits for the last rank
+    lines = [line.decode() for line in found]
+    if all(line.startswith(backend) for line in lines):
+        return
+    if store.add("readers", 1) == world_size:
+        store.set("all have read", "")
+    if rank == 0:  # it hosts the store, so it leaves last
+        with contextlib.suppress(RuntimeError):
+            store.wait(["all have read"], datetime.timedelta(seconds=30))
+    hosts = sorted({line.split()[1] for line in lines if line.startswith("gloo")})
+    raise shared_error(
+        f"torch sees a GPU on some ranks but none on {', '.join(hosts)}, and all ranks need the same: check nvidia-smi "
+        "and torch.cuda.is_available() there, or set CUDA_VISIBLE_DEVICES= on all hosts to train on CPUs"
+    )
 
 
 def _join_alone(backend: str, timeout: datetime.timedelta) -> None:

@@ -34,6 +34,7 @@ OF_CHECKS = {"read stage_1_and_2.py": 1, "read utils.py": 3}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any] | None, Waits]] = {
     "fp32, ZeRO 0": (1, RUN | {"zero_stage": 0}, None, {}),
     "bf16, ZeRO 0": (1, BF16 | {"zero_stage": 0}, None, {}),
+    "muon, ZeRO 0": (1, RUN | {"zero_stage": 0, "optimizer": "muon"}, None, {}),
     "bf16, ZeRO 1": (1, BF16 | {"zero_stage": 1}, None, {}),
     "bf16, ZeRO 2": (1, BF16 | {"zero_stage": 2}, None, {}),
     "bf16, ZeRO 1, the user's timer": (1, BF16 | {"zero_stage": 1}, TIMED, {OF_TIMER: 2 * MICRO_BATCHES}),

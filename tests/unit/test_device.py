@@ -1,12 +1,16 @@
 """Lines that a run prints about its device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_ddrp import train
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
-from megatron_ddrp.engine.device import check_device, choices, missing_graphs, rows_for, unused_devices
+from megatron_ddrp.engine.device import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.parallel.process_group import Ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,6 +37,18 @@ def test_cuda_graphs_need_a_gpu() -> None:
     ) as refusal:
         check_device(config.replace(parallel={"cuda_graphs": "on"}), CPU)
     assert refusal.value.exit_code == 2
+
+
+def test_a_rank_whose_device_chooses_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow, slower = "triton attention, bf16", "sdpa attention, bf16", "eager attention, bf16"
+    assert other_choices([fast, fast]) == []
+    assert other_choices([fast, slower, *[slow] * 3, fast, slow]) == [f"rank 1: {slower}", f"ranks 2–4, 6: {slow}"]
+
+    monkeypatch.setattr(train, "gather_objects", lambda own: [own, slow])
+    corpus = SimpleNamespace(summary=lambda *_: "text")
+    loader = SimpleNamespace(samples=8, num_micro_batches=1)
+    lines = train.introduction(Config(), Ranks(0, 2, CPU), corpus, loader, (10, 1)).splitlines()  # type: ignore[arg-type]
+    assert lines[0].endswith(choices(Config(), CPU)) and lines[1] == f"rank 1: {slow}"
 
 
 def test_rows_under_graphs_have_few_lengths() -> None:

@@ -193,6 +193,31 @@ def test_a_norm_that_is_not_finite_changes_nothing() -> None:
     assert not any(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
+def test_a_step_with_nan_is_as_if_it_had_not_been() -> None:
+    (model, optimizer), (spared, other) = make(), make()
+    for chosen, each in ((optimizer, model), (other, spared)):
+        chosen.register_step_pre_hook(GradientClipping(each, 1.0, RANKS))
+        give_gradients(each, 1)
+        chosen.step()
+    give_gradients(model, 2)
+    for parameter in hidden_matrices(model).values():
+        parameter.grad[0] = torch.nan
+    optimizer.step()
+    assert_equal_bits(model, optimizer, spared, other)
+    for chosen, each in ((optimizer, model), (other, spared)):
+        give_gradients(each, 3)
+        chosen.step()
+    assert_equal_bits(model, optimizer, spared, other)
+
+
+def assert_equal_bits(model: torch.nn.Module, optimizer: Muon, other_model: torch.nn.Module, other: Muon) -> None:
+    """Weights, momenta, AdamW's moments and its number of steps are equal."""
+    for parameter, same in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+        state, expected = optimizer.state[parameter], other.state[same]
+        assert state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in state)
+
+
 def test_the_first_lines_name_what_it_takes() -> None:
     config = Config(model=tiny_config(position_encoding="tupe-a"))
     model = build_model(config.model)

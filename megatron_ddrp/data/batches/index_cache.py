@@ -70,6 +70,8 @@ class CacheFile:
                 file.write(seal_cache(self.path.name, stream.getvalue()))
         except BeingWritten:
             return None
+        except FileNotFoundError:  # locks that hold on one node only: another node removed our file and writes its own
+            return None
         except (OSError, UserError) as error:
             cause = error.__cause__ or error
             reason = cause.strerror if isinstance(cause, OSError) else str(cause)

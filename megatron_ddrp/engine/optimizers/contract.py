@@ -62,7 +62,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters, or none if the gradients are not finite (`engine/layout.py`)."""
+        """Update all parameters, or none if the gradients are not finite (`engine/layout.py`).
+
+        The host waits for the device to know. Muon and torch's fused AdamW leave that choice to the device.
+        """
         assert closure is None, "DeepSpeed gives none"
         if not float(getattr(self, "found_inf", 0.0)):
             self.update()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,7 @@ class Muon(Optimizer):
     def __init__(self, adamw: torch.optim.Optimizer, module: nn.Module, config: Config, ranks: Ranks) -> None:
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
         self.encoding, self.ranks, self.matrices = config.model.position_encoding, ranks, hidden_matrices(module)
+        self.found_inf = torch.zeros((), device=ranks.device)
         settings = config.optimizer
         scale = settings.numbers(self.options)["scale"]
         self.scales = {
@@ -93,31 +95,46 @@ class Muon(Optimizer):
         self.own_group = self.param_groups[0]  # DeepSpeed removes it from the list if it is empty
         adamw.state = self.state
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters, or none if `found_inf` is 1: the device leaves them as they are, and the host goes on.
+
+        torch's fused AdamW does so too.
+        """
+        assert closure is None, "DeepSpeed gives none"
+        self.update()
+
     def update(self) -> None:
         stepped = [name for name, parameter in self.matrices.items() if parameter.grad is not None]
         stepped.sort(key=lambda name: self.matrices[name].shape)  # what one turn of all ranks computes costs the same
         for first in range(0, len(stepped), self.ranks.data_size):
             self._step_matrices(stepped[first : first + self.ranks.data_size])
+        self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
     def _step_matrices(self, names: list[str]) -> None:
         """Step the matrices of one turn, at most one for each data-parallel rank; a collective call of all ranks."""
-        lr, decay = self.own_group["lr"], self.own_group["weight_decay"]
-        directions = [self._direction(name) for name in names]  # of every matrix, because each rank keeps all momenta
+        lr, skipped = self.own_group["lr"], self.found_inf.bool()
+        kept = torch.where(skipped, 1.0, 1 - lr * self.own_group["weight_decay"])
+        directions = [self._direction(name, skipped) for name in names]  # of all, because each rank keeps all momenta
         if self.ranks.data_rank < len(names):
             own = self.ranks.data_rank
             directions[own].copy_(self._orthonormal_part(names[own], directions[own]))
         for owner, (name, direction) in enumerate(zip(names, directions, strict=True)):
             copy_from_data_rank(owner, direction, self.ranks)
-            self.matrices[name].mul_(1 - lr * decay).sub_(direction, alpha=lr * self.scales[name])
+            self.matrices[name].mul_(kept).sub_(direction.masked_fill_(skipped, 0), alpha=lr * self.scales[name])
 
-    def _direction(self, name: str) -> Tensor:
-        """Update the momentum of this rank's part of a matrix and return U for it, in the type of Newton-Schulz."""
+    def _direction(self, name: str, skipped: Tensor) -> Tensor:
+        """Update the momentum of this rank's part of a matrix and return U for it, in the type of Newton-Schulz.
+
+        In a skipped step the momentum takes the place of the gradient and so stays as it is.
+        """
         parameter = self.matrices[name]
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None, "update() leaves out the others"
+        state = self.state[parameter]
+        assert parameter.grad is not None, "update() leaves out the others"
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter)
+        gradient = torch.where(skipped, state[MOMENTUM], parameter.grad)
         momentum = state[MOMENTUM].lerp_(gradient, 1 - MU)
         return gradient.lerp(momentum, MU).to(self.dtype)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ddrp.data import atomic
+from megatron_ddrp.data.batches import index_cache
 from megatron_ddrp.data.batches.index_cache import cached_totals, totals_cache
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -169,6 +171,22 @@ def test_many_writers_at_once_leave_one_whole_file(dataset, tmp_path):
 
 def refuse_writing(*_arguments, **_options):
     raise OSError(30, "Read-only file system")
+
+
+def test_a_file_that_another_node_takes_away_is_left_to_it(dataset, tmp_path, monkeypatch):
+    """Where locks hold on one node only, a writer takes another node's open file for a leftover and removes it."""
+    cache, totals = totals_cache(dataset, 16, tmp_path / "cache"), sample_totals(dataset, 16)
+    others = iter([cache.write])
+
+    def seal_beside_another(*given):
+        for write in others:
+            assert write(totals) is None
+        return seal(*given)
+
+    monkeypatch.setattr(atomic, "take_lock", lambda *_: True)
+    monkeypatch.setattr(index_cache, "seal_cache", seal_beside_another)
+    assert cache.write(totals) is None
+    assert np.array_equal(cache.load(), totals) and files(tmp_path / "cache") == [cache.path.name]
 
 
 def test_read_only_data_keep_the_index_in_memory_and_say_so(dataset, tmp_path, monkeypatch):

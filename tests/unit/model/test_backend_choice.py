@@ -16,7 +16,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.engine.device import choices
 from megatron_ddrp.model.attention import backends
 from megatron_ddrp.model.attention.attending import Demand
-from megatron_ddrp.model.attention.backends import eager_attention, resolve_backend, sdpa_attention
+from megatron_ddrp.model.attention.backends import eager_attention, refusal, resolve_backend, sdpa_attention
 from megatron_ddrp.model.stages import layout_of
 from tests.unit.model.attention_cases import make_case
 from tests.unit.model.tiny import tiny_config
@@ -94,6 +94,16 @@ def test_auto_takes_sdpa_without_triton_and_a_mask_with_an_older_torch(monkeypat
     monkeypatch.setattr(backends, "_has_windows", lambda: False)
     assert "varlen for padded" in resolve_backend("auto", demand(dropout=0.0), False, full=False)[1]
     assert "a mask for local" in resolve_backend("auto", demand(dropout=0.0, window=64), False)[1]
+
+
+def test_the_machine_is_searched_once_and_not_by_every_layer(monkeypatch):
+    searched = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: searched.append(name) or object())
+    for _ in range(3):
+        resolve_backend("auto", demand(), True)
+        refusal("triton", demand())
+    assert searched == ["triton"]
 
 
 def attention_of_runs(query, key, value, begins, _, longest, __, *, window_size=(-1, -1)):

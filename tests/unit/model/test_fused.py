@@ -196,13 +196,16 @@ def test_compile_acts_by_setting_device_and_triton(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
         assert compiles(setting, device) is expected, (setting, device, capability)
     monkeypatch.setattr(fused, "_headers", lambda: Path("no headers"))
+    fused.missing_for_triton.cache_clear()
     assert compiles("auto", GPU) is False
     assert "needs Python.h, which is not in no headers" in fused.why_not_compile(GPU)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
+    fused.missing_for_triton.cache_clear()
     assert compiles("auto", GPU) is False
     assert "needs a C compiler, and neither gcc nor clang is found" in fused.why_not_compile(GPU)
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    fused.missing_for_triton.cache_clear()
     assert compiles("auto", GPU) is False
     assert "needs the package triton" in fused.why_not_compile(GPU)
 

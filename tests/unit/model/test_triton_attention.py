@@ -59,6 +59,7 @@ def test_missing_triton_and_full_dropout_are_named(monkeypatch):
     reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 1.0, 64))
     assert reason is not None and "dropout below 1, got 1.0" in reason
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    fused.missing_for_triton.cache_clear()
     reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.0, 64))
     assert reason is not None and "needs the package triton" in reason
 

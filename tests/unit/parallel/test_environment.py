@@ -32,7 +32,7 @@ def given(monkeypatch):
         ({}, ("0", "1", "0")),
         (ALL, ("1", "2", "1")),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ("0", "1", None)),
-        (SRUN | {"MASTER_ADDR": "node1"}, ("3", "4", "1")),
+        (SRUN | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, ("3", "4", "1")),
         (BATCH, ("0", "1", "0")),  # the batch script itself, without srun
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}, ("0", "1", "0")),  # and without --ntasks
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("0", "1", "0")),
@@ -47,6 +47,8 @@ def test_a_complete_environment(given, variables, expected):
     ("variables", "message"),
     [
         (SRUN, "srun started 4 processes, and each would run alone.* export MASTER_ADDR and MASTER_PORT"),
+        (SRUN | {"MASTER_ADDR": "node1"}, "srun started 4 processes, .* export MASTER_ADDR and MASTER_PORT"),
+        (SRUN | {"MASTER_PORT": "29500"}, "srun started 4 processes, .* export MASTER_ADDR and MASTER_PORT"),
         (BATCH | {"MASTER_ADDR": "node1"}, "the job has 4 tasks, but srun did not start this process"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 processes.* use deepspeed or torchrun"),
         ({"PMI_SIZE": "2"}, "mpiexec started 2 processes"),

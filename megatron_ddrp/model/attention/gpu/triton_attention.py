@@ -37,13 +37,8 @@ def why_not_triton(demand: Demand) -> str | None:
     device, dtype, dropout, head_dim, _ = demand
     if missing := missing_for_triton():
         return f"triton attention needs {missing}: use another backend"
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        if device.type != "cuda" or torch.version.hip:
-            return f"triton attention needs an NVIDIA GPU, got {device.type}: use another backend"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < LOWEST_CAPABILITY:
-            got = ".".join(map(str, capability))
-            return f"triton attention needs compute capability 8.0 (A100) or newer, this GPU has {got}: use sdpa"
+    if os.environ.get("TRITON_INTERPRET") != "1" and (reason := why_not_device(device)):
+        return reason
     if dtype not in DTYPES:
         return f"triton attention takes bfloat16, float16 or float32, got {dtype}: use another backend".replace(
             "torch.", ""
@@ -52,6 +47,17 @@ def why_not_triton(demand: Demand) -> str | None:
         return f"triton attention takes heads up to {LARGEST_HEAD} wide, got {head_dim}: use sdpa"
     if dropout >= 1:
         return f"triton attention takes a dropout below 1, got {dropout}"
+    return None
+
+
+def why_not_device(device: torch.device) -> str | None:
+    """Return the reason why Triton's compiled kernels cannot run on a device, or None if they can."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"triton attention needs an NVIDIA GPU, got {device.type}: use another backend"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LOWEST_CAPABILITY:
+        got = ".".join(map(str, capability))
+        return f"triton attention needs compute capability 8.0 (A100) or newer, this GPU has {got}: use sdpa"
     return None
 
 

@@ -1,0 +1,56 @@
+"""What a rank of a pipeline keeps does not grow with the micro-batches and steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.parallel.pipeline import HEADER, IN_FLIGHT, MailOfRanks
+from megatron_ddrp.parallel.process_group import gather_objects, place_in_grid
+from tests.integration import training_runs
+from tests.integration.training_runs import run_ranks
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 180.0
+HEADERS = 200
+
+
+def test_a_rank_keeps_few_headers() -> None:
+    first, second = run_ranks(2, _post_and_take, [], TIMEOUT)
+    assert first == [IN_FLIGHT, []] and second == [0, list(range(HEADERS))]
+
+
+def _post_and_take(_: list[list[str]], __: Path) -> list[Any]:
+    ranks = place_in_grid(torch.device("cpu"), ParallelConfig(pipeline_model_parallel_size=2))
+    mail, is_last = MailOfRanks(ranks), ranks.is_last_stage
+    for number in range(0 if is_last else HEADERS):
+        mail.post(torch.full((HEADER,), number), is_first=False)
+    taken = [int(mail.take()[0]) for _ in range(HEADERS if is_last else 0)]
+    gather_objects(None)  # the mail has to live until its last header is taken
+    return [len(mail._under_way), taken]
+
+
+def test_a_rank_keeps_no_times_of_past_steps(flags: Callable[..., list[str]]) -> None:
+    run = flags(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=2, global_batch_size=4, train_iters=5)
+    assert run_ranks(2, _times_kept, [run], TIMEOUT) == [0, 0]
+
+
+def _times_kept(command_lines: list[list[str]], _: Path) -> int:
+    engines = []
+
+    def build(*arguments: Any) -> Any:
+        engines.append(build_engine(*arguments))
+        return engines[-1]
+
+    with mock.patch.object(training_runs, "build_engine", build):
+        training_runs.train_run(parse_arguments(command_lines[0]).config)
+    return len(engines[0].timers("train_batch").event_timers)

@@ -1,0 +1,17 @@
+"""What the process remembers of the machine, forgotten between tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ddrp.model import fused
+
+
+@pytest.fixture(autouse=True)
+def unsearched_machine() -> Iterator[None]:
+    """Search for what Triton needs anew before and after a test, which may hide it."""
+    fused.missing_for_triton.cache_clear()
+    yield
+    fused.missing_for_triton.cache_clear()
