@@ -14,15 +14,21 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.masked_lm import PieceLogits
 
 
 def count_pieces(prefixes: Iterable[str], vocab_size: int) -> NDArray[np.int64]:
-    """Read some datasets in full and return the count of each piece, `[vocab_size]`."""
+    """Read some datasets in full and return the count of each piece, `[vocab_size]`.
+
+    Raises `UserError` for an id outside the vocabulary.
+    """
     counts = np.zeros(vocab_size, np.int64)
     for prefix in prefixes:
-        counts += IndexedDataset(prefix).piece_counts(vocab_size)
+        for ids in IndexedDataset(prefix).chunks():
+            check_ids(prefix, ids, vocab_size)
+            counts += np.bincount(ids, minlength=vocab_size)
     return counts
 
 

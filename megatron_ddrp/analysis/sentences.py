@@ -69,7 +69,8 @@ class Sentences(SentenceBatches):
     """Up to `count` sequences of the validation split of some datasets, drawn without replacement.
 
     `seq_length` is the one of training, so that sequences begin at the same tokens; `max_length` then cuts them. Raises
-    `UserError` if a dataset was made with another tokenizer or its validation split is empty.
+    `UserError` if a dataset was made with another tokenizer, or its validation split is empty, or a sequence has an id
+    outside the vocabulary.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class Sentences(SentenceBatches):
         for prefix in prefixes:
             check_tokenizer(prefix, tokenizer)
             dataset = IndexedDataset(prefix)
-            check_ids(dataset, tokenizer.vocab_size)
             documents = split_documents(dataset.num_documents, split)["valid"]
             try:
                 parts.append(SampleIndex(dataset, documents, seq_length, sample_totals(dataset, seq_length)))
@@ -98,6 +98,8 @@ class Sentences(SentenceBatches):
         lengths = np.minimum(self.samples.lengths(indices), max_length)
         order = self._sort(tokenizer, max_length, lengths)
         self.indices = indices[order]
+        for index, ids in zip(self.indices.tolist(), self.tokens(slice(None)), strict=True):
+            check_ids(self.samples.source(index), ids, tokenizer.vocab_size)
 
     def tokens(self, rows: slice) -> Sequence[NDArray]:
         return self.samples.tokens(self.indices[rows])

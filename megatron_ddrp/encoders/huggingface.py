@@ -25,7 +25,10 @@ from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
 from megatron_ddrp.foreign import reading
 
-ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
+ROBERTA_FAMILY = (
+    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet"),
+    *("data2vec-text", "ibert", "roberta-prelayernorm", "xmod"),
+)
 """Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
 MOST_LAYERS = 1000
 SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")

@@ -35,6 +35,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.packing import Row, join_samples, pack_rows
+from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import results_in_order
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -155,14 +156,9 @@ class SampleReader:
     def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Refuse ids `[rows, seq]` outside the vocabulary; the error names the dataset of the first one."""
         vocab_size = self.tokenizer.vocab_size
-        if input_ids.min() >= 0 and input_ids.max() < vocab_size:
-            return
-        row, column = np.argwhere((input_ids < 0) | (input_ids >= vocab_size))[0]
-        raise UserError(
-            f"{self.samples.source(int(indices[row]))}: token id {input_ids[row, column]}, but the vocabulary has "
-            f"{vocab_size} pieces (ids from 0 to {vocab_size - 1}); give the vocabulary that the dataset was "
-            "preprocessed with, or preprocess again"
-        )
+        if input_ids.min() < 0 or input_ids.max() >= vocab_size:
+            row = int(np.argwhere((input_ids < 0) | (input_ids >= vocab_size))[0][0])
+            check_ids(self.samples.source(int(indices[row])), input_ids[row], vocab_size)
 
 
 class BatchLoader:

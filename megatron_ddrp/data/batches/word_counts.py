@@ -21,6 +21,7 @@ from megatron_ddrp.data.atomic import AnyPath, take_lock
 from megatron_ddrp.data.batches.index_cache import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
+from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.sealed import Advance, silent
 from megatron_ddrp.data.tokenizers.spelling import BEGIN
@@ -53,11 +54,12 @@ def count_rare_words(
 ) -> RareWords:
     """Return the words that occur at least `bounds[0]` and at most `bounds[1]` times in all parts together.
 
-    Calls `advance` with the number of tokens read since the last call.
+    Calls `advance` with the number of tokens read since the last call. Raises `UserError` for an id outside the
+    vocabulary.
     """
     single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, the most frequent kind, are counted by it
     known, fresh, waiting = np.empty(0, _WORD), [], 0
-    for sequences, begins, ids in _chunks(parts):
+    for sequences, begins, ids in _chunks(parts, finder.vocab_size):
         row_begins = np.zeros(len(ids), bool)
         row_begins[begins] = True
         first, sizes = finder.words(ids, row_begins)
@@ -93,7 +95,9 @@ def _read_pieces(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[n
         yield parts[part][0].get(sequence, int(word["offset"]), int(word["size"])).astype(np.int64)
 
 
-def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+def _chunks(
+    parts: Sequence[Part], vocab_size: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Yield the numbers of some non-empty sequences, the begin of each, and their concatenated ids."""
     base = 0
     for dataset, (low, high) in parts:
@@ -108,8 +112,9 @@ def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[
                 rows.append(row)
                 tokens += len(row)
             if rows and (tokens >= _CHUNK_TOKENS or sequence == last - 1):
-                begins = np.cumsum([0, *map(len, rows[:-1])])
-                yield np.array(numbers), begins, np.concatenate(rows).astype(np.int64)
+                begins, ids = np.cumsum([0, *map(len, rows[:-1])]), np.concatenate(rows).astype(np.int64)
+                check_ids(dataset.prefix, ids, vocab_size)
+                yield np.array(numbers), begins, ids
                 numbers, rows, tokens = [], [], 0
         base += len(dataset)
 

@@ -104,19 +104,14 @@ class IndexedDataset(DatasetIndex):
         """Yield copies of all tokens in file order, at most `CHUNK_TOKENS` at a time."""
         return token_chunks(dataset_path(self.prefix, ".bin"), self.dtype)
 
-    def piece_counts(self, vocab_size: int = 0) -> np.ndarray:
-        """Read the whole file and return the count of each piece, int64 `[at least vocab_size]`."""
-        counts = np.zeros(vocab_size, dtype=np.int64)
+    def piece_counts(self) -> np.ndarray:
+        """Read the whole file and return the count of each piece, int64 `[pieces]`."""
+        counts = np.zeros(0, dtype=np.int64)
         for tokens in self.chunks():
             found = np.bincount(tokens, minlength=len(counts))
             found[: len(counts)] += counts
             counts = found
         return counts
-
-    def id_range(self) -> tuple[int, int]:
-        """Read the whole file and return the smallest and the largest token id; (0, 0) for a dataset without tokens."""
-        ranges = [(int(part.min()), int(part.max())) for part in self.chunks()]
-        return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return IndexedDataset, (self.prefix,)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import (
@@ -116,31 +117,28 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
 
 
 def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """Open a dataset. Raises `UserError` if its manifest, or without one an id, belongs to another tokenizer."""
+    """Open a dataset. Raises `UserError` if its manifest, or without one its beginning, is of another tokenizer."""
     check_tokenizer(prefix, tokenizer)
     dataset = IndexedDataset(prefix)
     if dataset.manifest is None:
-        check_ids(dataset, tokenizer.vocab_size)
+        check_ids(prefix, next(dataset.chunks(), ()), tokenizer.vocab_size)
     return dataset
 
 
-def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Refuse a dataset with ids outside the vocabulary, before a run instead of during it.
-
-    Only needed without a manifest that names the tokenizer, as with Megatron's own files.
-    """
-    lowest, highest = dataset.id_range()
-    if lowest < 0 or highest >= vocab_size:
+def check_ids(prefix: str, ids: ArrayLike, vocab_size: int) -> None:
+    """Refuse ids of a dataset outside the vocabulary, wherever they are read."""
+    found = np.asarray(ids)
+    if found.size and (found.min() < 0 or found.max() >= vocab_size):
         raise UserError(
-            f"{dataset.prefix}: token ids from {lowest} to {highest}, but the vocabulary has {vocab_size} pieces; give "
-            "the vocabulary that the dataset was preprocessed with, or preprocess again"
+            f"{prefix}: token ids from {found.min()} to {found.max()}, but the vocabulary has {vocab_size} pieces; "
+            "give the vocabulary that the dataset was preprocessed with, or preprocess again"
         )
 
 
 def check_tokenizer(prefix: AnyPath, tokenizer: Tokenizer) -> None:
     """Refuse a dataset of another tokenizer, by the fingerprint in its manifest.
 
-    A dataset without a manifest is accepted; the loader still refuses ids outside the vocabulary.
+    A dataset without a manifest is accepted; its readers still refuse ids outside the vocabulary.
     """
     if fault := _other_tokenizer(entry(read_manifest(prefix), "tokenizer"), tokenizer):
         raise UserError(

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.analysis.masked_places import count_pieces
 from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.analysis.sentences import Sentences
 from megatron_ddrp.analysis.session import View
 from megatron_ddrp.config import Config
+from megatron_ddrp.data.dataset import indexed_dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
+from tests.datasets import write_dataset
 from tests.unit.model.tiny import tiny_batch
 
 ROOT = Path(__file__).parents[3]
@@ -137,6 +140,17 @@ def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny
     assert list(some().indices) == list(some().indices) != list(some(seed=2).indices)
     assert len(set(some().indices.tolist())) == 20
     assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
+
+
+def test_an_id_outside_the_vocabulary_is_one_line_wherever_it_is_read(tiny_corpus, tmp_path, monkeypatch):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+    size = tokenizer.vocab_size
+    prefix = write_dataset(tmp_path / "a", [[[9] * 10]] * 8 + [[[9] * 9 + [size]]]).prefix
+    assert len(Sentences([prefix], "50,25,25", tokenizer, 24, 24, 9, 1)) == 2
+    monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 20)
+    for read in (lambda: Sentences([prefix], "0,100,0", tokenizer, 24, 24, 9, 1), lambda: count_pieces([prefix], size)):
+        with pytest.raises(UserError, match=f"a: token ids from 9 to {size}, but the vocabulary has {size} pieces"):
+            read()
 
 
 def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path, capsys):

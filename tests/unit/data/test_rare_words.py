@@ -63,6 +63,12 @@ def test_counts_are_those_of_a_loop_in_every_chunk_and_part(tmp_path, monkeypatc
     assert counted(count_rare_words(parts, FINDER, (2, 9))) == rare
 
 
+def test_an_id_outside_the_vocabulary_is_refused_by_the_name_of_its_dataset(tmp_path):
+    parts = [(write(tmp_path, [[[A, X]]], "one"), (0, 1)), (write(tmp_path, [[[A], [10]]], "two"), (0, 1))]
+    with pytest.raises(UserError, match="two: token ids from 5 to 10, but the vocabulary has 10 pieces"):
+        count_rare_words(parts, FINDER, (1, 9))
+
+
 def test_words_are_numbered_in_a_row_and_neither_pieces_nor_halves_are(tmp_path):
     words = count_rare_words([(write(tmp_path, [[[A, B, X, C, X, Y]]]), (0, 1))], FINDER, (1, 1))
     number = {tuple(words.word(i)): i for i in (1, 2, 3)}

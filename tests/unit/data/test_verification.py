@@ -18,7 +18,7 @@ from megatron_ddrp.data.batches.samples import document_lengths
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER
 from megatron_ddrp.data.dataset.inspection import first_documents
-from megatron_ddrp.data.dataset.verification import check_sums, verify
+from megatron_ddrp.data.dataset.verification import check_sums, open_dataset, verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 
@@ -145,6 +145,16 @@ def test_many_faults_are_counted_not_listed(tmp_path, monkeypatch):
     assert "sequence 14 begins at byte 56, but sequence 13 ends at byte 62" in next(verify(prefix))
 
 
+def test_ids_without_a_manifest_are_looked_at_in_the_beginning_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 4)
+    late = write(tmp_path / "late", [[[1, 2, 3]], [[4, VOCAB_SIZE]]])
+    assert open_dataset(late, TOKENIZER).num_tokens == 5
+    assert open_dataset(write(tmp_path / "empty", []), TOKENIZER).num_tokens == 0
+    early = write(tmp_path / "early", [[[1, VOCAB_SIZE]]])
+    with pytest.raises(UserError, match="early: token ids from 1 to 1000, but the vocabulary has 1000 pieces; give"):
+        open_dataset(early, TOKENIZER)
+
+
 def read_everything(prefix):
     """Sequence lengths and document borders; every token, document length and beginning is read."""
     dataset = IndexedDataset(prefix)
@@ -154,7 +164,7 @@ def read_everything(prefix):
         assert dataset.get(i).tolist() == ids.tolist()
     assert all(lengths.min() >= 0 for lengths in document_lengths(dataset))
     list(first_documents(dataset, 99, 5, None))
-    dataset.id_range()
+    assert all(ids.min() is not None for ids in dataset.chunks())
     return [len(ids) for ids in sequences], dataset.document_indices.tolist()
 
 

@@ -157,6 +157,24 @@ def test_other_encoders_of_transformers(bert_folder, kind):
     assert (encoder.pair_separators, encoder.max_length) == ((2, 15) if kind == "Roberta" else (1, 16))
 
 
+@pytest.mark.parametrize("kind", ["Data2VecText", "IBert", "RobertaPreLayerNorm", "Xmod"])
+def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind):
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    more = {"languages": ["en_XX"], "default_language": "en_XX"} if kind == "Xmod" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=14, max_position_embeddings=10, pad_token_id=1, **sizes, **more
+    )
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
+    encoder = load_encoder(bert_folder)
+    assert (encoder.pair_separators, encoder.max_length) == (2, 8)
+    example = Example(("red cat runs bird sings", "dog blue green"), 0)
+    encoded = KINDS["classification"].encode(TASKS["RTE"], [example], encoder.tokenizer, encoder.max_length, 2)
+    batch = pad_batch(encoded, torch.arange(1).numpy()).map(torch.from_numpy)
+    assert encoder.module.eval()(batch).shape == (1, 8, 16)
+
+
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
 def test_a_roberta_without_a_padding_is_refused(bert_folder, kind):
     import transformers
