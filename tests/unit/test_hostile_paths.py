@@ -86,7 +86,7 @@ class World(NamedTuple):
             "train-tokenizer": {"input": corpus.text_file, "vocab_size": 300, "output": at / "out.txt"},
             "dataset inspect": {"prefix": corpus.prefix},
             "dataset verify": {"prefix": corpus.prefix},
-            "dataset merge": {"input": (corpus.prefix, corpus.prefix), "output_prefix": at / "out"},
+            "dataset merge": {"input": corpus.prefix, "output_prefix": at / "out"},
             "dataset shuffle": {"prefix": corpus.prefix, "output_prefix": at / "out"},
             "convert": {"load": at / "run", "output": at / "out"},
             "report": {"load": at / "run", "output_dir": at / "out"},

@@ -130,7 +130,9 @@ def test_megatrons_own_files_are_sound(tmp_path, command, name):
 
 
 def test_merge_says_what_came_out(tiny_corpus, command, tmp_path):
-    code, out, _ = command("merge", "--output_prefix", tmp_path / "all", tiny_corpus.prefix, tiny_corpus.prefix)
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"more{suffix}")
+    code, out, _ = command("merge", "--output_prefix", tmp_path / "all", tiny_corpus.prefix, tmp_path / "more")
     assert code == 0 and out.startswith("2 datasets, 1,200 documents, ")
     assert command("verify", tmp_path / "all", "--vocab-file", tiny_corpus.vocab_file)[0] == 0
     code, _, err = command("merge", "--output-prefix", tmp_path / "all", tiny_corpus.prefix)
