@@ -99,8 +99,7 @@ class Snapshot:
             except UserError as error:
                 refusal = error
         encoder = load_encoder(self.path, random_init=self.random_seed is not None)
-        if encoder.warning:
-            print(encoder.warning, file=sys.stderr)
+        _print_if_any(encoder.warning)
         if refusal is not None:
             print(f"{self.path}: read by transformers, without f(H) ({refusal})", file=sys.stderr)
         module: Any = encoder.fresh(self.random_seed or 0, torch.device("cpu")).eval()
@@ -111,11 +110,15 @@ class Snapshot:
     def load_masked_lm(self) -> Loaded:
         """Load any masked LM as `PieceLogits`."""
         encoder = load_masked_lm(self.path, random_init=self.random_seed is not None)
-        if encoder.warning:
-            print(encoder.warning, file=sys.stderr)
+        _print_if_any(encoder.warning)
         model = piece_logits(encoder, self.random_seed or 0, torch.device("cpu"))
         position_encoding = getattr(model.model.config, "position_encoding", None)
         return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
+
+
+def _print_if_any(warning: str) -> None:
+    if warning:
+        print(warning, file=sys.stderr)
 
 
 def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:

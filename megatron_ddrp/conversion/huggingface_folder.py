@@ -149,15 +149,16 @@ def _require_own(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_rows(folder: Path, pieces: int, rows: int, padded: int = PADDED_ROWS) -> str:
-    """Return a warning if a model embeds over `padded` rows more than its tokenizer has pieces, otherwise nothing.
+def check_rows(folder: Path, pieces: int, rows: int, is_run: bool = False) -> str:
+    """Return a warning if a model embeds over `PADDED_ROWS` more rows than its tokenizer has pieces, otherwise nothing.
 
-    Some models on the hub have so many spare rows. Raise `UserError` if it embeds fewer.
+    Some models on the hub have so many spare rows. Raise `UserError` if it embeds fewer, or, in a run of ours, which
+    has no spare rows, another number.
     """
     found = f"{folder}: its tokenizer has {pieces} pieces but its model embeds {rows}"
-    if pieces > rows:
+    if pieces > rows or (is_run and pieces != rows):
         raise UserError(f"{found}; put the vocabulary of the model's training into the folder")
-    if rows - pieces <= padded:
+    if rows - pieces <= PADDED_ROWS:
         return ""
     return f"warning: {found}: is it the tokenizer of the model's training? The other rows are not used"
 

@@ -128,7 +128,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     if remarks:
         remarks.append(f"loaded {chosen.name}")
     model, tokenizer, config = read_model(chosen)
-    remarks.append(check_rows(folder, tokenizer.vocab_size, config.model.vocab_size, padded=0))
+    check_rows(folder, tokenizer.vocab_size, config.model.vocab_size, is_run=True)
     model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
@@ -143,7 +143,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         _origin(len(names) - len(unused), unused, random_init, masked_lm),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
-        warning="; ".join(filter(None, remarks)),
+        warning="; ".join(remarks),
     )
 
 

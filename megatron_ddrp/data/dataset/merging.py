@@ -116,8 +116,9 @@ def merge_manifests(
 
 def _refuse_repeated(prefixes: Sequence[str]) -> None:
     files = [os.path.realpath(dataset_path(prefix, ".bin")) for prefix in prefixes]
+    counts = Counter(files)
     for prefix, file in zip(prefixes, files, strict=True):
-        if (count := files.count(file)) > 1:
+        if (count := counts[file]) > 1:
             raise UserError(f"{prefix} is given {count} times; name each dataset once (its .idx, not its .bin too)")
 
 

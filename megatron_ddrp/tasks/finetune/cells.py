@@ -58,8 +58,8 @@ class Cell:
     @property
     def beside(self) -> dict[str, list[float]]:
         """Scores by further metrics; an undefined score counts as 0."""
-        names = [name for name in self.rows[0].get("beside", {}) if all(name in row["beside"] for row in self.rows)]
-        return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in names}
+        rows = [row.get("beside", {}) for row in self.rows]
+        return {name: [row[name] or 0.0 for row in rows] for name in rows[0] if all(name in row for row in rows)}
 
     @property
     def conditions(self) -> tuple[Any, ...]:

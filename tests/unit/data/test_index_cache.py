@@ -174,7 +174,7 @@ def refuse_writing(*_arguments, **_options):
 
 
 def test_a_file_that_another_node_takes_away_is_left_to_it(dataset, tmp_path, monkeypatch):
-    """Where locks hold on one node only, a writer takes another node's open file for a leftover and removes it."""
+    """Let another writer remove the open file, as happens on file systems whose locks hold on one node only."""
     cache, totals = totals_cache(dataset, 16, tmp_path / "cache"), sample_totals(dataset, 16)
     others = iter([cache.write])
 

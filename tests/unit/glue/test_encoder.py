@@ -128,7 +128,7 @@ def test_weights_of_another_model_are_refused(bert_folder):
         load_encoder(bert_folder)
 
 
-def test_a_vocabulary_smaller_than_its_model_is_said(bert_folder, checkpoint_folder):
+def test_a_vocabulary_smaller_than_its_model_is_said_and_refused_in_a_run(bert_folder, checkpoint_folder):
     import transformers
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -137,7 +137,8 @@ def test_a_vocabulary_smaller_than_its_model_is_said(bert_folder, checkpoint_fol
     tokenizer = load_encoder(checkpoint_folder).tokenizer
     (checkpoint_folder / "fewer.txt").write_text("\n".join(tokenizer.pieces[:-1]))
     build_tokenizer("BertWordPieceLowerCase", checkpoint_folder / "fewer.txt").save(checkpoint_folder / "tokenizer")
-    assert "its tokenizer has 13 pieces but its model embeds 14: is it" in load_encoder(checkpoint_folder).warning
+    with pytest.raises(UserError, match="its tokenizer has 13 pieces but its model embeds 14; put the vocabulary of"):
+        load_encoder(checkpoint_folder)
 
 
 @pytest.mark.parametrize("kind", ["Electra", "DistilBert", "Roberta", "DebertaV2"])

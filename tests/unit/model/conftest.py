@@ -1,4 +1,4 @@
-"""What the process remembers of the machine, forgotten between tests."""
+"""Forget between tests what the process has found out about the machine."""
 
 from __future__ import annotations
 

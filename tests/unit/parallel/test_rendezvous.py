@@ -13,7 +13,7 @@ from megatron_ddrp.parallel.rendezvous import refuse_other_devices
 
 
 def outcomes(*backends: str) -> list[UserError | None]:
-    """What each of some ranks raises; they share one store."""
+    """Return the error of each rank, or None; all ranks share one store."""
     store = dist.HashStore()
 
     def meet(rank: int) -> UserError | None:
