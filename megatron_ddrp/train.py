@@ -42,7 +42,7 @@ from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
 from megatron_ddrp.run import launch
 from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
-from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.host_memory import bound_kernel_caches, keep_freed_memory
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import TrainingRun
@@ -67,6 +67,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
+        bound_kernel_caches()
     allow_tf32(config.training.tf32, ranks.device)
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: taking it again meets no page fault."""
+"""Freed memory stays with the process: taking it again meets no page fault; kernels of old shapes do not."""
 
 import json
 import subprocess
@@ -40,6 +40,33 @@ def test_freed_tensors_are_taken_again_without_page_faults():
     if (without := faults_of_a_late_round(keep=False)) < 200:
         pytest.skip(f"this malloc keeps freed memory by itself: {without} page faults")
     assert faults_of_a_late_round(keep=True) < without / 100
+
+
+SHAPES = """
+import torch
+from megatron_ddrp.run.host_memory import bound_kernel_caches, peak_resident_bytes, reset_peak_resident_bytes
+
+if {bound}:
+    bound_kernel_caches()
+weight = torch.ones(64, 64, dtype=torch.bfloat16)
+start = reset_peak_resident_bytes()
+for rows in range(100, 500):
+    torch.ones(rows, 64, dtype=torch.bfloat16) @ weight
+print((peak_resident_bytes() - start) / 2**20)
+"""
+
+
+def growth_over_shapes(bound: bool) -> float:
+    """MiB by which a process grows over bf16 products of 400 shapes."""
+    command = [sys.executable, "-c", SHAPES.format(bound=bound)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc")
+def test_kernels_of_old_shapes_are_dropped():
+    if (without := growth_over_shapes(bound=False)) < 100:
+        pytest.skip(f"this CPU has no bf16 kernels per shape: {without} MiB")
+    assert growth_over_shapes(bound=True) < without / 2
 
 
 PEAK = """

@@ -16,7 +16,7 @@ from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.engine.device import instead_of_fp16
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.host_memory import bound_kernel_caches, keep_freed_memory
 from megatron_ddrp.tasks.finetune.determinism import fix_workspace
 from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -45,6 +45,7 @@ class Sweep:
             if options.training.fp16:
                 raise UserError(f"--fp16 needs a GPU; {instead_of_fp16()}", exit_code=2)
             keep_freed_memory()
+            bound_kernel_caches()
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
         loaded = [
             replace(encoder, name=options.names.get(folder, encoder.name))
