@@ -22,7 +22,7 @@ from megatron_ddrp.foreign import parse_json
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 MetricsRow = dict[str, Any]
-"""MetricsRow of metrics.jsonl: `iteration`, from 1, and numbers by name; None for a number that was not finite."""
+"""Row of metrics.jsonl: `iteration`, from 1, and numbers by name; None for a number that was not finite."""
 Tell = Callable[[str], object]
 
 

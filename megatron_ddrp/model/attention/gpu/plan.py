@@ -1,4 +1,4 @@
-"""KernelPlan of a call of the Triton kernels: offsets, tiles and constants, equal for all layers of a micro-batch.
+"""Plan of a call of the Triton kernels: offsets, tiles and constants, equal for all layers of a micro-batch.
 
 `Offsets` describes the tensors that the kernels index by offset i − j: P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their
 gradients. The offsets are compile-time constants of the kernels. Encodings with an offset for every pair of the row
