@@ -13,10 +13,11 @@ from megatron_ddrp.pages.plotting import (
     COLORS,
     FONT_SIZE,
     GREY,
-    handles_by_label,
+    draw_band,
     legend_below,
     panel_grid,
     pyplot,
+    run_handles,
     run_style,
     save_figure,
     thousands,
@@ -49,40 +50,36 @@ def draw_similarity(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     `rows` are those of the JSON.
     """
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    steps = {row["iteration"] for row in rows} - {None}
-    runs = dict.fromkeys(row["run"] for row in rows)
-    panels = ((axes[0], "f(S): tokens", "token_similarity"), (axes[1], "f(H): heads of a layer", "head_similarity"))
-    for axis, title, key in panels:
-        for number, run in enumerate(runs):
-            curve = [(row["iteration"], row[key]) for row in rows if row["run"] == run]
-            style = run_style(number)
-            if any(step is None for step, _ in curve):
-                axis.axhline(curve[-1][1], label=run, color=style["color"], linestyle=":", linewidth=2)
-            else:
-                axis.plot(*zip(*curve, strict=True), label=run, **style)
+    figure, axes = panel_grid(2, 2, 5.5, 4.4)
+    steps, runs = {row["iteration"] for row in rows} - {None}, _by_run(rows)
+    panels = {"token_similarity": "f(S): tokens", "head_similarity": "f(H): heads of a layer"}
+    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
+        for number, of_run in enumerate(runs.values()):
+            _draw_known(axis, [(row["iteration"], row[key]) for row in of_run], run_style(number))
         axis.set(title=title, xlabel="training step", ylabel="mean cosine")
         if len(steps) == 1:
             axis.set_xticks(sorted(steps))
         axis.grid(alpha=0.3)
-    legend_below(figure, handles_by_label(axes[0]))
+    legend_below(figure, run_handles(runs))
     save_figure(figure, path)
+
+
+def _by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return run → its rows."""
+    return {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
 
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
     """Draw each model's share of sentences with the up-down triangle effect over its layers."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4.4), layout="constrained")
-    for number, (run, values) in enumerate(shares.items()):
-        layers = np.arange(1, len(values) + 1)
-        axis.plot(layers, 100 * np.asarray(values), label=f"{run}: last layer {values[-1]:.2%}", **run_style(number))
+    figure, axis = pyplot().subplots(figsize=(8, 4.4), layout="constrained")
+    for number, values in enumerate(shares.values()):
+        axis.plot(np.arange(1, len(values) + 1), 100 * np.asarray(values), **run_style(number))
     longest = max(map(len, shares.values()))
     axis.set_xticks(np.unique(np.linspace(1, longest, min(longest, 12)).round().astype(int)))
     axis.set(xlabel="layer", ylabel="share of sentences [%]", ylim=(-3, 103))
     axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
     axis.grid(alpha=0.3)
-    legend_below(figure, handles_by_label(axis))
+    legend_below(figure, run_handles(f"{run}: last layer {values[-1]:.2%}" for run, values in shares.items()))
     save_figure(figure, path)
 
 
@@ -106,7 +103,7 @@ def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         style = run_style(number)
         for key, look in LOOKS.items():
             known = [(point["distance"], 100 * point[key]) for point in row["distances"] if point[key] is not None]
-            axis.plot(*zip(*known, strict=True), **style | look, label=row["run"] if key == "probe" else None)
+            axis.plot(*zip(*known, strict=True), **style | look)
     axis.axhline(50, color=GREY, linestyle=":", linewidth=2)
     axis.set(xlabel="distance of both keys [tokens]", ylabel="accuracy [%]", title="Left or right, told by attention")
     axis.set_xticks([point["distance"] for point in rows[0]["distances"]])
@@ -114,7 +111,7 @@ def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     looks = zip(("text", "shuffled text"), LOOKS.values(), strict=True)
     lines = {name: plt.Line2D([], [], color=GREY, marker="o", linewidth=2, **look) for name, look in looks}
     chance = {"chance": plt.Line2D([], [], color=GREY, linestyle=":", linewidth=2)}
-    legend_below(figure, handles_by_label(axis) | lines | chance)
+    legend_below(figure, run_handles(row["run"] for row in rows) | lines | chance)
     save_figure(figure, path)
 
 
@@ -123,11 +120,9 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     `rows` are those of the JSON. A model of unknown step is a horizontal line over the steps.
     """
-    plt = pyplot()
-    runs = {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
+    runs = _by_run(rows)
     has_steps = any(len(of_run) > 1 for of_run in runs.values())
-    size = (4.0 * len(DRAWN), 3.8 * (1 + has_steps))
-    figure, axes = plt.subplots(1 + has_steps, len(DRAWN), squeeze=False, figsize=size, layout="constrained")
+    figure, axes = panel_grid(len(DRAWN) * (1 + has_steps), len(DRAWN), 4.0, 3.8)
     for column, (key, title) in enumerate(DRAWN.items()):
         for number, of_run in enumerate(runs.values()):
             layers = [(layer["layer"], layer[key]) for layer in of_run[-1]["layers"]]
@@ -141,7 +136,7 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes[1, column].set(title=title, xlabel="training step, last layer")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    legend_below(figure, {run: plt.Line2D([], [], **run_style(number)) for number, run in enumerate(runs)})
+    legend_below(figure, run_handles(runs))
     save_figure(figure, path)
 
 
@@ -157,20 +152,18 @@ def _draw_known(axis: Any, points: Sequence[tuple[float | None, float | None]], 
 def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, axes = panel_grid(2, 2, 5.5, 4.4)
+    left, right = axes.flat
     for number, row in enumerate(rows):
         style, speeds = run_style(number), row["lengths"]
-        lengths = [speed["length"] for speed in speeds]
-        axes[0].plot(lengths, [speed["tokens_per_second"] for speed in speeds], label=row["run"], **style)
-        quartiles = ([speed[key] for speed in speeds] for key in ("lower_quartile", "upper_quartile"))
-        axes[0].fill_between(lengths, *quartiles, color=style["color"], alpha=0.18, linewidth=0)
+        keys = ("length", "tokens_per_second", "lower_quartile", "upper_quartile")
+        draw_band(left, list(zip(*([speed[key] for speed in speeds] for key in keys), strict=True)), style)
         known = [(speed["length"], speed["memory_bytes"] / 2**20) for speed in speeds if speed["memory_bytes"]]
-        if known:
-            axes[1].plot(*zip(*known, strict=True), **style)
-    axes[0].set(title="Inference", ylabel="tokens per second")
-    axes[1].set(title="Peak above the loaded encoder", ylabel="memory [MiB]")
+        _draw_known(right, known, style)
+    left.set(title="Inference", ylabel="tokens per second")
+    right.set(title="Peak above the loaded encoder", ylabel="memory [MiB]")
     ticks = sorted({speed["length"] for row in rows for speed in row["lengths"]})
-    for axis in (axis for axis in axes if axis.lines):  # the memory panel is empty if memory could not be measured
+    for axis in (axis for axis in (left, right) if axis.lines):  # the memory may be unknown
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
@@ -181,7 +174,7 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         lowest, highest = axis.get_ylim()
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)) if highest > 8 * lowest else plt.MaxNLocator(6))
         axis.yaxis.minorticks_off()
-    legend_below(figure, handles_by_label(axes[0]))
+    legend_below(figure, run_handles(row["run"] for row in rows))
     save_figure(figure, path)
 
 

@@ -147,9 +147,14 @@ class Output:
             need_packages(f"--output {path}: a figure, unlike .json,", "matplotlib")
 
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
-        """Write the JSON, and the figure if `--output` is one; print their names."""
+        """Write the JSON, and the figure if `--output` is one; print their names. Raises `UserError` for nan."""
         written = self.path.with_suffix(".json")
-        write_text(written, json.dumps(result, indent=1) + "\n")
+        try:
+            text = json.dumps(result, indent=1, allow_nan=False)
+        except ValueError:
+            reason = "some numbers are not finite: use a checkpoint that has not diverged"
+            raise UserError(f"{written}: not written, {reason}") from None
+        write_text(written, text + "\n")
         if self.draws:
             draw(self.path)
         print(f"{self.path}, .pdf, .svg and {written} written" if self.draws else f"{written} written")

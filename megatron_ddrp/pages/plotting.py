@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def legend_below(figure: Any, handles: Mapping[str, Any]) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
-def handles_by_label(*axes: Any) -> dict[str, Any]:
-    """Return label → line of some panels, each label once."""
-    return {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+def run_handles(labels: Iterable[str]) -> dict[str, Any]:
+    """Return label → line for the legend of some runs, in their order, each in its `run_style`."""
+    return {label: pyplot().Line2D([], [], **run_style(number)) for number, label in enumerate(labels)}
 
 
 def draw_band(axis: Any, points: Sequence[tuple[float, float, float, float]], style: Mapping[str, Any]) -> None:
@@ -105,6 +106,21 @@ def draw_band(axis: Any, points: Sequence[tuple[float, float, float, float]], st
         x, mean, lowest, highest = zip(*points, strict=True)
         axis.plot(x, mean, **style)
         axis.fill_between(x, lowest, highest, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def draw_cells(axis: Any, shares: Any, reach: float, size: float | str | None = "small") -> Any:
+    """Draw percentages `[rows, columns]` as coloured cells with numbers; return the image.
+
+    White is 50 %, chance; the colours end at 50 ± `reach`. A cell of nan stays empty. `size` is the numbers' font size;
+    with None there are no numbers.
+    """
+    image = axis.imshow(shares, cmap="RdBu", vmin=50 - reach, vmax=50 + reach, aspect="auto")
+    for row, values in enumerate(shares if size else ()):
+        for column, value in enumerate(values):
+            if not math.isnan(value):
+                color = "white" if abs(value - 50) > 0.65 * reach else "black"
+                axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=color, fontsize=size)
+    return image
 
 
 def panel_grid(

@@ -16,6 +16,7 @@ from megatron_ddrp.pages.plotting import (
     panel_grid,
     pyplot,
     remove_figure,
+    run_handles,
     run_style,
     save_figure,
     short_names,
@@ -63,7 +64,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
     for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
         for run, curve in curves.items():
-            _draw_curve(axis, curve, run, run_style(runs.index(run)))
+            _draw_curve(axis, curve, run_style(runs.index(run)))
         axis.set_title(title, fontsize=12)
         axis.set_xlabel("training step")
         axis.grid(alpha=0.3)
@@ -73,16 +74,15 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
         axis.set_ylim(top=min(axis.get_ylim()[1], 101))  # no score is above 100
     for axis in axes[:, 0]:
         axis.set_ylabel("score × 100")
-    lines = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]
     bar = plt.Line2D([], [], color=GREY, marker="|", linestyle="", markersize=14, markeredgewidth=2)
-    legend_below(figure, {**dict(zip(short_names(runs), lines, strict=True)), error: bar})
+    legend_below(figure, run_handles(short_names(runs)) | {error: bar})
     save_figure(figure, folder / FIGURE)
     return FIGURE
 
 
-def _draw_curve(axis: Any, curve: list[tuple[int, Score]], run: str, style: dict[str, Any]) -> None:
+def _draw_curve(axis: Any, curve: list[tuple[int, Score]], style: dict[str, Any]) -> None:
     steps = [step for step, _ in curve]
     values = [100 * score.value for _, score in curve]
     below = [100 * (score.value - score.low) for _, score in curve]
     above = [100 * (score.high - score.value) for _, score in curve]
-    axis.errorbar(steps, values, yerr=(below, above), label=run, capsize=3, **style)
+    axis.errorbar(steps, values, yerr=(below, above), capsize=3, **style)

@@ -19,11 +19,11 @@ from megatron_ddrp.tasks.compare.results import (
     Gain,
     Results,
     check_places,
+    checks_of,
     claims_of,
     gains,
     load_claims,
     model_claims,
-    over_baseline,
 )
 from megatron_ddrp.tasks.compare.rows import RunRow, samples_file
 from megatron_ddrp.tasks.compare.tables import (
@@ -65,7 +65,6 @@ class Page:
         check_places(runs)
         self.folder, self.runs = folder, runs
         self.results = Results(runs)
-        self.checks = [Results(runs, check) for check in dict.fromkeys(run.check for run in runs) if check]
         self.gains: dict[str, list[Gain]] = {}
         """Name of a table → its gains, judged together."""
         self.unused: list[str] = []
@@ -77,14 +76,18 @@ class Page:
             for (name, claimed), group in itertools.product(by_name.items(), GROUPS):
                 own = [claim for claim in claimed if table_of(claim.measure) == group]
                 self.gains |= {name + group: judged} if (judged := gains(self.results, own)) else {}
-        self.of_checks = {check.check: gains(check, over_baseline(check, LOSS)) for check in self.checks}
+        self.checks = {
+            check: gains(check, [claim for claim in model_claims(check) if claim.measure == LOSS])
+            for check in checks_of(runs)
+        }
+        """Side experiment → its gains by the loss, judged together."""
 
     @cached_property
     def tables(self) -> dict[str, list[Table]]:
         """Name → tables, for every one of `NAMES`; those without rows are left out."""
         results, budgets = self.results, self.results.budgets
         found = {name: [gain_table(results, own, name[:6].rstrip("s"))] for name, own in self.gains.items()}
-        found["checks"] = [checks_table(self.checks, self.of_checks)]
+        found["checks"] = [checks_table(self.checks)]
         if results.runs:
             found |= {
                 "runs": [runs_table(results)],
@@ -160,7 +163,7 @@ class Page:
     def numbers(self) -> dict[str, Any]:
         """Return the content of results.json."""
         found = [("", gain) for own in self.gains.values() for gain in own]
-        found += [(check, gain) for check, own in self.of_checks.items() for gain in own]
+        found += [(check.check, gain) for check, own in self.checks.items() for gain in own]
         return {
             "gains": [_as_json(check, gain) for check, gain in found],
             "values": [
@@ -225,6 +228,10 @@ def facts(runs: Sequence[RunRow]) -> list[str]:
                 for name, one in run.tasks.items() if {"train_examples", "dev_examples"} <= one.keys()}  # fmt: skip
     lines += [f"Examples for training and for scores: {', '.join(sorted(examples))}."] * bool(examples)
     lines += [f"Hardware: {line}." for line in dict.fromkeys(run.hardware for run in runs) if line]
+    if len(baselines := dict.fromkeys(run.baseline for run in runs if run.baseline)) > 1:
+        lines.append(f"Rows name the baselines {', '.join(baselines)}: the one whose run comes first counts.")
+    pairs = dict.fromkeys((sum(run.pairs.values()), len(run.paradigms)) for run in runs if run.paradigms)
+    lines += [f"Minimal pairs: {number:,} of {kinds} paradigms." for number, kinds in pairs if len(pairs) > 1]
     versions = dict.fromkeys(", ".join(map(" ".join, run.versions.items())) for run in runs)
     lines += [f"Versions: {line}." for line in versions if line]
     if (workers := max((run.workers for run in runs), default=1)) > 1:

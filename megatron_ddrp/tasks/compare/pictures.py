@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import pyplot, run_style, wrap_title
+from megatron_ddrp.pages.plotting import draw_cells, pyplot, run_style, wrap_title
 from megatron_ddrp.tasks.compare.results import Gain, Results
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.compare.tables import format_budget
@@ -90,11 +90,7 @@ def draw_pairs(results: Results) -> Any:
         len(budgets), 1, squeeze=False, figsize=size, height_ratios=heights, sharex=True, layout="constrained"
     )
     for axis, (budget, arms) in zip(axes.flat, budgets.items(), strict=True):
-        image = axis.imshow(values[budget], cmap="RdBu", vmin=50 - widest, vmax=50 + widest, aspect="auto")
-        for (row, column), value in np.ndenumerate(values[budget]):
-            if not np.isnan(value):
-                color = "white" if abs(value - 50) > 0.6 * widest else "black"
-                axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=color, fontsize="small")
+        image = draw_cells(axis, values[budget], widest)
         axis.axvline(0.5, color="black", linewidth=1.5)
         axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
         if len(budgets) > 1:

@@ -37,7 +37,7 @@ from megatron_ddrp.tasks.measures import (
     TRAINING_LOSS,
     TRIANGLE,
 )
-from megatron_ddrp.tasks.minimal_pairs.results import SCORES_FILE, PairStore, resampled_accuracy
+from megatron_ddrp.tasks.minimal_pairs.results import SCORES_FILE, PairStore, resampled_means
 from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
 
 DIGITS = 5
@@ -137,7 +137,7 @@ def _pair_samples(folder: Path) -> np.ndarray | None:
     `folder` is the output of `megatron-ddrp minimal-pairs` with one encoder.
     """
     rows = list(PairStore(folder / SCORES_FILE))
-    return resampled_accuracy(cell_of_pairs(rows[0], "strict").right) if len(rows) == 1 else None
+    return resampled_means(cell_of_pairs(rows[0]).right) if len(rows) == 1 else None
 
 
 def planned_tokens(work: Work, run: TrainingRun) -> int:

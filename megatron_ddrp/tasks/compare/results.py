@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import averaged_tasks
 from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES, ONSET, SMALLER_IS_BETTER
-from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms
+from megatron_ddrp.tasks.minimal_pairs.results import resampled_interval
 from megatron_ddrp.tasks.statistics import BySeed, Difference, judge, pair_by_seed, percentile_interval
 
 
@@ -56,15 +58,16 @@ def check_places(runs: Sequence[RunRow]) -> None:
 class Results:
     """Values of the main experiment, or of a side experiment (`check`)."""
 
-    def __init__(self, runs: Sequence[RunRow], check: str = ""):
-        """Take the runs of the check. Runs of its baseline that have their rows elsewhere join it.
+    def __init__(self, runs: Sequence[RunRow], check: str = "", baseline: str = ""):
+        """Take the runs of the check, with `baseline` those that name it or none. Its own runs from elsewhere join it.
 
         They have the same budget, seed and common flags: otherwise the flags, not the model, may make the difference.
         """
-        own = [run for run in runs if run.check == check]
+        own = [run for run in runs if run.check == check and (not baseline or run.baseline in ("", baseline))]
+        self._named = {run.baseline for run in own}
         if check:
-            settings, names = [_setting(run) for run in own], {run.baseline for run in own}
-            others = [run for run in runs if run.check != check and not run.arm.half and run.arm.name in names]
+            settings, taken = [_setting(run) for run in own], {run.run for run in own}
+            others = [run for run in runs if run.run not in taken and not run.arm.half and run.arm.name in self._named]
             own = [*(replace(run, check=check) for run in others if _setting(run) in settings), *own]
         self.check, self.runs = check, own
         tokens: dict[str, int] = {}
@@ -79,9 +82,8 @@ class Results:
     @cached_property
     def baseline(self) -> Arm:
         """Arm that the others are compared with: the rows' baseline if it ran, otherwise the first arm."""
-        names = {run.baseline for run in self.runs}
-        arms = [run.arm for run in self.runs]
-        return next((arm for arm in arms if arm.name in names and not arm.half), arms[0])
+        named = (run.arm for run in self.runs if run.model in self._named and not run.half)
+        return next(named, self.runs[0].arm)
 
     @cached_property
     def arms(self) -> list[Arm]:
@@ -144,8 +146,14 @@ class Results:
         return self.averaged if measure == GLUE else [measure]
 
 
-def _setting(run: RunRow) -> tuple[object, ...]:
-    return run.budget, run.seed, run.common
+_setting = attrgetter("budget", "seed", "common")
+
+
+def checks_of(runs: Sequence[RunRow]) -> list[Results]:
+    """Return the side experiments of some runs. Entries of one check with different baselines stand apart."""
+    found = dict.fromkeys((run.check, run.baseline) for run in runs if run.check)
+    named = {check for check, baseline in found if baseline}
+    return [Results(runs, check, baseline) for check, baseline in found if baseline or check not in named]
 
 
 PAPER = Path(__file__).with_name("paper.yaml")
@@ -213,7 +221,9 @@ def load_claims(file: Path | None = None) -> ClaimFile:
 
 def claims_of(results: Results, file: ClaimFile) -> tuple[list[Claim], list[str]]:
     """Return the claims of a file about arms that ran, measure by measure, and a sentence for each of the others."""
-    arms = {arm.key: arm for arm in results.arms}
+    arms: dict[str, list[Arm]] = {}
+    for arm in results.arms:
+        arms.setdefault(arm.key, []).append(arm)
     encodings = dict.fromkeys(arm.encoding for arm in results.arms)
     claims, others = [], []
     for entry in file.claims:
@@ -224,43 +234,38 @@ def claims_of(results: Results, file: ClaimFile) -> tuple[list[Claim], list[str]
             if absent := [key for key in keys if key not in arms]:
                 others.append(f"{text}: no run of {' or of '.join(absent)}; there is {', '.join(arms)}")
                 continue
-            first, second = (arms[key] for key in keys)
-            if first != second:  # with {encoding}, an arm may meet itself
-                names = entry.measures or [name for name in file.measures if name in results.measures] or file.measures
-                claims += [Claim(text, name, first, second, paper.get("", paper.get(encoding, ""))) for name in names]
+            if keys[0] == keys[1]:  # with {encoding}, an arm may meet itself
+                continue
+            names = entry.measures or [name for name in file.measures if name in results.measures] or file.measures
+            pairs = list(itertools.product(*(arms[key] for key in keys)))  # several if a model has several names
+            for first, second in pairs:
+                one = f"{text} ({first.label} over {second.label})" if len(pairs) > 1 else text
+                claims += [Claim(one, name, first, second, paper.get("", paper.get(encoding, ""))) for name in names]
     others += [f"{c.text}: no value of {c.measure}" for c in claims if c.measure not in results.measures]
     return [claim for measure in results.measures for claim in claims if claim.measure == measure], others
 
 
-def model_claims(results: Results, known: Iterable[Claim]) -> list[Claim]:
+def model_claims(results: Results, known: Iterable[Claim] = ()) -> list[Claim]:
     """Return claims that every arm gains over the baseline, and over masked LM with its encoding, by every score.
 
-    Those of single GLUE tasks, and those about the arms of a claim that is `known`, are left out.
+    In a check they are over the baseline alone. Those of single GLUE tasks, and those about the arms of a claim that is
+    `known`, are left out.
     """
-    pairs = {(claim.measure, claim.first, claim.second) for claim in known}
-    claims = [
+    base, pairs = results.baseline, {(claim.measure, claim.first, claim.second) for claim in known}
+    plain = {arm.encoding: arm for arm in results.arms if arm.key == f"{arm.encoding} mlm"}
+    compared = [
+        (arm, reference)
+        for arm in results.arms
+        for reference in dict.fromkeys((base, base if arm.half or results.check else plain.get(arm.encoding, base)))
+        if arm != reference
+    ]
+    return [
         Claim(f"{arm.label} over {reference.label}", measure, arm, reference)
         for measure in results.measures
         if measure not in INSIDE and measure not in results.averaged
-        for arm, reference in _references(results)
+        for arm, reference in compared
+        if (measure, arm, reference) not in pairs
     ]
-    return [claim for claim in claims if (claim.measure, claim.first, claim.second) not in pairs]
-
-
-def _references(results: Results) -> Iterator[tuple[Arm, Arm]]:
-    """Yield each arm with the arms that it is compared with."""
-    plain = {arm.encoding: arm for arm in results.arms if arm.key == f"{arm.encoding} mlm"}
-    for arm in results.arms:
-        own = plain.get(arm.encoding, results.baseline)
-        for reference in dict.fromkeys((results.baseline, results.baseline if arm.half or results.check else own)):
-            if arm != reference:
-                yield arm, reference
-
-
-def over_baseline(results: Results, measure: str) -> list[Claim]:
-    """Return the claims that all arms gain over the baseline by a measure."""
-    base, arms = results.baseline, [arm for arm in results.arms if arm != results.baseline]
-    return [Claim(f"{arm.label} over {base.label}", measure, arm, base) for arm in arms]
 
 
 def gains(results: Results, claims: Iterable[Claim]) -> list[Gain]:
@@ -271,30 +276,24 @@ def gains(results: Results, claims: Iterable[Claim]) -> list[Gain]:
 
 
 def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
-    arms = (claim.first, claim.second)
-    if claim.measure in SMALLER_IS_BETTER:
-        arms = (claim.second, claim.first)
+    arms = (claim.second, claim.first) if claim.measure in SMALLER_IS_BETTER else (claim.first, claim.second)
     first, second = (results.of(claim.measure, arm, budget) for arm in arms)
     by_seed = pair_by_seed(first, second)
-    return Gain(claim, budget, by_seed, _over_items(results, claim.measure, arms, budget)) if by_seed else None
+    return Gain(claim, budget, by_seed, _over_items(results, claim, arms, budget, by_seed.seeds)) if by_seed else None
 
 
-def _over_items(results: Results, measure: str, arms: tuple[Arm, Arm], budget: str) -> tuple[float, float] | None:
-    """Return the interval of the mean of `first` − `second`, over paradigms for several paradigms of minimal pairs."""
+def _over_items(
+    results: Results, claim: Claim, arms: tuple[Arm, Arm], budget: str, seeds: Sequence[int]
+) -> tuple[float, float] | None:
+    """Return the interval of the mean gain at some seeds, over paradigms for several paradigms of minimal pairs."""
     first, second = (results.at(budget, arm) for arm in arms)
-    common = first.keys() & second.keys()
-    if measure == MINIMAL_PAIRS:
-        both = [(first[seed].paradigms, second[seed].paradigms) for seed in first if seed in common]
-        differences = _paradigm_differences(both)
-        if len(differences) > 1:
-            return over_paradigms(differences)
-    ours, theirs = (results.samples(measure, arm, budget) for arm in arms)
-    if not common or not common <= ours.keys() & theirs.keys():
+    if claim.measure == MINIMAL_PAIRS:
+        both = [(first[seed].paradigms, second[seed].paradigms) for seed in seeds]
+        names = sorted(set.intersection(*(set(run) for pair in both for run in pair)))
+        means = [statistics.fmean(one[name] - other[name] for one, other in both) for name in names]
+        if interval := resampled_interval(np.array(means)):
+            return interval
+    ours, theirs = (results.samples(claim.measure, arm, budget) for arm in arms)
+    if not ours.keys() & theirs.keys() >= set(seeds):
         return None
-    return percentile_interval(np.mean([ours[seed] - theirs[seed] for seed in sorted(common)], axis=0))
-
-
-def _paradigm_differences(both: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> np.ndarray:
-    """Return the mean difference of each paradigm that all of some pairs of runs have, `[paradigms]`."""
-    names = sorted(set.intersection(*(set(first) & set(second) for first, second in both))) if both else []
-    return np.array([statistics.fmean(first[name] - second[name] for first, second in both) for name in names])
+    return percentile_interval(np.mean([ours[seed] - theirs[seed] for seed in seeds], axis=0))

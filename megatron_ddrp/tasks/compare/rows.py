@@ -216,7 +216,8 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     )
     if run.half or not run.unigram_loss or not run.curves.get(TRAINING_LOSS):
         return run  # an arm at half the budget had less time to leave the plateau than the others
-    return replace(run, values={**run.values, ONSET: run.onset or run.tokens})
+    end = run.tokens or run.curves[TRAINING_LOSS][-1][0]  # a row need not tell its tokens
+    return replace(run, values={**run.values, ONSET: run.onset or end})
 
 
 def samples_file(folder: Path, row: Mapping[str, Any]) -> Path:

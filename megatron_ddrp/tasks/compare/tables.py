@@ -144,13 +144,13 @@ def score_table(results: Results, budget: str, is_inside: bool = False) -> Table
     return _table(rows, caption + average)
 
 
-def checks_table(checks: Sequence[Results], gains: Mapping[str, Sequence[Gain]]) -> Table:
-    """Return the table of all side experiments: their scores, and the gains by the loss over the arm of each."""
+def checks_table(checks: Mapping[Results, Sequence[Gain]]) -> Table:
+    """Return the table of all side experiments: their scores, and the gains by the loss over the baseline of each."""
     rows = []
-    for check in checks:
+    for check, gains in checks.items():
         measures = [name for name in check.measures if name not in INSIDE]
         for budget, tokens in check.budgets.items():
-            own = {gain.claim.first: gain for gain in gains[check.check] if gain.budget == budget}
+            own = {gain.claim.first: gain for gain in gains if gain.budget == budget}
             for arm in check.arms_at(budget):
                 row = {"check": check.check, "budget": format_budget(budget, tokens), "model": arm.label}
                 row |= _values(check, measures, arm, budget) | {"gain": "", "95 % over seeds": "", "judgement": ""}
@@ -165,13 +165,17 @@ def checks_table(checks: Sequence[Results], gains: Mapping[str, Sequence[Gain]])
 def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) -> dict[str, str]:
     """Return measure → mean ± standard deviation of an arm, and the distance of minimal pairs from chance.
 
-    Undefined fine-tuning runs, which count as 0, are numbered. Empty if nothing is measured.
+    Undefined fine-tuning runs, which count as 0, are numbered, and so are the seeds if some have no value. Empty if
+    nothing is measured.
     """
     runs = list(results.at(budget, arm).values())
-    cells = {measure: format_spread(measure, results.of(measure, arm, budget)) for measure in measures}
-    for measure, cell in cells.items():
+    cells = {}
+    for measure in measures:
+        values = results.of(measure, arm, budget)
         undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
-        cells[measure] += f" ({undefined} undefined)" * bool(cell and undefined)
+        cells[measure] = format_spread(measure, values)
+        cells[measure] += f" ({undefined} undefined)" * bool(values and undefined)
+        cells[measure] += f" ({len(values)} of {len(runs)} seeds)" * bool(values and len(values) < len(runs))
     if cells.get(ONSET) and (resting := sum(run.onset is None for run in runs if ONSET in run.values)):
         cells[ONSET] = f"≥ {cells[ONSET]} ({resting} never)"
     if not any(cells.values()):

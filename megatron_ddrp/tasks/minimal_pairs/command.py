@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import COUNT, Section, option, refuse
 from megatron_ddrp.tasks.jobs.options import Machine
-from megatron_ddrp.tasks.minimal_pairs.results import TIES
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
 
@@ -68,11 +67,6 @@ class How(Section):
     """score"""
 
     score: str = option("l2r", "; ".join(f"{name}: {text}" for name, text in SCORES.items()), choices=tuple(SCORES))
-    ties: str = option(
-        "strict",
-        "strict: equal scores count as wrong; first: as right, as in programs that take the first of two equal scores",
-        choices=TIES,
-    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import parse_json
+from megatron_ddrp.foreign import parse_json, reading
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 
 SENTENCES = ("sentence_good", "sentence_bad")
@@ -165,21 +165,19 @@ def published_levels(folder: Path, uids: Iterable[str]) -> dict[str, dict[str, f
 
 
 def _models(file: Path) -> dict[str, dict[str, float]]:
-    try:
+    with reading(file, "not BLiMP's summary of models; copy it again, or delete it"):
         rows = [parse_json(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         return {name: {row["UID"]: float(row[key]) for row in rows} for key, name in NAMES.items()}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file}: not BLiMP's summary of models; copy it again, or delete it") from None
 
 
 def _humans(file: Path) -> dict[str, dict[str, float]]:
     if not file.is_file():
         return {}
-    try:
-        with file.open(encoding="utf-8", newline="") as stream:
-            return {"human": {row["Condition"]: float(row["total_mean"]) for row in csv.DictReader(stream)}}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file}: not BLiMP's summary of human judgements; copy it again, or delete it") from None
+    with (
+        reading(file, "not BLiMP's summary of human judgements; copy it again, or delete it"),
+        file.open(encoding="utf-8", newline="") as stream,
+    ):
+        return {"human": {row["Condition"]: float(row["total_mean"]) for row in csv.DictReader(stream)}}
 
 
 def phenomenon(uid: str) -> str | None:

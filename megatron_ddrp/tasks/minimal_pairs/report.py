@@ -5,6 +5,7 @@ Figure heatmap.png: accuracies of encoders, piece counts and published models on
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Mapping
@@ -18,13 +19,13 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table, percent
-from megatron_ddrp.pages.plotting import pyplot, save_figure, short_names
+from megatron_ddrp.pages.plotting import draw_cells, pyplot, save_figure, short_names
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
+from megatron_ddrp.tasks.measures import MINIMAL_PAIRS, format_value
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
 from megatron_ddrp.tasks.minimal_pairs.results import (
-    Interval,
     PairDifference,
     PairJob,
     PairStore,
@@ -48,7 +49,6 @@ class Report:
     results: list[Result]
     published: Levels
     score: str
-    ties: str
 
     @property
     def differences(self) -> list[PairDifference]:
@@ -82,15 +82,14 @@ def report_of(
     jobs: list[PairJob],
     store: PairStore,
     published: Levels,
-    ties: str,
 ) -> Report:
     """Return the report on finished jobs; `subjects` maps (fingerprint, seed) to the name of an encoder."""
     rows = {PairJob.of_row(row).name: row for row in store}
     cells: dict[tuple[str, int | None], dict[str, ParadigmScore]] = {key: {} for key in subjects}
     for job in jobs:
-        cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name], ties)
+        cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name])
     results = [Result(name, cells[key]) for key, name in subjects.items()]
-    return Report(paradigms, results, published, jobs[0].score, ties)
+    return Report(paradigms, results, published, jobs[0].score)
 
 
 def write_report(report: Report, folder: Path) -> str:
@@ -105,9 +104,8 @@ def write_report(report: Report, folder: Path) -> str:
     shown = text.split("\n## By paradigm")[0].strip()
     if find_spec("matplotlib") is None:
         return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/ and results.json; the heat map needs matplotlib"
-    own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     fields = {uid: report.paradigms[uid].field for uid in report.in_order()}
-    draw_heat_map({**own, **report.piece_counts(), **report.published}, len(own), fields, folder / "heatmap.png")
+    draw_heat_map(_levels(report), len(report.results), fields, folder / "heatmap.png")
     curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
     figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
     return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/, results.json{figures}"
@@ -129,7 +127,6 @@ def summary(report: Report, differences: list[PairDifference]) -> dict[str, Any]
     """Return the content of results.json: the numbers of the tables as fractions."""
     return {
         "score": report.score,
-        "ties": report.ties,
         "encoders": [_encoder(report, result) for result in report.results],
         "differences": [asdict(pair) for pair in differences],
         "published": report.published,
@@ -175,7 +172,6 @@ def page(report: Report, tables: dict[str, Table]) -> str:
         "minimal_pairs.md.jinja",
         score=report.score,
         meaning=SCORES[report.score],
-        ties=report.ties,
         pairs=sum(map(len, report.paradigms.values())),
         num_paradigms=len(report.paradigms),
         **tables,
@@ -200,11 +196,12 @@ def _scores(report: Report) -> Table:
 
 
 def _differences(differences: list[PairDifference]) -> Table:
-    header = ["encoder", "minus", "difference", "95 % interval"]
-    return Table(
-        header,
-        [[pair.first, pair.second, f"{100 * pair.difference:+.2f}", _interval(pair.interval)] for pair in differences],
-    )
+    shown = functools.partial(format_value, MINIMAL_PAIRS, sign="+")
+    rows = [
+        [pair.first, pair.second, shown(pair.difference), " to ".join(map(shown, pair.interval or ()))]
+        for pair in differences
+    ]
+    return Table(["encoder", "minus", "difference", "95 % interval"], rows)
 
 
 def _by_group(report: Report, key: str) -> Table:
@@ -233,13 +230,6 @@ def _levels(report: Report) -> Levels:
     return {**own, **report.piece_counts(), **{f"{name} (published)": v for name, v in report.published.items()}}
 
 
-def _interval(interval: Interval | None) -> str:
-    if interval is None:
-        return ""
-    low, high = interval
-    return f"{100 * low:+.2f} to {100 * high:+.2f}"
-
-
 MOST_WITH_NUMBERS = 24
 """Largest number of columns at which the cells show their numbers."""
 ROW, COLUMN = 0.19, 0.42
@@ -261,11 +251,7 @@ def draw_heat_map(
     labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
     size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + max(1.6, ROW * len(uids)) + 0.8)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    image = axes.imshow(accuracies, cmap="RdBu", vmin=0, vmax=100, aspect="auto")
-    if len(names) <= MOST_WITH_NUMBERS:
-        for (row, column), accuracy in np.ndenumerate(accuracies):
-            colour = "white" if abs(accuracy - 50) > 35 else "black"
-            axes.text(column, row, f"{accuracy:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
+    image = draw_cells(axes, accuracies, 50, 6.5 if len(names) <= MOST_WITH_NUMBERS else None)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
     axes.set_yticks(range(len(uids)), uids, fontsize=7)
     axes.xaxis.tick_top()

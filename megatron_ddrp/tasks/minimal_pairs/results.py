@@ -4,9 +4,9 @@ The store has one line per encoder and paradigm. Everything that affects the sco
 identifies a line. So a restarted command scores nothing twice, and new weights under an old name are never mistaken for
 the old ones. Ties are counted later.
 
-A pair is right if the good sentence scores higher by more than `TIE`. A tie is wrong, as BLiMP defines it. A program
-that takes the first of two equal scores, with the good sentence first, counts it as right (`ties="first"`) and gives a
-model without any preference 100 %. A pair with a score that is no number is wrong.
+A pair is right if the good sentence scores higher by more than `TIE`. A tie is wrong, as BLiMP defines it: a program
+that takes the first of two equal scores, with the good sentence first, gives a model without any preference 100 %. A
+pair with a score that is no number is wrong.
 
 There are two standard errors: for other pairs of the same paradigms, and for other paradigms. The interval of a
 difference resamples whole paradigms, whose means already contain the spread of their pairs; only for a single paradigm
@@ -31,13 +31,14 @@ import numpy as np
 from megatron_ddrp.tasks.jobs.store import Store, digest
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED, percentile_interval
 
-TIES = ("strict", "first")
 TIE = 2e-5
 """Largest difference of a tie, in nats. Rounding makes equal scores differ for two orders of the same pieces: a model
 without positions (2 layers x 128, scores of about -100) gave 2,427 permuted pairs differences of up to 1e-5."""
 DRAWS = 10_000
-"""Number of bootstrap draws."""
+"""Number of bootstrap draws of an interval of the command."""
 _SEED = 0
+_BLOCK = 2**20
+"""Number of values that are drawn at once."""
 
 
 SCORES_FILE = "scores.jsonl"
@@ -118,17 +119,15 @@ def standard_error(accuracies: Sequence[float], pairs: Sequence[int]) -> float |
     return math.sqrt(math.fsum(variances)) / len(accuracies)
 
 
-def cell(row: Mapping[str, Any], ties: str) -> ParadigmScore:
-    """Return the result in a line of scores.jsonl; `ties` is one of `TIES`."""
+def cell(row: Mapping[str, Any]) -> ParadigmScore:
+    """Return the result in a line of scores.jsonl."""
     good, bad = (np.array([np.nan if v is None else v for v in row[key]]) for key in ("good", "bad"))
     difference = good - bad
     tied = np.abs(difference) <= TIE  # False if a score is nan
-    right = (difference > TIE) | (tied if ties == "first" else False)
     counts = np.array(row["pieces_good"]) - np.array(row["pieces_bad"])
-    identical = row["identical"]
-    even = (int((counts == 0).sum()) - identical) / 2 + (identical if ties == "first" else 0)
+    even = (int((counts == 0).sum()) - row["identical"]) / 2
     piece_counts = (int((counts < 0).sum()) + even) / len(counts)
-    return ParadigmScore(right, int(tied.sum()), int(np.isnan(difference).sum()), piece_counts)
+    return ParadigmScore(difference > TIE, int(tied.sum()), int(np.isnan(difference).sum()), piece_counts)
 
 
 @dataclass(frozen=True)
@@ -200,51 +199,35 @@ def difference(first: Result, second: Result) -> PairDifference:
     """Return the paired difference of two encoders; its interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
-    of_pairs = over_pairs(gains[0]) if len(gains) == 1 else None
-    return PairDifference(first.name, second.name, float(means.mean()), of_pairs, over_paradigms(means))
+    of_pairs = resampled_interval(gains[0]) if len(gains) == 1 else None
+    return PairDifference(first.name, second.name, float(means.mean()), of_pairs, resampled_interval(means))
 
 
-def over_paradigms(means: np.ndarray) -> Interval | None:
-    """Return the 95 % interval of a macro difference from resampling paradigms; None for fewer than two.
+def resampled_interval(values: np.ndarray) -> Interval | None:
+    """Return the 95 % interval, within −1 and 1, of the mean of n differences from resampling them; None for n < 2.
 
-    `means` has the mean difference of each paradigm, `[paradigms]`.
+    `values` has the difference of each paradigm, or of each pair of one paradigm, `[n]`.
     """
-    if len(means) < 2:
+    means = resampled_means(values, DRAWS, _SEED)
+    if means is None:
         return None
-    drawn = np.random.default_rng(_SEED).integers(len(means), size=(DRAWS, len(means)))
-    return _interval(means[drawn].mean(1), float(means.mean()), len(means))
-
-
-def over_pairs(gain: np.ndarray) -> Interval | None:
-    """Return the 95 % interval of the difference on one paradigm from resampling its pairs; None for fewer than two.
-
-    `gain` has the difference on each pair, `[pairs]`. The counts of equal ones among n pairs drawn with replacement are
-    multinomial.
-    """
-    if len(gain) < 2:
-        return None
-    values, counts = np.unique(gain, return_counts=True)
-    drawn = np.random.default_rng(_SEED).multinomial(len(gain), counts / len(gain), size=DRAWS)  # [draws, values]
-    return _interval(drawn @ values / len(gain), float(gain.mean()), len(gain))
-
-
-def resampled_accuracy(right: np.ndarray) -> np.ndarray | None:
-    """Return the accuracy on each bootstrap sample of a paradigm's pairs, `[samples]`; None for fewer than two pairs.
-
-    `right` is bool `[pairs]`. All encoders get the same samples.
-    """
-    if len(right) < 2:
-        return None
-    drawn = np.random.default_rng(BOOTSTRAP_SEED).integers(len(right), size=(BOOTSTRAP_SAMPLES, len(right)))
-    return _widened(right.astype(float)[drawn].mean(axis=1), float(right.mean()), len(right))
-
-
-def _interval(draws: np.ndarray, mean: float, count: int) -> Interval:
-    """Return the 2.5 % and 97.5 % quantiles of draws of the mean of `count` differences, within −1 and 1."""
-    low, high = np.clip(percentile_interval(_widened(draws, mean, count)), -1, 1).tolist()
+    low, high = np.clip(percentile_interval(means), -1, 1).tolist()
     return low, high
 
 
-def _widened(draws: np.ndarray, mean: float, count: int) -> np.ndarray:
-    """Return draws of the mean of n values with their deviations multiplied by √(n/(n − 1))."""
-    return mean + math.sqrt(count / (count - 1)) * (draws - mean)
+def resampled_means(
+    values: np.ndarray, draws: int = BOOTSTRAP_SAMPLES, seed: int = BOOTSTRAP_SEED
+) -> np.ndarray | None:
+    """Return the mean of n values on bootstrap samples, `[draws]`, its deviations times √(n/(n − 1)); None for n < 2.
+
+    `values` are `[n]`, such as True for each pair of a paradigm that is right. Models with the same n have the same
+    samples, so that their differences are paired.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    generator, rows = np.random.default_rng(seed), max(1, _BLOCK // count)
+    sizes = (min(rows, draws - first) for first in range(0, draws, rows))
+    means = np.concatenate([values[generator.integers(count, size=(size, count))].mean(axis=1) for size in sizes])
+    mean = float(values.mean())
+    return mean + math.sqrt(count / (count - 1)) * (means - mean)

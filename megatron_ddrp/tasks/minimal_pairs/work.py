@@ -130,7 +130,7 @@ def run_here(options: argparse.Namespace) -> None:
         print(left_to_others(left, options.output_dir))
         return
     names = {key: subject.name for key, subject in plan.subjects.items()}
-    report = report_of(names, plan.paradigms, plan.jobs, store, published, options.ties)
+    report = report_of(names, plan.paradigms, plan.jobs, store, published)
     with one_at_a_time(options.output_dir, "report"):
         print(write_report(report, options.output_dir), flush=True)
     if undefined := [f"{result.name} ({result.undefined:,})" for result in report.results if result.undefined]:

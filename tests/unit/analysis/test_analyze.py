@@ -13,7 +13,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.masked_places import count_pieces
 from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.analysis.sentences import Sentences
-from megatron_ddrp.analysis.session import View
+from megatron_ddrp.analysis.session import Output, View
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.dataset import indexed_dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -207,6 +207,14 @@ def test_other_outputs_and_folders_are_refused(run_folder, analyze_main, tmp_pat
         analyze_main("triangle", run_folder, tmp_path / "x.svg")
     with pytest.raises(UserError, match="neither checkpoints nor a Hugging Face folder"):
         analyze_main("triangle", tmp_path, tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path, value):
+    """JSON has no such numbers: `compare` could not read the file, and one run that diverged would stop it."""
+    with pytest.raises(UserError, match=r"x\.json: not written, some numbers are not finite: use a checkpoint that"):
+        Output(tmp_path / "x.json").write({"models": [{"share": value}]}, lambda path: None)
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_help_needs_no_torch():

@@ -21,7 +21,7 @@ from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.measures import GLUE, LOSS, MINIMAL_PAIRS
-from megatron_ddrp.tasks.minimal_pairs.results import over_paradigms
+from megatron_ddrp.tasks.minimal_pairs.results import resampled_interval
 from megatron_ddrp.tasks.statistics import student_interval
 from tests.unit.compare.conftest import experiment_of, finish_run, measures_of, read_plan, record, write_page
 
@@ -142,7 +142,7 @@ def test_the_interval_over_paradigms_is_that_of_minimal_pairs(work):
     means = [
         np.mean([b[p]["accuracy"] - a[p]["accuracy"] for a, b in zip(mlm, mth, strict=True)]) for p in sorted(PAIRS)
     ]
-    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(over_paradigms(np.array(means)))
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(resampled_interval(np.array(means)))
 
 
 def test_missing_predictions_leave_the_interval_over_items_out(work):

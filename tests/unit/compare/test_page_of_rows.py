@@ -14,7 +14,7 @@ from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.page import NAMES, Page
 from megatron_ddrp.tasks.compare.rows import read_rows
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
-from tests.unit.compare.made_rows import LOSS, RUNGS, full_rows, gain_rows, make_row, results_of
+from tests.unit.compare.made_rows import LOSS, RUNGS, full_rows, gain_rows, make_row
 
 MTH = "MTH is better than MLM with BERT"
 
@@ -92,21 +92,6 @@ def test_models_over_the_baseline_leave_out_what_a_claim_says(page_of):
     found = page_of(gain_rows({"rope": (0.05,), "rope+mth": (0.05,), "absolute+mth": (0.01,)})).gains
     assert [gain.claim.text for gain in found["models"]] == ["rope over absolute", "rope+mth over absolute"]
     assert [gain.claim.text for gain in found["claims"]] == [MTH, "MTH is better than MLM with rope"]
-
-
-def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last():
-    """The rows have the half arm first, and other objectives before MTH; the tables do not."""
-    models = ("rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute")
-    rows = [
-        make_row("absolute+mth", 1, 1000, {LOSS: 6.0}, half=True),
-        make_row("rope", 1, 1000, {LOSS: 6.0}, half=True),
-    ]
-    results = results_of([*rows, *(make_row(model, 1, 1000, {LOSS: 6.0}) for model in models)])
-    assert [arm.label for arm in results.arms] == [
-        "absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast",
-        "rope, half the budget", "absolute+mth, half the budget",
-    ]  # fmt: skip
-    assert results.baseline.label == "absolute"
 
 
 CLAIMS = """
@@ -270,3 +255,45 @@ def test_rows_of_checks_alone_give_a_page_of_checks(page_of, tmp_path):
     text = (tmp_path / "out" / "page.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", text, re.M) == ["Checks"]
     assert json.loads((tmp_path / "out" / "results.json").read_text())["gains"][0]["check"] == "learning rate"
+
+
+def test_entries_of_a_check_with_different_baselines_are_each_judged_by_their_own(page_of):
+    """The second entry also has the first one's baseline, and a row from before rows named theirs."""
+    rows = []
+    for seed in (1, 2, 3):
+        small = {"check": "recipe", "baseline": "ddrp"}
+        large = {"check": "recipe", "baseline": "bert-r"}
+        rows += [make_row(name, seed, RUNGS[0], {LOSS: loss + seed / 100}, **small)
+                 for name, loss in (("rope", 5.0 + seed / 1000), ("ddrp", 6.0))]  # fmt: skip
+        rows += [make_row(name, seed, RUNGS[1], {LOSS: loss + seed / 100}, **large)
+                 for name, loss in (("rope", 4.0), ("ddrp", 3.0 + seed / 1000), ("bert-r", 5.0))]  # fmt: skip
+    page = page_of(rows)
+    gains = [gain for own in page.checks.values() for gain in own]
+    found = {(gain.budget[:2], gain.claim.text): round(gain.seeds.mean, 2) for gain in gains}
+    assert found == {("4,", "rope over ddrp"): 1.0, ("16", "rope over bert-r"): 1.0, ("16", "ddrp over bert-r"): 2.0}
+    assert "+0.9980 over ddrp" in page.blocks["checks"] and "+1.9980 over bert-r" in page.blocks["checks"]
+    rows[0].pop("baseline")
+    assert [check.baseline.name for check in page_of(rows).checks] == ["ddrp", "bert-r"]
+
+
+def test_a_main_experiment_with_two_baselines_says_so(page_of):
+    rows = gain_rows({"rope": (0.05,), "ddrp": (0.01,)})
+    assert "name the baselines" not in text_of(page_of(rows))
+    rows = [row | {"baseline": "rope"} if row["model"] == "ddrp" else row for row in rows]
+    assert "- Rows name the baselines absolute, rope: the one whose run comes first counts." in text_of(page_of(rows))
+
+
+def test_a_claim_about_a_model_with_two_names_is_judged_under_each(page_of):
+    """The rows of two plans, whose common flags differ."""
+    rows = gain_rows({"absolute+mth": (0.05,)})
+    rows += [row | {"model": f"{row['model']}, small", "run": f"{row['run']}, small"} for row in rows]
+    texts = [gain.claim.text for gain in page_of(rows).gains["claims"]]
+    names = ("absolute+mth", "absolute+mth, small")
+    assert texts == [f"{MTH} ({one} over {other})" for one in names for other in ("absolute", "absolute, small")]
+
+
+def test_a_measure_that_some_seeds_lack_says_how_many_have_it(page_of):
+    rows = gain_rows({"rope": (0.05,)}, noise=0.0)
+    rows[1] |= {"values": {LOSS: None}}
+    line = next(line for line in page_of(rows).blocks["scores"].splitlines() if line.startswith("| rope"))
+    assert line == "| rope | 6.0500 ± 0.0500 (3 of 4 seeds) | 4 |"

@@ -74,3 +74,14 @@ def test_the_error_of_a_mean_over_seeds_is_an_upper_bound():
     assert slow_error(together) < error
     mean = sum(row["values"]["minimal pairs"] for row in rows) / 2
     assert above_chance(results_of(rows).runs) == pytest.approx((mean - 0.5) / error)
+
+
+def test_a_seed_without_minimal_pairs_leaves_the_interval_of_the_others():
+    """It may have diverged, or be scored later."""
+    shares = {"absolute": [0.25, 0.5, 0.25], "ddrp": [0.5, 0.25, 1.0]}
+    rows = [pairs_row(model, seed, found) for seed in (1, 2) for model, found in shares.items()]
+    more = [make_row(model, 3, RUNGS[0], {"minimal pairs": None}) for model in shares]
+    results, less = results_of(rows + more), results_of(rows)
+    (gain,) = gains(results, [Claim("", "minimal pairs", *results.arms[::-1])])
+    (expected,) = gains(less, [Claim("", "minimal pairs", *less.arms[::-1])])
+    assert gain == expected and gain.items is not None

@@ -12,6 +12,7 @@ from megatron_ddrp.tasks.compare.page import missing_samples
 from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.results import Results, check_places
 from megatron_ddrp.tasks.compare.rows import as_run, read_rows, samples_file, write_samples
+from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
 
@@ -116,12 +117,29 @@ def test_the_same_name_may_mean_another_model_in_a_check(write_rows):
     check_places(read_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))
 
 
-def test_arms_stand_in_the_order_of_the_page():
-    names = ["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"]
-    rows = [row(name) for name in names] + [row("absolute+mth", half=True)]
-    order = ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast", "absolute+mth, half the budget"]
-    assert [arm.label for arm in results_of(rows).arms] == order
-    assert results_of(rows).baseline.name == "absolute"
+@pytest.mark.parametrize(
+    ("names", "halves", "order"),
+    [
+        (
+            ["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"],
+            ["absolute+mth"],
+            ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast"],
+        ),
+        (
+            ["rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute"],
+            ["rope", "absolute+mth"],
+            ["absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast"],
+        ),
+    ],
+)
+def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last(names, halves, order):
+    """The rows have the half arms first, and other objectives before MTH; the tables do not."""
+    results = results_of([row(name, half=True) for name in reversed(halves)] + [row(name) for name in names])
+    assert [arm.label for arm in results.arms] == order + [f"{name}, half the budget" for name in halves]
+    assert results.baseline.label == "absolute"
+
+
+def test_without_the_named_baseline_the_first_model_is_it():
     assert results_of([row("ddrp"), row("rope")]).baseline.name == "ddrp"
 
 
@@ -162,3 +180,9 @@ def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_ch
     for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
         found = Results(runs, name).runs
         assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
+
+
+def test_a_run_that_never_left_the_plateau_counts_with_all_its_tokens_also_if_its_row_does_not_tell_them():
+    curve = {TRAINING_LOSS: [[1e6, 7.0], [4e6, 7.0]]}
+    told, untold = (as_run(row(curves=curve, unigram_loss=7.0) | {"tokens": tokens}) for tokens in (4_194_304, None))
+    assert (told.values[ONSET], untold.values[ONSET], told.onset) == (4_194_304, 4e6, None)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.minimal_pairs import report as pair_report
+from megatron_ddrp.tasks.minimal_pairs import results as pair_results
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
-from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, cell, difference
+from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, cell, difference, resampled_means
 
 
 def row(good, bad, pieces=((5, 5), (5, 5), (4, 5), (6, 5)), identical=1):
@@ -34,23 +35,19 @@ def encoder(name, *accuracies, pairs=100):
 
 
 def test_ties_and_what_is_no_number_are_never_right():
-    found = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 - 1e-5, -5.0, None]), "strict")
-    assert found.right.tolist() == [True, False, False, False]
-    assert (found.ties, found.undefined, found.accuracy) == (1, 2, 0.25)
-    first = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 + 1e-5, -5.0, None]), "first")
-    assert first.right.tolist() == [True, True, False, False]
-    assert (first.ties, first.undefined) == (1, 2)
+    for rounding in (-1e-5, 1e-5):
+        found = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 + rounding, -5.0, None]))
+        assert found.right.tolist() == [True, False, False, False]
+        assert (found.ties, found.undefined, found.accuracy) == (1, 2, 0.25)
 
 
 def test_a_difference_beyond_rounding_decides():
-    assert cell(row([-2.0, -2.0], [-2.0 - 4e-5, -2.0 + 4e-5]), "strict").right.tolist() == [True, False]
+    assert cell(row([-2.0, -2.0], [-2.0 - 4e-5, -2.0 + 4e-5])).right.tolist() == [True, False]
 
 
 def test_piece_counts_alone_prefer_the_shorter_sentence():
     """Shorter 1 of 4, equally long 2 of which one has identical pieces: ½, and a tie."""
-    scores = row([0.0] * 4, [0.0] * 4)
-    assert cell(scores, "strict").piece_counts == (1 + 0.5) / 4
-    assert cell(scores, "first").piece_counts == (1 + 0.5 + 1) / 4
+    assert cell(row([0.0] * 4, [0.0] * 4)).piece_counts == (1 + 0.5) / 4
 
 
 def test_standard_errors_are_those_of_a_mean():
@@ -118,6 +115,13 @@ def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
     assert difference(one, other).over_paradigms is not None
 
 
+def test_many_pairs_are_drawn_in_blocks_and_every_sample_is_the_same(monkeypatch):
+    values = np.arange(100) < 30
+    whole = resampled_means(values)
+    monkeypatch.setattr(pair_results, "_BLOCK", 700)
+    assert resampled_means(values).tolist() == whole.tolist() and len(whole) == 2000
+
+
 def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     kept = []
@@ -132,7 +136,7 @@ def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, mon
 
 def test_the_table_has_each_standard_error_in_its_column():
     paradigms = {uid: Paradigm(uid, Path("pairs.jsonl")) for uid in ("p0", "p1")}
-    report = pair_report.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r", "strict")
+    report = pair_report.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r")
     table = pair_report.all_tables(report, [])["scores"]
     assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
     of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
