@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 from measure import benchmark_parser
-from megatron_ddrp.tasks.glue.metrics import pearson
 
+from megatron_ddrp.tasks.finetune.metrics import PEARSON
 from megatron_ddrp.tasks.glue.suite import Example, read_task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
@@ -80,7 +80,7 @@ def train_and_score(options: Namespace, seed: int) -> float | None:
         trainer.train()
         predicted: Any = trainer.predict(dev).predictions  # type: ignore[arg-type]  # [rows, 1]
     labels = np.array([example.label for example in data.dev["dev"]])
-    return pearson(labels, predicted[:, 0])
+    return PEARSON.value(labels, predicted[:, 0])
 
 
 def main() -> None:

@@ -117,5 +117,5 @@ def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:
         cell = Cell(task, points[point])
         return len(cell.rows), cell.median, -cell.undefined
 
-    point = max(sorted(points, key=lambda run: (run.point, run.name)), key=rank)
+    point = max(sorted(points, key=lambda run: (run.batch_size, run.lr, run.epochs, run.name)), key=rank)
     return Cell(task, sorted(points[point], key=lambda row: row["seed"]))

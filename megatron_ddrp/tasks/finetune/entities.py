@@ -93,7 +93,7 @@ def prefix_groups(sentences: Iterable[Sequence[str]]) -> list[str]:
 def _groups(tags: Sequence[str]) -> Iterator[tuple[str, int, str]]:
     """Yield type, first word and prefixes of each group."""
     begin = 0
-    for kind, group in groupby(tags, entity_type):
+    for kind, group in groupby(tags, lambda tag: tag[2:]):
         prefixes = "".join(tag[0] for tag in group)
         if kind:
             yield kind, begin, prefixes
@@ -136,11 +136,6 @@ def _prefixes(tags: Iterable[str]) -> set[str]:
 
 def _dashed(prefixes: Iterable[str]) -> str:
     return " ".join(f"{prefix}-" for prefix in prefixes)
-
-
-def entity_type(tag: str) -> str:
-    """Return the type in a tag: PER of B-PER, nothing of O."""
-    return tag[2:]
 
 
 def _entity_terms(gold: Any, predicted: Any, strict: bool) -> Terms:

@@ -12,7 +12,8 @@ SQuAD's JSON is nested (Rajpurkar et al., arXiv:1606.05250; version 2 arXiv:1806
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron_ddrp.errors import UserError
@@ -33,47 +34,62 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     number of columns differs from the first line's.
     """
     width = 0
-    sentence: list[list[str]] = []
-    begin = 1
-    for number, line in enumerate(lines, 1):
+
+    def cells_of(number: int, line: str) -> list[str]:
+        nonlocal width
         cells = _cells(line)
         if not cells or cells[0] == DOCUMENT_START:
-            yield from _sentence_row(begin, sentence)
-            sentence = []
-            continue
+            return []
         width = width or len(cells)
         if len(cells) != width:
             raise UserError(
                 f"{path}, line {number}: {len(cells)} columns, expected {width} as in the lines before: "
                 "a token first, its tag last, and a blank line after each sentence"
             )
-        begin = begin if sentence else number
-        sentence.append([cells[0], cells[-1]] if width > 1 else cells)
-    yield from _sentence_row(begin, sentence)
+        return [cells[0], cells[-1]] if width > 1 else cells
+
+    return _sentences(lines, cells_of)
 
 
 def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the sentences of a CoNLL-U file in the form of `read_conll`; skip comments, word ranges and empty nodes."""
-    sentence: list[list[str]] = []
-    begin = 1
-    for number, line in enumerate(lines, 1):
+
+    def cells_of(number: int, line: str) -> list[str] | None:
         line = line.rstrip("\r")
-        if not line.strip():
-            yield from _sentence_row(begin, sentence)
-            sentence = []
-            continue
         if line.startswith("#"):
-            continue
+            return None
+        if not line.strip():
+            return []
         cells = line.split("\t")
         if len(cells) != CONLLU_COLUMNS:
             raise UserError(
                 f"{path}, line {number}: {len(cells)} columns, expected the {CONLLU_COLUMNS} of CoNLL-U with tabs "
                 "between them; a file of two columns must be named .conll"
             )
-        if cells[0].isdecimal():
+        return [cells[1], cells[3]] if cells[0].isdecimal() else None
+
+    return _sentences(lines, cells_of)
+
+
+def _sentences(
+    lines: Iterable[str], cells_of: Callable[[int, str], list[str] | None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sentences of some lines.
+
+    `cells_of` returns token and tag of a line, from its number and text; nothing at the end of a sentence, None for a
+    line to skip.
+    """
+    begin = 1
+    sentence: list[list[str]] = []
+    for number, line in enumerate(chain(lines, [""]), 1):
+        cells = cells_of(number, line)
+        if cells:
             begin = begin if sentence else number
-            sentence.append([cells[1], cells[3]])
-    yield from _sentence_row(begin, sentence)
+            sentence.append(cells)
+        elif cells is not None and sentence:
+            columns = map(list, zip(*sentence, strict=True))
+            yield f"line {begin}", dict(zip(("tokens", "tags"), columns, strict=False))
+            sentence = []
 
 
 def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
@@ -88,14 +104,6 @@ def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
 def _cells(line: str) -> list[str]:
     line = line.strip(" \t\r")
     return (line.split("\t") if "\t" in line else _BLANKS.split(line)) if line else []
-
-
-def _sentence_row(begin: int, sentence: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    if sentence:
-        cells = {"tokens": [columns[0] for columns in sentence]}
-        if len(sentence[0]) > 1:
-            cells["tags"] = [columns[1] for columns in sentence]
-        yield f"line {begin}", cells
 
 
 def is_squad(value: Any) -> bool:
@@ -121,7 +129,8 @@ def read_squad(path: str, value: dict[str, Any]) -> Iterator[tuple[str, dict[str
                         cells["answers"] = flat_answers(asked["answers"])
                     yield place, cells
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path}, at or after {place}: {_reason(error)}; {_SQUAD}") from None
+        reason = f"no key {error}" if isinstance(error, KeyError) else "another layout"
+        raise UserError(f"{path}, at or after {place}: {reason}; {_SQUAD}") from None
 
 
 def flat_answers(answers: Any) -> dict[str, list[Any]]:
@@ -132,7 +141,3 @@ def flat_answers(answers: Any) -> dict[str, list[Any]]:
     if isinstance(answers, dict):
         return {"text": list(answers["text"]), "answer_start": list(answers["answer_start"])}
     return {key: [answer[key] for answer in answers] for key in ("text", "answer_start")}
-
-
-def _reason(error: KeyError | TypeError) -> str:
-    return f"no key {error}" if isinstance(error, KeyError) else "another layout"

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_ddrp.config.reading import Place, load_values, read_section
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
+from megatron_ddrp.tasks.finetune.runs import GRIDS, Point
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.jobs.options import Machine
 
@@ -78,7 +79,8 @@ class Search(Section):
     @property
     def points(self) -> tuple[Point, ...]:
         """Points of the grid."""
-        return grid(**{name: dict.fromkeys(getattr(self, name) or own) for name, own in GRIDS[self.grid].items()})
+        values = (getattr(self, name) or own for name, own in GRIDS[self.grid].items())
+        return tuple(starmap(Point, product(*values)))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -48,7 +49,11 @@ class JsonLinesFile(RowFile):
     """Writer of one JSON object per row."""
 
     def text(self, cells: dict[str, Any], prediction: Any) -> str:
-        return _text(cells | {PREDICTION: prediction}) + "\n"
+        told = {name: None if _is_missing(value) else value for name, value in cells.items()} | {PREDICTION: prediction}
+        try:
+            return json.dumps(told, ensure_ascii=False, default=str, allow_nan=False) + "\n"
+        except ValueError:
+            raise ValueError("a number of a cell is nan or infinite, which JSON cannot hold; write .csv") from None
 
 
 class TableFile(RowFile):
@@ -67,9 +72,10 @@ class TableFile(RowFile):
         return first + self._line([self._cell(column, told.get(column, "")) for column in self.header])
 
     def _cell(self, column: str, value: Any) -> str:
-        """Return a cell as text; the kind of the task writes labels and predictions."""
-        is_label = column in (PREDICTION, self.columns.label)
-        return self.cell_text(value, self.ending) if is_label else _text(value)
+        """Return a cell as text, empty without a value; the kind of the task writes labels and predictions."""
+        if column == PREDICTION or (column == self.columns.label and not _is_missing(value)):
+            return self.cell_text(value, self.ending)
+        return "" if _is_missing(value) else _text(value)
 
     def _line(self, cells: list[str]) -> str:
         if self.ending == ".tsv":
@@ -111,6 +117,11 @@ class SquadFile(RowFile):
 
 OUTPUT_FILES: dict[str, type[RowFile]] = {".jsonl": JsonLinesFile, ".csv": TableFile, ".tsv": TableFile}
 """Ending → writer, for every kind of task."""
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a cell has no value: null, or the nan of a Parquet file."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _text(value: Any) -> str:

@@ -57,7 +57,7 @@ class FineTuned(NamedTuple):
     def encode(self, texts: list[tuple[str, ...]]) -> Encoded:
         """Return the rows of some texts."""
         kind = KINDS[self.task.kind]
-        examples = [Example(text, kind.unlabelled(self.task, text)) for text in texts]
+        examples = [Example(text, kind.unlabelled(self.task)) for text in texts]
         return kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
 
     @torch.inference_mode()
@@ -96,6 +96,10 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
         there = f"expected one of {', '.join(map(str, found))}" if found else "expected a folder OUT/models/TASK-…"
         raise UserError(f"--load {folder}: {got}; {there}")
     trained = Columns(*facts["columns"])
+    if texts[1] and trained.pair is None:
+        raise UserError(
+            f"--text-pair-column {texts[1]}: {folder} was trained on single texts; leave the flag out", WRONG_ARGUMENTS
+        )
     columns = Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label)
     columns.check_distinct()
     task = Task.of(facts["task"])
@@ -104,8 +108,7 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
         raise UserError(
             f"--load {folder}: it lacks the weight {min(weights.missing)}; fine-tune again, or copy it again"
         )
-    labels = len(KINDS[task.kind].hub_labels(task).names) or 2  # of an answer: its first and last piece
-    if model.config.num_labels != labels or facts["max_seq_length"] > longest:
+    if model.config.num_labels != KINDS[task.kind].num_outputs(task) or facts["max_seq_length"] > longest:
         raise UserError(
             f"--load {folder}: its config.json has other labels or fewer positions than its task; fine-tune again, or "
             "copy it again"

@@ -19,7 +19,6 @@ from megatron_ddrp.data.sealed import content_sum
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.contract import Line
 from megatron_ddrp.tasks.finetune.metrics import MOST_RESAMPLED
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.suite import Suite
@@ -39,9 +38,10 @@ def predictions_file(folder: Path, run: Run) -> Path:
 
 def write_predictions(path: Path, task: Task, scored: Scored) -> str:
     """Write a run's predictions; return the file's CRC-32 as eight hexadecimal digits."""
-    lines = [HEADER]
-    for file, (answers, predictions) in scored.items():
-        lines += ["\t".join((file, *line)) for line in KINDS[task.kind].lines(task, answers, predictions)]
+    kind, lines = KINDS[task.kind], [HEADER]
+    for file, sides in scored.items():
+        texts = (map(kind.text_of, kind.as_values(task, side)) for side in sides)
+        lines += [f"{file}\t{row}\t{told}\t{label}" for row, (label, told) in enumerate(zip(*texts, strict=True))]
     content = ("\n".join(lines) + "\n").encode()
     write_bytes(path, content)
     return content_sum(content)
@@ -52,18 +52,16 @@ def read_predictions(content: bytes, task: Task) -> Scored:
     header, *lines = content.decode().removesuffix("\n").split("\n")
     if header != HEADER:
         raise ValueError(f"its first line is {header[:80]!r}")
-    found: dict[str, list[Line]] = {}
+    kind = KINDS[task.kind]
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
     for line in lines:
         file, index, prediction, label = line.split("\t")
-        found.setdefault(file, []).append((index, prediction, label))
-    return {file: _read_lines(file, task, rows) for file, rows in found.items()}
-
-
-def _read_lines(file: str, task: Task, rows: list[Line]) -> tuple[Any, Any]:
-    try:
-        return KINDS[task.kind].read_lines(task, rows)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        labels, predictions = found.setdefault(file, ([], []))
+        if index != str(len(labels)):
+            raise ValueError(f"{file}: row {index} is at the place of row {len(labels)}")
+        labels.append(kind.value_of(task, label))
+        predictions.append(kind.value_of(task, prediction))
+    return {file: kind.read(task, *sides) for file, sides in found.items()}
 
 
 class Trusted(NamedTuple):

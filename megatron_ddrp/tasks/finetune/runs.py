@@ -9,9 +9,8 @@ with four collapsed seeds is worse than five seeds at 0.45.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron_ddrp.tasks.jobs.store import Row, Store, digest
 RUNS = "runs.jsonl"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Point:
     """Point of the hyper-parameter grid."""
 
@@ -32,16 +31,11 @@ class Point:
     epochs: int
 
 
-def grid(batch_size: Iterable[int], lr: Iterable[float], epochs: Iterable[int]) -> tuple[Point, ...]:
-    """Return all combinations of the three hyper-parameters."""
-    return tuple(itertools.starmap(Point, itertools.product(batch_size, lr, epochs)))
-
-
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "paper": {"batch_size": (16, 32), "lr": (1e-5, 2e-5, 3e-5), "epochs": (4, 6)},
     "quick": {"batch_size": (32,), "lr": (3e-5,), "epochs": (4,)},
 }
-"""Arguments of `grid`: the grid of the paper's appendix B, and a single point for a first look."""
+"""Values of the fields of `Point`: the grid of the paper's appendix B, and a single point for a first look."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +77,6 @@ class Run:
     def seed_of(self, purpose: str, *counters: int) -> int:
         """Return the seed of one of the run's random draws."""
         return int(hash_uint64(self.seed, purpose, *counters).item()) >> 1
-
-    @property
-    def point(self) -> Point:
-        """Point of the grid."""
-        return Point(self.batch_size, self.lr, self.epochs)
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Run:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.config import registry
-from megatron_ddrp.data.preprocess.inputs import is_stream
+from megatron_ddrp.data.preprocess.inputs import InputFile, is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
@@ -35,6 +35,8 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
 SHOWN_LABELS = 10
+_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"', re.DOTALL)
+"""Text as a program quotes it: in quotation marks, with doubled ones inside."""
 
 
 def read_task(files: TaskFiles) -> TaskData:
@@ -66,7 +68,7 @@ def read_task(files: TaskFiles) -> TaskData:
             count = count_unlabelled(to_predict, kind, columns)
             missing = f"no column {columns.label!r}, it has {', '.join(found)}"
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
-    baseline = kind.baseline(task, train.counts, dev["valid"].labels)
+    baseline = kind.baseline(task, train.counts, kind.answers(task, dev["valid"].labels))
     told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
     code = [*registry.KINDS.code(kind.name), *registry.METRICS.code(task.metric)]
     digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code]).encode())
@@ -79,7 +81,7 @@ def read_task(files: TaskFiles) -> TaskData:
         train.examples(task),
         {name: reading.examples(task) for name, reading in dev.items()},
         digest.hexdigest(),
-        (*_facts(task, columns, train, dev, baseline), *remarks, *unlabelled),
+        (*_facts(task, columns, train, dev, baseline), *_hints(files, kind, train, dev), *remarks, *unlabelled),
         columns,
         baseline,
         to_predict,
@@ -108,10 +110,13 @@ class _Reading:
     """Number of rows per label, or of words per tag."""
     labels: list[Any] = field(default_factory=list)
     """Labels of the rows; empty for the training file."""
+    quoted: int = 0
+    """Number of rows of a .tsv with a text in quotation marks that doubles the marks inside."""
 
     def __post_init__(self) -> None:
         self.file = KnownFile.of(self.path)
         self.lengths = array("q")
+        is_tsv = InputFile(str(self.path), str(self.path)).ending == ".tsv"
         for row in self._rows():
             cell = row.cells[self.columns.label]
             with at_row(row):
@@ -121,6 +126,7 @@ class _Reading:
                 if self.task is not None:
                     self.labels.append(self.kind.label(cell, self.task))
             self.counts.update(names)
+            self.quoted += is_tsv and any(map(_QUOTED.fullmatch, texts))
             self.lengths.append(sum(map(len, texts)))
 
     def _rows(self) -> Iterator[FileRow]:
@@ -174,7 +180,8 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
 
     texts = [name for own in (kind, *KINDS.values()) for name in (own.usual_columns.text, *own.text_columns)]
     text = find(files.text_column, texts, "--text-column")
-    label = find(files.label_column, [kind.usual_columns.label, *_usual_labels()], "--label-column")
+    labels = [kind.usual_columns.label, *kind.label_columns, *_usual_labels()]
+    label = find(files.label_column, labels, "--label-column")
     pair = files.text_pair_column or kind.usual_columns.pair
     if pair is None and files.text_column is None and kind.pair_columns.get(text) in known:
         pair = kind.pair_columns[text]
@@ -209,11 +216,24 @@ def _facts(
         if len(same) > 1:
             told = ", ".join(map(ascii, same))
             yield f"WARNING, labels that differ only in blanks or Unicode form are different classes: {told}"
-    for name, reading in dev.items():
-        if reading.file.digest == train.file.digest:
-            yield f"{name}: WARNING, the same file as train; its score says nothing about new rows"
     if baseline is not None:
         yield f"score of always the most frequent label: {100 * baseline:.2f}"
+
+
+def _hints(files: TaskFiles, kind: Kind, train: _Reading, dev: dict[str, _Reading]) -> Iterator[str]:
+    """Yield warnings about files that are as another program writes them, or are there twice."""
+    seen = {train.file.digest: "train"}
+    for name, reading in dev.items():
+        if (same := seen.setdefault(reading.file.digest, name)) != name:
+            yield f"{name}: WARNING, the same file as {same}; its score says nothing about new rows"
+    for name, reading in {"train": train, **dev}.items():
+        if reading.quoted:
+            yield (
+                f"{name}: WARNING, {reading.quoted:,} rows have texts in quotation marks with doubled marks inside; in "
+                ".tsv they are text; save the file as .csv if a program has added them"
+            )
+    if files.kind is None and kind.predicts_numbers and all(float(label).is_integer() for label in dev["valid"].labels):
+        yield f"valid: all labels are whole numbers; if they are classes, name another --kind than {kind.name}"
 
 
 def text_columns(columns: Columns) -> list[str]:

@@ -99,8 +99,9 @@ def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) 
     predictions = np.nan_to_num(predictions)
     if task.label_range is not None:
         predictions = np.clip(predictions, *task.label_range)
-    lines = KINDS[task.kind].lines(task, predictions, predictions)
-    text = "\n".join(["index\tprediction", *(f"{index}\t{prediction}" for index, prediction, _ in lines)])
+    kind = KINDS[task.kind]
+    told = enumerate(map(kind.text_of, kind.as_values(task, predictions)))
+    text = "\n".join(["index\tprediction", *(f"{index}\t{prediction}" for index, prediction in told)])
     write_text(path, f"{text}\n")
 
 

@@ -155,6 +155,95 @@ def test_a_vector_of_0_and_1_is_no_list_of_labels(read_lists, vector):
         read_lists([[1], vector])
 
 
+def test_vectors_of_two_classes_are_no_lists_of_labels(read_lists):
+    """Read as lists, [0, 1] and [1, 0] both have the labels 0 and 1, and a model that always says both is perfect."""
+    with pytest.raises(UserError, match=r"train\.jsonl: every row has the labels 0 and 1, as vectors of 0 and 1 do"):
+        read_lists([[0, 1], [1, 0]])
+    assert read_lists([[0, 1], [1]]).task.labels == ("0", "1")
+    assert read_lists([["a", "b"]]).task.labels == ("a", "b")
+
+
+@pytest.fixture
+def read_two(tmp_path):
+    """Read a task from the texts of a training and a validation file."""
+
+    def read_two(train, valid, ending=".csv", **more):
+        paths = [tmp_path / f"{name}{ending}" for name in ("train", "valid")]
+        for path, text in zip(paths, (train, valid), strict=True):
+            path.write_text(text)
+        return read_task(TaskFiles(*paths, **more))
+
+    return read_two
+
+
+@pytest.mark.parametrize(
+    ("metric", "train", "valid", "is_told"),
+    [
+        ("matthews", "no yes", "yes yes", True),
+        ("f1", "no yes", "no no", True),
+        ("f1", "no yes", "no yes", False),
+        ("accuracy", "no yes", "yes yes", False),
+        ("pearson", "1.5 2.5", "2.5 2.5", True),
+        ("spearman", "1.5 2.5", "1.5", True),
+        ("pearson", "1.5 2.5", "1.5 3.5", False),
+    ],
+)
+def test_labels_on_which_no_model_has_a_score_are_warned_of(read_two, metric, train, valid, is_told):
+    kind = "regression" if "." in train else "classification"
+    rows = ["text,label\n" + "".join(f"x,{label}\n" for label in labels.split()) for labels in (train, valid)]
+    told = f"valid: WARNING, no model scores above 0 by {metric} on its labels: they are all alike, or none is positive"
+    assert (told in read_two(*rows, metric=metric, kind=kind).facts) == is_told
+
+
+@pytest.mark.parametrize("metric", ["seqeval", "seqeval-strict"])
+def test_validation_tags_without_an_entity_are_warned_of(read_tags, metric):
+    for valid, is_told in (["O O"], True), (["O B"], False):
+        facts = read_tags(["O B I"], valid, metric).facts
+        assert any(f"no model scores above 0 by {metric}" in fact for fact in facts) == is_told
+
+
+def test_decimals_behind_the_rows_of_the_guess_are_no_classes(read):
+    whole = [str(number % 5) for number in range(1000)]
+    told = "train.csv: labels look like whole numbers in the first rows and like 2.5 in later ones; name the kind by "
+    assert fault(read, *whole, "2.5").startswith(told)
+    assert len(read([*whole, "2.5"], kind="classification").task.labels) == 6
+    assert read([*whole, "2.5"], kind="regression").task.labels == ()
+
+
+def test_whole_numbers_with_a_point_are_said_to_be_no_classes(read):
+    """pandas writes whole numbers so once one of them was missing."""
+    told = "valid: all labels are whole numbers; if they are classes, name another --kind than regression"
+    assert told in read(["1.0", "0.0"]).facts
+    assert told not in read(["1.0", "0.5"]).facts and told not in read(["1.0", "0.0"], kind="regression").facts
+
+
+def test_quotation_marks_that_a_program_has_put_into_a_tsv_are_warned_of(read_two):
+    rows = 'text\tlabel\n"He said ""no""."\tA\n"open\tB\n"whole"\tA\n"a" and "b"\tB\n'
+    told = "train: WARNING, 1 rows have texts in quotation marks with doubled marks inside; in .tsv they are text"
+    assert [fact[: len(told)] for fact in read_two(rows, rows + "x\tA\n", ".tsv").facts if "marks" in fact] == [
+        told,
+        told.replace("train", "valid"),
+    ]
+    rows = 'text,label\n"""He said """"no"""".""",A\nx,B\n'  # quoted again, so that the marks are text here too
+    assert not any("marks" in fact for fact in read_two(rows, rows).facts)
+
+
+def test_a_test_file_that_is_the_validation_file_is_told(read_two, tmp_path):
+    rows = "text,label\nx,A\ny,B\n"
+    facts = read_two(rows, rows + "z,A\n", test=tmp_path / "valid.csv").facts
+    assert [fact for fact in facts if "same file" in fact] == [
+        "test: WARNING, the same file as valid; its score says nothing about new rows"
+    ]
+
+
+def test_words_have_no_second_text_and_their_tags_may_be_ner_tags(read_two):
+    rows = json.dumps({"tokens": ["red", "cat"], "ner_tags": ["B-A", "O"], "label": "x", "more": "a text"}) + "\n"
+    data = read_two(rows, rows, ".jsonl")
+    assert data.facts[0] == "tokens, seqeval; text from tokens, label from ner_tags"
+    with pytest.raises(UserError, match=r"line 1: --text-pair-column more: words have no second text; leave the flag"):
+        read_two(rows, rows, ".jsonl", text_pair_column="more")
+
+
 def test_a_run_by_the_metric_of_a_plug_in_is_left_out_without_it():
     task = Task("own", "kappa", "classification", ("a", "b"))
     row = {"task": "own", "score": 0.5, "dev_examples": 1, "facts": task.facts}

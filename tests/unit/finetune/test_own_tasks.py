@@ -261,6 +261,16 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
         load_finetuned(tmp_path / "elsewhere" / "x", torch.device("cpu"))
 
 
+def test_a_second_text_is_refused_by_a_model_that_was_trained_on_single_ones(tmp_path):
+    task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
+    facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": ["text", None, "label"]}
+    facts |= {"max_seq_length": 64, "pair_separators": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"finetuned": facts}))
+    with pytest.raises(UserError, match="--text-pair-column title: .* was trained on single texts; leave") as refused:
+        load_finetuned(tmp_path, torch.device("cpu"), (None, "title"))
+    assert refused.value.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [

@@ -215,16 +215,19 @@ def test_a_context_without_pieces_has_no_answer(tokenizer):
     assert predict(encoded, torch.zeros(1, int(encoded.lengths[0]), 2)) == [""]
 
 
-def test_scores_and_lines():
+def test_scores_and_texts():
     gold, predicted = [("Ada Lovelace", "Ada"), (), ("it",)], ["the ada", "", "it wrote"]
     assert KIND.score("exact-match", gold, predicted) == pytest.approx(2 / 3)
     assert KIND.score("f1", gold, predicted) == pytest.approx((1 + 1 + 2 / 3) / 3)
-    lines = list(KIND.lines(TASK, [("a\tb\n", "ü")], [None]))
-    assert lines == [("0", "null", '["a\\tb\\n", "ü"]')]
-    assert KIND.read_lines(TASK, [*lines, ("1", '"x"', "[]")]) == ([("a\tb\n", "ü"), ()], [None, "x"])
-    for line in (("1", '"x"', "[]"), ("0", "3", "[]"), ("0", '"x"', "3"), ("0", "x", "[]")):
+    texts = [KIND.text_of(value) for value in KIND.as_values(TASK, [("a\tb\n", "ü")])]
+    assert texts == ['["a\\tb\\n", "ü"]'] and KIND.text_of(None) == "nan"
+    told = [KIND.value_of(TASK, text) for text in ("nan", "null", '"x"')]  # earlier versions wrote null
+    assert KIND.read(TASK, [["a"], [], ["b"]], told) == ([("a",), (), ("b",)], [None, None, "x"])
+    for predicted, answers in ((3, []), ("x", 3), ("x", [3]), (["x"], [])):
         with pytest.raises(ValueError):
-            KIND.read_lines(TASK, [line])
+            KIND.read(TASK, [answers], [predicted])
+    with pytest.raises(ValueError):
+        KIND.value_of(TASK, "x")
 
 
 def cells(**more):

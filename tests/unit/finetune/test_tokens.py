@@ -121,26 +121,38 @@ def test_scores():
     assert KIND.score("seqeval-strict", gold, predicted) == 0.0
     assert KIND.score("seqeval", gold, tags("O B-PER nan", "O")) is None
     assert KIND.score("seqeval", tags("O"), tags("O")) is None
-    assert KIND.baseline(TASK, {"O": 9, "B-LOC": 1}, [[0.0, 1.0], [0.0]]) == 0.0
+    few = KIND.answers(TASK, [[0.0, 1.0], [0.0]])
+    assert KIND.baseline(TASK, {"O": 9, "B-LOC": 1}, few) == 0.0
     words = Task("pos", "accuracy", "tokens", TAGS)
-    assert KIND.baseline(words, {"O": 9, "B-LOC": 1}, [[0.0, 1.0], [0.0]]) == pytest.approx(2 / 3)
+    assert KIND.baseline(words, {"O": 9, "B-LOC": 1}, few) == pytest.approx(2 / 3)
 
 
-def test_lines_say_the_same_again():
+def test_values_say_the_same_again():
     gold, predicted = tags("O B-PER I-PER", "B-LOC"), tags("O nan O", "I-LOC")
-    lines = list(KIND.lines(TASK, gold, predicted))
-    assert lines[0] == ("0", '["O", "nan", "O"]', '["O", "B-PER", "I-PER"]')
-    for before, after in zip((gold, predicted), KIND.read_lines(TASK, lines), strict=True):
-        np.testing.assert_array_equal(before.classes, after.classes)
-        np.testing.assert_array_equal(before.ends, after.ends)
+    sides = [list(KIND.as_values(TASK, side)) for side in (gold, predicted)]
+    assert sides[1] == [["O", None, "O"], ["I-LOC"]]
+    earlier = [[name or "nan" for name in names] for names in sides[1]]  # as earlier versions wrote it
+    for values in (sides[1], earlier):
+        for before, after in zip((gold, predicted), KIND.read(TASK, sides[0], values), strict=True):
+            np.testing.assert_array_equal(before.classes, after.classes)
+            np.testing.assert_array_equal(before.ends, after.ends)
+
+
+def test_a_tag_called_nan_is_a_tag():
+    """It is the ISO code of Min Nan in the tags of languages."""
+    task = Task("languages", "accuracy", "tokens", ("eng", "nan"))
+    side = Tags(np.array([0.0, 1.0, math.nan]), np.array([3]), task.labels)
+    values = list(KIND.as_values(task, side))
+    assert values == [["eng", "nan", None]]
+    np.testing.assert_array_equal(KIND.read(task, values, values)[1].classes, side.classes)
 
 
 @pytest.mark.parametrize(
-    "line", [("1", '["O"]', '["O"]'), ("0", '["O"]', '["O", "O"]'), ("0", '["X"]', '["O"]'), ("0", "O", '["O"]')]
+    ("told", "gold"), [(["O"], ["O", "O"]), (["X"], ["O"]), ("O", ["O"]), ([["O"]], ["O"]), ({"O": 1}, ["O"])]
 )
-def test_lines_of_another_kind_are_refused(line):
+def test_values_of_another_kind_are_refused(told, gold):
     with pytest.raises(ValueError):
-        KIND.read_lines(TASK, [line])
+        KIND.read(TASK, [gold], [told])
 
 
 @pytest.mark.parametrize(

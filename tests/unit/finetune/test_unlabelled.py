@@ -61,6 +61,22 @@ def test_times_of_a_parquet_file_are_written_as_text(writer):
     assert "2026-01-02" in stream.getvalue().decode() and "red" in stream.getvalue().decode()
 
 
+def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():
+    """A Parquet file has null and nan, and JSON has no nan."""
+    told = []
+    for writer, ending in ((TableFile, ".csv"), (TableFile, ".tsv"), (JsonLinesFile, ".jsonl")):
+        stream = io.BytesIO()
+        file = writer(stream, ending, Columns("text", None, "label"), KINDS["classification"].cell_text)
+        file.write({"note": None, "number": float("nan"), "label": None}, None)
+        told.append(stream.getvalue().decode().splitlines()[-1])
+    assert told == [",,,null", "\t\t\tnull", '{"note": null, "number": null, "label": null, "prediction": null}']
+    for cell in (float("inf"), [float("nan")]):
+        with pytest.raises(
+            ValueError, match=r"a number of a cell is nan or infinite, which JSON cannot hold; write \."
+        ):
+            file.write({"number": cell}, None)
+
+
 def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
     """The second one comes to its predictions while the first is writing the same file."""
     out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", OwnTasks.finish, []

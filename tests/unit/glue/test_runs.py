@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, Run, RunStore, grid
+from megatron_ddrp.tasks.finetune.options import Search
+from megatron_ddrp.tasks.finetune.runs import Point, Run, RunStore
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from tests.unit.glue.conftest import finished
 
@@ -14,8 +15,8 @@ RUN = Run("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", mi
 
 
 def test_the_paper_runs_480_a_checkpoint():
-    assert len(grid(**GRIDS["paper"])) * 5 * 8 == 480
-    assert grid(**GRIDS["quick"]) == (Point(32, 3e-5, 4),)
+    assert len(Search().points) * Search().seeds * 8 == 480
+    assert Search(grid="quick").points == (Point(32, 3e-5, 4),)
 
 
 def test_finished_runs_are_found_again(tmp_path):

@@ -19,6 +19,7 @@ from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.metrics import Metric, drawn_rows, metrics_of_plugins
 from megatron_ddrp.tasks.finetune.output_files import RowFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
@@ -26,8 +27,8 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-Line = tuple[str, str, str]
-"""(index, prediction, label) of a line in a file of predictions; the index is the row's number from 0."""
+UNDEFINED = "nan"
+"""Text of a row without a prediction in a file of predictions."""
 
 
 class Kind(ABC):
@@ -67,7 +68,8 @@ class Kind(ABC):
 
         `cells` reads the labels of the first rows; none without a column of labels.
         """
-        return {self.usual_columns.pair or self.usual_columns.text, self.usual_columns.label} <= set(columns)
+        labels = {self.usual_columns.label, *self.label_columns}
+        return (self.usual_columns.pair or self.usual_columns.text) in columns and not labels.isdisjoint(columns)
 
     def check_metric(self, name: str, labels: Sequence[str] = ()) -> None:
         """Raise `UserError` if the kind does not have the metric, or has it only for other labels."""
@@ -87,6 +89,19 @@ class Kind(ABC):
         Raises ValueError with the reason for labels of the validation file that the metric is not defined for.
         """
         return iter(())
+
+    def undefined(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yield a warning for each file on whose labels even predictions without a fault have no score.
+
+        It is for kinds whose predictions have the form of the answers.
+        """
+        for file, rows in labels.items():
+            answers = self.answers(task, rows)
+            if self.score(task.metric, answers, answers) is None:
+                yield (
+                    f"{file}: WARNING, no model scores above 0 by {task.metric} on its labels: they are all alike, or "
+                    "none is positive"
+                )
 
     def scheme(self, task: Task) -> str:
         """Return the name of the rules by which the metric reads the labels; empty without such rules."""
@@ -119,13 +134,29 @@ class Kind(ABC):
         """Raise ValueError with the reason if the texts of a row do not match the cell of its label."""
         return None
 
-    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> Any:
+    def unlabelled(self, task: Task) -> Any:
         """Return the placeholder label of a row without one."""
         return math.nan
 
     @abstractmethod
+    def answers(self, task: Task, labels: Sequence[Any]) -> Any:
+        """Return the labels of some rows, as `label` returns them, in the form that the metric takes."""
+
+    @abstractmethod
     def as_values(self, task: Task, predictions: Any) -> Iterable[Any]:
-        """Yield the prediction of each example as a JSON value; null if it is undefined."""
+        """Yield the prediction of each example as a JSON value, or its label; None if it is undefined."""
+
+    @abstractmethod
+    def read(self, task: Task, labels: Sequence[Any], predictions: Sequence[Any]) -> tuple[Any, Any]:
+        """Return (answers, predictions) from the values that `as_values` yields. Raises ValueError for other values."""
+
+    def text_of(self, value: Any) -> str:
+        """Return a value of `as_values` as text without tabs and line breaks, for a file of predictions."""
+        return UNDEFINED if value is None else json.dumps(value, ensure_ascii=False)
+
+    def value_of(self, task: Task, text: str) -> Any:
+        """Return the value that `text_of` wrote. Raises ValueError for any other text."""
+        return None if text == UNDEFINED else parse_json(text)
 
     def cell_text(self, value: Any, ending: str) -> str:
         """Return a label or prediction, as a JSON value, in the form that a table has in a file with this ending.
@@ -134,12 +165,17 @@ class Kind(ABC):
         """
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
-        """Return the score on `labels` of always predicting the most frequent label of the training rows.
+    def constant(self, task: Task, answers: Any, label: int) -> Any:
+        """Return predictions of one label, by its number, for every row of `answers`; None for kinds without them."""
+        return None
+
+    def baseline(self, task: Task, counts: Mapping[str, int], answers: Any) -> float | None:
+        """Return the score of always predicting the most frequent label of the training rows.
 
         `counts` has the number of training rows per label. Return None for kinds without such a prediction.
         """
-        return None
+        guess = self.constant(task, answers, task.most_frequent(counts)) if task.labels else None
+        return None if guess is None else self.score(task.metric, answers, guess) or 0.0
 
     def constant_guess(self, task: Task, answers: Any) -> float | None:
         """Return the score of the most frequent answer for all rows, of runs that did not record their `baseline`.
@@ -148,9 +184,9 @@ class Kind(ABC):
         """
         return 0.0 if self.predicts_numbers else None
 
-    @abstractmethod
     def num_outputs(self, task: Task) -> int:
-        """Return the width of the head's last layer."""
+        """Return the width of the head's last layer: one per label, 2 for an answer's first and last piece."""
+        return len(self.hub_labels(task).names) or 2
 
     @abstractmethod
     def encode(
@@ -173,9 +209,9 @@ class Kind(ABC):
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a batch, summed over its targets."""
 
-    @abstractmethod
     def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return zeros in the shape of all outcomes, float64 `[outcomes, …]`."""
+        """Return zeros in the shape of all outcomes, float64 `[outcomes, …]`; by default there is one per target."""
+        return np.zeros(encoded.targets.shape)
 
     @abstractmethod
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
@@ -196,11 +232,3 @@ class Kind(ABC):
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the names of metrics that are reported in addition to the task's own."""
         return ()
-
-    @abstractmethod
-    def lines(self, task: Task, answers: Any, predictions: Any) -> Iterable[Line]:
-        """Yield the lines of a file of predictions; their parts contain no tab and no line break."""
-
-    @abstractmethod
-    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[Any, Any]:
-        """Return (answers, predictions) of `lines`. Raises ValueError for lines that this kind does not write."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.kinds.sequences import SequenceKind, class_number, label_name
 from megatron_ddrp.tasks.finetune.metrics import ACCURACY, F1, MACRO_F1, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Task
@@ -38,6 +36,15 @@ class MultiLabel(SequenceKind):
         if not task.labels:
             raise ValueError("no row has a label, expected one label or more")
 
+    def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yield warnings. Raises ValueError for rows that all have the labels 0 and 1: vectors of two classes."""
+        if len(task.labels) > 1 and set(task.labels) <= _OF_VECTORS and all(map(all, labels["valid"])):
+            raise ValueError(
+                f"every row has the labels {' and '.join(task.labels)}, as vectors of 0 and 1 do; write a list of the "
+                "row's labels"
+            )
+        return super().remarks(task, labels)
+
     def cell_text(self, value: Any, ending: str) -> str:
         """Return several labels with `|` between them, the form that training reads."""
         if not isinstance(value, list):
@@ -65,14 +72,11 @@ class MultiLabel(SequenceKind):
         numbers = {class_number(name, task) for name in self.label_names(cell)}
         return [float(number in numbers) for number in range(len(task.labels))]
 
-    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
-        """Return the score of predicting only the most frequent label for every row."""
-        answers = np.array(labels)
-        predictions = np.zeros_like(answers)
-        predictions[:, task.most_frequent(counts)] = 1
-        return self.score(task.metric, answers, predictions) or 0.0
+    def constant(self, task: Task, answers: np.ndarray, label: int) -> np.ndarray:
+        """Return the label alone for every row."""
+        return np.zeros_like(answers) + np.eye(len(task.labels))[label]
 
-    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> list[float]:
+    def unlabelled(self, task: Task) -> list[float]:
         """Return nan for each label."""
         return [math.nan] * len(task.labels)
 
@@ -90,18 +94,3 @@ class MultiLabel(SequenceKind):
     def predict(self, outputs: Tensor) -> Tensor:
         """Return 1 for each label with a probability above 0.5, otherwise 0, `[batch, labels]`."""
         return (outputs > 0).float()
-
-    def text_of(self, task: Task, value: np.ndarray) -> str:
-        """Return the labels as a JSON list."""
-        if not np.isfinite(value).all():
-            return "nan"
-        return json.dumps(self.as_json(task, value), ensure_ascii=False)
-
-    def value(self, task: Task, text: str) -> list[float]:
-        """Return 1 or 0 for each label."""
-        if text == "nan":
-            return [math.nan] * len(task.labels)
-        chosen = parse_json(text)
-        if not isinstance(chosen, list) or not set(chosen) <= set(task.labels):
-            raise ValueError(f"{text!r} is no list of labels")
-        return [float(label in chosen) for label in task.labels]

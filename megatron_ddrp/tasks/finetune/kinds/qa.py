@@ -8,7 +8,6 @@ rows wins. In tasks with unanswerable questions [CLS] competes with the spans (s
 from __future__ import annotations
 
 import functools
-import json
 import math
 import unicodedata
 from array import array
@@ -21,8 +20,7 @@ import numpy as np
 from megatron_ddrp.conversion.task_heads import SPAN, HeadForm, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.foreign import parse_json
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_in
 from megatron_ddrp.tasks.finetune.layouts import flat_answers
 from megatron_ddrp.tasks.finetune.metrics import ANSWER_F1, EXACT_MATCH, Metric
@@ -102,13 +100,20 @@ class QuestionAnswering(Kind):
                     "and the number of characters before them"
                 )
 
-    def as_values(self, task: Task, predictions: list[str | None]) -> Iterable[Any]:
-        """Yield the answers."""
+    def answers(self, task: Task, labels: Sequence[Answers]) -> list[tuple[str, ...]]:
+        """Return the gold answers to each question."""
+        return [label.texts for label in labels]
+
+    def as_values(self, task: Task, predictions: list[Any]) -> Iterable[Any]:
+        """Yield the answer to each question, or its gold answers."""
         return predictions
 
-    def num_outputs(self, task: Task) -> int:
-        """Return 2: logits of the first and the last piece."""
-        return 2
+    def read(self, task: Task, labels: Sequence[Any], predictions: Sequence[Any]) -> tuple[Any, Any]:
+        """Return (gold answers, predictions)."""
+        for gold, predicted in zip(labels, predictions, strict=True):
+            if not (predicted is None or isinstance(predicted, str)) or not _are_texts(gold):
+                raise ValueError(f"{predicted!r:.80} or {gold!r:.80} is no answer")
+        return [tuple(gold) for gold in labels], list(predictions)
 
     def encode(
         self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
@@ -207,24 +212,6 @@ class QuestionAnswering(Kind):
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the other metric of F1 and exact match."""
         return tuple(name for name in self.metrics if name != task.metric)
-
-    def lines(self, task: Task, answers: list[tuple[str, ...]], predictions: list[str | None]) -> Iterable[Line]:
-        """Yield one line per question: the answer as a JSON string (null: no prediction), gold answers as a list."""
-        for index, (prediction, gold) in enumerate(zip(predictions, answers, strict=True)):
-            yield str(index), json.dumps(prediction, ensure_ascii=False), json.dumps(gold, ensure_ascii=False)
-
-    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[list[tuple[str, ...]], list[str | None]]:
-        """Return (gold answers, predictions)."""
-        answers, predictions = [], []
-        for number, (index, prediction, gold) in enumerate(lines):
-            if index != str(number):
-                raise ValueError(f"question {index} is at the place of question {number}")
-            predicted, texts = parse_json(prediction), parse_json(gold)
-            if not (predicted is None or isinstance(predicted, str)) or not _are_texts(texts):
-                raise ValueError(f"{prediction[:80]!r} or {gold[:80]!r} is no answer")
-            predictions.append(predicted)
-            answers.append(tuple(texts))
-        return answers, predictions
 
 
 def best_spans(first: Tensor, last: Tensor, longest: int) -> Tensor:

@@ -62,11 +62,3 @@ class Regression(SequenceKind):
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the predicted numbers, `[batch]`."""
         return outputs[:, 0]
-
-    def text_of(self, task: Task, value: float) -> str:
-        """Return the number with all its digits."""
-        return repr(float(value))
-
-    def value(self, task: Task, text: str) -> float:
-        """Return the number."""
-        return float(text)

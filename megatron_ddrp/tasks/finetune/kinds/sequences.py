@@ -10,7 +10,7 @@ import json
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +20,7 @@ from megatron_ddrp.conversion.task_heads import SEQUENCE, HeadForm
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter, chunks, cut_warning, text_row, whole_length
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import UNDEFINED, Kind
 from megatron_ddrp.tasks.finetune.metrics import ACCURACY, F1, MACRO_F1, MATTHEWS, Metric
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
@@ -45,9 +45,9 @@ class SequenceKind(Kind):
         names = (columns.text, columns.pair) if columns.pair else (columns.text,)
         return tuple(text_in(cells, name) for name in names)
 
-    def num_outputs(self, task: Task) -> int:
-        """Return the number of labels; 1 for a regression."""
-        return max(1, len(task.labels))
+    def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yield a warning for each file whose labels leave the metric undefined."""
+        return self.undefined(task, labels)
 
     def encode(
         self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
@@ -62,16 +62,12 @@ class SequenceKind(Kind):
                 writer.add(*text_row(row, tokenizer, max_length, pair_separators))
                 cut += whole_length(row, pair_separators) > max_length
             labels += [example.label for example in some]
-        rows = writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
+        rows = writer.rows(self.as_targets(self.answers(task, labels)))
         return replace(rows, warning=cut_warning(cut, len(rows), max_length), cut=cut)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
         return labels
-
-    def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return zeros in the shape of the targets."""
-        return np.zeros(encoded.targets.shape)
 
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """Return the predictions of the rows; nan if an output of the row is not finite."""
@@ -87,37 +83,26 @@ class SequenceKind(Kind):
         """Return the outcomes."""
         return outcomes
 
-    def lines(self, task: Task, answers: np.ndarray, predictions: np.ndarray) -> Iterable[Line]:
-        """Yield one line per row."""
-        for index, (prediction, answer) in enumerate(zip(predictions, answers, strict=True)):
-            yield str(index), self.text_of(task, prediction), self.text_of(task, answer)
-
-    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (labels, predictions), each `[rows, …]`."""
-        found = []
-        for number, (index, prediction, label) in enumerate(lines):
-            if index != str(number):
-                raise ValueError(f"row {index} is at the place of row {number}")
-            found.append((self.value(task, label), self.value(task, prediction)))
-        answers, predictions = zip(*found, strict=True)
-        return np.array(answers, dtype=np.float64), np.array(predictions, dtype=np.float64)
+    def answers(self, task: Task, labels: Sequence[Any]) -> np.ndarray:
+        """Return the labels, float64 `[rows, …]`."""
+        return np.array(labels, dtype=np.float64)
 
     def as_values(self, task: Task, predictions: np.ndarray) -> Iterable[Any]:
         """Yield the prediction of each row."""
         for value in predictions:
             yield self.as_json(task, value) if np.isfinite(value).all() else None
 
+    @abstractmethod
     def as_json(self, task: Task, value: Any) -> Any:
-        """Return a finite prediction as a JSON value."""
-        return self.text_of(task, value)
+        """Return a finite prediction as the JSON value that `label` takes."""
 
-    @abstractmethod
-    def text_of(self, task: Task, value: Any) -> str:
-        """Return one label or prediction as text."""
+    def read(self, task: Task, labels: Sequence[Any], predictions: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (labels, predictions), each `[rows, …]`; nan for None."""
 
-    @abstractmethod
-    def value(self, task: Task, text: str) -> Any:
-        """Return the label or prediction that `text_of` wrote as `text`. Raises ValueError for any other text."""
+        def side(values: Sequence[Any]) -> np.ndarray:
+            return self.answers(task, [self.unlabelled(task) if v is None else self.label(v, task) for v in values])
+
+        return side(labels), side(predictions)
 
 
 class Classification(SequenceKind):
@@ -144,14 +129,21 @@ class Classification(SequenceKind):
 
     def check_labels(self, task: Task, is_guessed: bool) -> None:
         """Raise ValueError for a single label, and for labels that may be numbers of a regression."""
-        first = task.labels[0]
         if len(task.labels) < 2:
-            raise ValueError(f"all rows have the label {first!r}, expected two labels or more")
-        if is_guessed and all(re.fullmatch(r"-?\d+,\d+", name) for name in task.labels):
-            raise ValueError(
-                f"labels look like numbers with a decimal comma, such as {first}; write {first.replace(',', '.')}, or "
-                "name the kind by --kind classification"
-            )
+            raise ValueError(f"all rows have the label {task.labels[0]!r}, expected two labels or more")
+        if not is_guessed or not all(re.fullmatch(r"-?\d+([.,]\d+)?", name) for name in task.labels):
+            return
+        for name in task.labels:
+            if "," in name:
+                raise ValueError(
+                    f"labels look like numbers with a decimal comma, such as {name}; write {name.replace(',', '.')}, "
+                    "or name the kind by --kind classification"
+                )
+            if "." in name:  # only in rows behind those that the guess has seen
+                raise ValueError(
+                    f"labels look like whole numbers in the first rows and like {name} in later ones; name the kind by "
+                    "--kind regression or --kind classification"
+                )
 
     def score_name(self, task: Task) -> str:
         """Return the metric with its positive label if it is F1 of two classes: "f1 of 'yes'"."""
@@ -165,15 +157,14 @@ class Classification(SequenceKind):
         """Return the class number."""
         return float(class_number(label_name(cell), task))
 
-    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
-        """Return the score of predicting the most frequent class for every row."""
-        answers = np.array(labels)
-        return self.score(task.metric, answers, np.full(len(answers), float(task.most_frequent(counts)))) or 0.0
+    def constant(self, task: Task, answers: np.ndarray, label: int) -> np.ndarray:
+        """Return the class for every row."""
+        return np.full(len(answers), float(label))
 
     def constant_guess(self, task: Task, answers: np.ndarray) -> float | None:
         """Return the score of predicting the most frequent class of the answers for every row."""
         counts = {label: int((answers == number).sum()) for number, label in enumerate(task.labels)}
-        return self.baseline(task, counts, answers.tolist())
+        return self.baseline(task, counts, answers)
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return class numbers, int64 `[rows]`; labels with a nan (rows without labels) stay unchanged."""
@@ -189,13 +180,17 @@ class Classification(SequenceKind):
         """Return the number of the most probable class, `[batch]`."""
         return outputs.argmax(dim=-1).float()
 
-    def text_of(self, task: Task, value: float) -> str:
+    def as_json(self, task: Task, value: float) -> str:
         """Return the label."""
-        return task.labels[int(value)] if math.isfinite(value) else "nan"
+        return task.labels[int(value)]
 
-    def value(self, task: Task, text: str) -> float:
-        """Return the class number."""
-        return float(task.labels.index(text)) if text in task.labels else _nan(text)
+    def text_of(self, value: str | None) -> str:
+        """Return the label itself."""
+        return value or UNDEFINED
+
+    def value_of(self, task: Task, text: str) -> str | None:
+        """Return the label."""
+        return None if text == UNDEFINED and text not in task.labels else text
 
 
 def text_in(cells: Mapping[str, Any], column: str) -> str:
@@ -226,9 +221,3 @@ def class_number(name: str, task: Task) -> int:
         known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")
         raise ValueError(f"label {name!r} is in no row of the training file; it has {known}")
     return task.labels.index(name)
-
-
-def _nan(text: str) -> float:
-    if text != "nan":
-        raise ValueError(f"{text!r} is none of the task's labels")
-    return math.nan

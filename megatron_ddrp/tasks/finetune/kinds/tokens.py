@@ -6,7 +6,6 @@ sentence that is too long for a row becomes several overlapping rows (`windows.w
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from array import array
@@ -21,7 +20,6 @@ from megatron_ddrp.conversion.task_heads import PIECES, HeadForm
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.entities import (
     SCHEMES,
     SEQEVAL,
@@ -31,7 +29,7 @@ from megatron_ddrp.tasks.finetune.entities import (
     rules,
     scheme_of,
 )
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import UNDEFINED, Kind
 from megatron_ddrp.tasks.finetune.kinds.sequences import class_number, label_name
 from megatron_ddrp.tasks.finetune.metrics import Metric, Terms, by_number, macro_f1, right, share
 from megatron_ddrp.tasks.finetune.output_files import ConllFile
@@ -45,8 +43,6 @@ OVERLAP = 4
 """Divisor of a row's pieces that gives the overlap of neighbouring rows of one sentence."""
 SHOWN_TAGS = 10
 """Largest number of tags in a warning."""
-UNKNOWN = "nan"
-"""Tag of a word without a prediction, or without a label."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +59,12 @@ class Tags:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def by_sentence(self) -> Iterator[list[str]]:
-        """Yield the names of the tags of each sentence."""
+    def by_sentence(self) -> Iterator[list[str | None]]:
+        """Yield the names of the tags of each sentence; None for a word without a prediction, or without a label."""
         begin = 0
         for end in self.ends.tolist():
             classes = self.classes[begin:end].tolist()
-            yield [UNKNOWN if math.isnan(number) else self.labels[int(number)] for number in classes]
+            yield [None if math.isnan(number) else self.labels[int(number)] for number in classes]
             begin = end
 
 
@@ -111,10 +107,11 @@ class Tokens(Kind):
         return scheme_of(task.labels) if task.metric == STRICT else ""
 
     def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-        """Yield a warning for each file with tags that the strict rules count as O.
+        """Yield a warning for each file without any entity, or with tags that the strict rules count as O.
 
         Raises ValueError for validation tags of IOB1 or IOE1, whose prefixes are those of IOB2 or IOE2.
         """
+        yield from self.undefined(task, labels)
         if not (name := self.scheme(task)):
             return
         other, alike = SCHEMES[name].alike
@@ -135,6 +132,8 @@ class Tokens(Kind):
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return the words."""
+        if columns.pair is not None:
+            raise ValueError(f"--text-pair-column {columns.pair}: words have no second text; leave the flag out")
         words = cells[columns.text]
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{columns.text} is {repr(words)[:80]}, expected a list of words")
@@ -157,21 +156,34 @@ class Tokens(Kind):
         if len(texts) != len(cell):
             raise ValueError(f"{len(cell)} tags for {len(texts)} words, expected one for each")
 
+    def answers(self, task: Task, labels: Sequence[Sequence[float]]) -> Tags:
+        """Return the tags of the sentences."""
+        classes = np.concatenate([np.asarray(row, dtype=np.float64) for row in labels])
+        return Tags(classes, np.cumsum([len(row) for row in labels]), task.labels)
+
     def as_values(self, task: Task, predictions: Tags) -> Iterable[Any]:
         """Yield the tags of each sentence; None for a word without a prediction."""
-        for names in predictions.by_sentence():
-            yield [None if name == UNKNOWN else name for name in names]
+        return predictions.by_sentence()
 
-    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Sequence[float]]) -> float | None:
-        """Return the score of predicting the most frequent tag for every word."""
-        ends = np.cumsum([len(row) for row in labels])
-        answers = Tags(np.concatenate([np.asarray(row, dtype=np.float64) for row in labels]), ends, task.labels)
-        predictions = replace(answers, classes=np.full(len(answers.classes), float(task.most_frequent(counts))))
-        return self.score(task.metric, answers, predictions) or 0.0
+    def read(self, task: Task, labels: Sequence[Any], predictions: Sequence[Any]) -> tuple[Tags, Tags]:
+        """Return (labels, predictions)."""
+        numbers: dict[str | None, float] = {UNDEFINED: math.nan, None: math.nan}  # earlier versions wrote the first
+        numbers |= {label: float(number) for number, label in enumerate(task.labels)}
+        for names in (*labels, *predictions):
+            if not isinstance(names, list) or not all(
+                isinstance(name, str | None) and name in numbers for name in names
+            ):
+                raise ValueError(f"{names!r:.80} is no list of labels")
+        answers, predicted = (
+            self.answers(task, [[numbers[name] for name in names] for names in side]) for side in (labels, predictions)
+        )
+        if not np.array_equal(answers.ends, predicted.ends):
+            raise ValueError("a row has different numbers of predictions and labels")
+        return answers, predicted
 
-    def num_outputs(self, task: Task) -> int:
-        """Return the number of labels."""
-        return len(task.labels)
+    def constant(self, task: Task, answers: Tags, label: int) -> Tags:
+        """Return the tag for every word."""
+        return replace(answers, classes=np.full(len(answers.classes), float(label)))
 
     def encode(
         self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
@@ -215,10 +227,6 @@ class Tokens(Kind):
 
         return cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
-    def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return one zero per piece."""
-        return np.zeros(len(encoded.targets))
-
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """Return the most probable class of every piece of the rows; nan if an output of the piece is not finite."""
         import torch
@@ -235,35 +243,6 @@ class Tokens(Kind):
     def beside(self, task: Task) -> tuple[str, ...]:
         """Return the name of the words' accuracy, unless it is the task's metric."""
         return () if task.metric == "accuracy" else ("accuracy",)
-
-    def lines(self, task: Task, answers: Tags, predictions: Tags) -> Iterable[Line]:
-        """Yield one line per sentence with its tags as JSON lists."""
-        for index, tags in enumerate(zip(predictions.by_sentence(), answers.by_sentence(), strict=True)):
-            predicted, gold = (json.dumps(names, ensure_ascii=False) for names in tags)
-            yield str(index), predicted, gold
-
-    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[Tags, Tags]:
-        """Return (labels, predictions)."""
-        numbers = {label: float(number) for number, label in enumerate(task.labels)} | {UNKNOWN: math.nan}
-        classes: tuple[list[float], list[float]] = [], []
-        ends = []
-        for row, (index, *texts) in enumerate(lines):
-            if index != str(row):
-                raise ValueError(f"sentence {index} is at the place of sentence {row}")
-            for found, text in zip(classes, texts, strict=True):
-                found += _classes(text, numbers)
-            if len(classes[0]) != len(classes[1]):
-                raise ValueError(f"sentence {index} has different numbers of predictions and labels")
-            ends.append(len(classes[0]))
-        predictions, answers = (Tags(np.array(found), np.array(ends), task.labels) for found in classes)
-        return answers, predictions
-
-
-def _classes(text: str, numbers: dict[str, float]) -> list[float]:
-    names = parse_json(text)
-    if not isinstance(names, list) or not all(isinstance(name, str) and name in numbers for name in names):
-        raise ValueError(f"{text[:80]!r} is no list of labels")
-    return [numbers[name] for name in names]
 
 
 def _is_piece(lengths: np.ndarray) -> np.ndarray:
