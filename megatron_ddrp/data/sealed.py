@@ -28,7 +28,6 @@ Advance = Callable[[int], object]
 """Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
 
 
-
 def silent(count: int) -> None:
     """Show no progress."""
 

@@ -166,7 +166,7 @@ def open_rare_words(
 
 
 def _read_words(path: Path) -> RareWords | None:
-    """Return the words in a cache file; None if there is no intact one, with a line on standard error if it is there."""
+    """Return the words in a cache file; None if there is none, or a damaged one, which a line names."""
     if not path.exists():
         return None
     try:
