@@ -14,7 +14,6 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
-from megatron_ddrp.data.batches.index_cache import cached_totals
 from megatron_ddrp.data.batches.loader import (
     ROW_MULTIPLE,
     VALIDATION_SEED,
@@ -63,15 +62,14 @@ class Corpus:
     """Datasets by prefix, each opened once."""
     remarks: tuple[str, ...]
     """Lines for the user about opening the data."""
-    keep_indices: bool = True
-    """True if sample indices and word counts are kept on disk."""
+    keep_counts: bool = True
+    """True if the word counts of `--notes` are kept on disk."""
 
     @classmethod
-    def open(cls, config: Config, keep_indices: bool = True) -> Corpus:
+    def open(cls, config: Config, keep_counts: bool = True) -> Corpus:
         """Open the datasets and the tokenizer that the flags name, and check that they belong together.
 
-        With `keep_indices` the sample indices (see `index_cache`) and, under `--notes`, the rare words are kept on
-        disk; without it nothing is written.
+        With `keep_counts` the counts of rare words are kept on disk under `--notes`; without it nothing is written.
         """
         data, objective, lengths = config.data, config.objective, [phase.seq_length for phase in config.phases]
         if data.data_path is data.train_data_path is data.valid_data_path is None:
@@ -85,14 +83,9 @@ class Corpus:
         sources, remarks = {}, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]
         remarks += [warn_of_unmarked_words(tokenizer)] if words else []
         for prefix in prefixes:
-            source = sources[prefix] = Source(open_dataset(prefix, tokenizer), {})
-            for length in lengths:
-                if keep_indices:
-                    source.totals[length], remark = cached_totals(source.dataset, length, data.index_cache_dir)
-                    remarks.append(remark)
-                else:
-                    source.totals[length] = sample_totals(source.dataset, length)
-        return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_indices)
+            dataset = open_dataset(prefix, tokenizer)
+            sources[prefix] = Source(dataset, {length: sample_totals(dataset, length) for length in lengths})
+        return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_counts)
 
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
         """Return the samples of `train`, `valid` or `test`; only `--data-path` has a test split.
@@ -199,7 +192,7 @@ class Corpus:
         parts = [(self.sources[prefix].dataset, self._documents(prefix, "train")) for prefix in prefixes]
         objective = self.config.objective
         bounds = (objective.notes_min_count, objective.notes_max_count)
-        return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
+        return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_counts)
 
     @cached_property
     def unigram_loss(self) -> float:

@@ -6,6 +6,7 @@ of them becomes one line that names the file. tests/unit/test_foreign.py finds c
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import json
@@ -66,6 +67,25 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; give a file of text") from None
+
+
+def refuse_wide(begin: bytes, path: str | os.PathLike[str]) -> None:
+    """Raise `UserError` for a file of text that begins like one in UTF-16 or UTF-32.
+
+    Without a byte order mark UTF-16 shows in its zeros: read as UTF-8 it would be text full of them.
+    """
+    wide = [begin[place : place + 2] for place in range(0, 8, 2)]  # such as 5B 00 50 00 of "[PAD]"
+    other = ""
+    if begin.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        other = "UTF-32"
+    elif begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        other = "UTF-16"
+    for half, name in ((1, "UTF-16LE"), (0, "UTF-16BE")):
+        if all(len(pair) == 2 and pair[half] == 0 != pair[1 - half] for pair in wide):
+            other = name
+    if other:
+        file = os.fspath(path)
+        raise UserError(f"{file}: in {other}, expected UTF-8; write it anew: iconv -f {other} -t UTF-8 {file}")
 
 
 class RepeatedKey(ValueError):

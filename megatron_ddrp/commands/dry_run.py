@@ -171,7 +171,7 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
             config = config.with_vocabulary(tokenizer_flags(config).build().vocab_size)
         return config, DataFacts()
     verified = verify_data(config)
-    corpus = Corpus.open(config, keep_indices=False)
+    corpus = Corpus.open(config, keep_counts=False)
     config = corpus.config.with_vocabulary(corpus.tokenizer.vocab_size)
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size

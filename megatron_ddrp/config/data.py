@@ -41,8 +41,7 @@ class DataConfig:
     )
     index_cache_dir: str | None = option(
         None,
-        "folder for the sample indices and the counts of --notes (default: beside the data, or in memory if that "
-        "folder is read-only)",
+        "folder for the counts of --notes (default: beside the data, or in memory if that folder is read-only)",
         metavar="DIR",
     )
     verify_data: bool = option(

@@ -7,13 +7,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as RustTokenizer
+
 from megatron_ddrp.conversion.foreign_config import one_of, refuse_code, show
 from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer, read_backend
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.wordpiece import read_vocab
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_bytes, read_object, reading
+from megatron_ddrp.foreign import parse_json, read_bytes, read_object, reading
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
@@ -28,9 +30,9 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return a folder's tokenizer, or None if it has none.
 
     Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
-    usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt, or of another
-    vocabulary. Raise `UserError` if a file cannot be read, if vocab.txt belongs to a tokenizer with other rules than
-    BERT's, or if transformers is needed and fails.
+    usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt, of another
+    vocabulary, or of a tokenizer.json whose rules tokenizer_config.json changes. Raise `UserError` if a file cannot be
+    read, if vocab.txt belongs to a tokenizer with other rules than BERT's, or if transformers is needed and fails.
     """
     settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
     model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
@@ -41,8 +43,10 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
     if vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
         return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
-    if rules.is_file():
+    if rules.is_file() and not (is_bert and kind and _changes_rules(settings, rules)):
         return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    if rules.is_file():
+        return _convert(folder, rules.name)
     if vocab.is_file() and is_bert:
         return _convert(folder, "vocab.txt", **{} if kind else {"tokenizer_type": "bert"})
     if vocab.is_file():
@@ -59,8 +63,8 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json with `do_lower_case`, which is true by default, and `tokenizer_class`.
 
-    config.json may have the class instead; it is None if neither has it. Raise `UserError` if a file cannot be read, or
-    if the tokenizer needs foreign code or a program that finds words, such as MeCab.
+    config.json may have the class instead, or name a model with BERT's; otherwise it is None. Raise `UserError` if a
+    file cannot be read, or if the tokenizer needs foreign code or a program that finds words, such as MeCab.
     """
     path, model = folder / "tokenizer_config.json", folder / "config.json"
     settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
@@ -73,8 +77,24 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
             "by such a program cannot be read; choose another model"
         )
     if not settings.get("tokenizer_class"):
-        settings["tokenizer_class"] = read_object(model).get("tokenizer_class") if model.is_file() else None
+        known = read_object(model) if model.is_file() else {}
+        usual = {"bert": "BertTokenizer", "electra": "ElectraTokenizer"}.get(str(known.get("model_type")))
+        settings["tokenizer_class"] = known.get("tokenizer_class") or usual
     return settings
+
+
+def _changes_rules(settings: dict[str, Any], rules: Path) -> bool:
+    """Return whether tokenizer_config.json asks for other rules of BERT's than a tokenizer.json has.
+
+    Then it decides: transformers builds the tokenizers of its BERT classes from these settings.
+    """
+    normalizer = parse_json(_read_rules(rules).to_str(), lenient=True)["normalizer"]
+    if not normalizer or normalizer["type"] != "BertNormalizer":
+        return False
+    lower, strip = settings["do_lower_case"], settings.get("strip_accents")
+    wanted = (lower, lower if strip is None else strip, settings.get("tokenize_chinese_chars", True))
+    lower, strip = normalizer["lowercase"], normalizer["strip_accents"]
+    return wanted != (lower, lower if strip is None else strip, normalizer["handle_chinese_chars"])
 
 
 def _added_pieces(folder: Path) -> set[str]:
@@ -82,9 +102,12 @@ def _added_pieces(folder: Path) -> set[str]:
     rules, older = folder / HuggingFaceTokenizer.file_name, folder / "added_tokens.json"
     added = set(read_object(older)) if older.is_file() else set()
     if rules.is_file():
-        content = read_bytes(rules).removeprefix(codecs.BOM_UTF8)
-        added |= {token.content for token in read_backend(content, rules).get_added_tokens_decoder().values()}
+        added |= {token.content for token in _read_rules(rules).get_added_tokens_decoder().values()}
     return added
+
+
+def _read_rules(rules: Path) -> RustTokenizer:
+    return read_backend(read_bytes(rules).removeprefix(codecs.BOM_UTF8), rules)
 
 
 def _same_pieces(model: Path, folder: Path) -> bool:
@@ -94,7 +117,7 @@ def _same_pieces(model: Path, folder: Path) -> bool:
 
 
 def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
-    """Return the tokenizer that transformers makes of a folder without tokenizer.json.
+    """Return the tokenizer that transformers makes of a folder's `vocabulary`.
 
     `choice` may name the type of the tokenizer (`tokenizer_type`), if the folder does not.
     """
@@ -105,8 +128,8 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
                 "UTF-8 without one"
             )
     refused = (
-        f"has {vocabulary} and no tokenizer.json, and it could not be converted ({{error}}): run, with transformers "
-        'and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
+        f"has {vocabulary}, from which transformers must make the tokenizer, and that failed ({{error}}): run, with "
+        'transformers and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
         f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
     with tempfile.TemporaryDirectory() as written:

@@ -116,7 +116,7 @@ EMBEDDING_DIFFERENCE = "embeddings.difference.weight"
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
 """Ends of the names of weights with one row per piece of the vocabulary."""
-UNREAD = re.compile(r"(position_ids|position_embeddings\.weight|inv_freq)$")
+UNREAD = re.compile(r"(position_ids|token_type_ids|position_embeddings\.weight|inv_freq)$")
 """Names of an encoder's weights that transformers does not read: constants, and positions of DeBERTa's mask decoder."""
 DIFFERENCE = "difference of the embeddings"
 DRAWN = {

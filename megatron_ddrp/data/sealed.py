@@ -1,8 +1,7 @@
-"""Sums that show whether a file has changed: CRC-32 of objects, files and caches, SHA-256 of datasets.
+"""Sums that show whether a file has changed: CRC-32 of objects and files, SHA-256 of datasets.
 
     object   {…, "crc32": sum}: the sum covers the other keys, as JSON with sorted keys and without spaces
     file     {"bytes": …, "crc32": …}, kept in another file
-    cache    the content, then four bytes: the CRC-32 of the file's name and content
     dataset  SHA-256 in hexadecimal, kept in the manifest
 
 CRC-32 detects flipped, missing and zeroed bytes, and costs about a second per gigabyte.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,8 +26,6 @@ BLOCK = 1 << 20
 
 Advance = Callable[[int], object]
 """Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
-
-_TAIL = struct.Struct("<I")
 
 
 def silent(count: int) -> None:
@@ -94,24 +90,6 @@ def file_fault(path: Path, written: Mapping[str, Any], read: bool = True) -> str
         return f"{path.name} has {size:,} bytes instead of {written['bytes']:,}"
     found = file_facts(path)[SUM] if read else written[SUM]
     return None if found == written[SUM] else f"{path.name} has the CRC-32 {found} instead of {written[SUM]}"
-
-
-def seal_cache(name: str, content: bytes) -> bytes:
-    """Return the bytes of a cache file: `content`, then the sum."""
-    return content + _TAIL.pack(_cache_sum(name, content))
-
-
-def check_cache(path: Path) -> None:
-    """Raise `BrokenSeal` for a file that differs from what `seal_cache` made, `OSError` if it cannot be opened."""
-    if not path.is_file() and path.exists():  # a pipe or a device may have no end
-        raise BrokenSeal(path)
-    data = memoryview(path.read_bytes())
-    if _TAIL.pack(_cache_sum(path.name, data[: -_TAIL.size])) != data[-_TAIL.size :]:
-        raise BrokenSeal(path)
-
-
-def _cache_sum(name: str, content: bytes | memoryview) -> int:
-    return zlib.crc32(content, zlib.crc32(os.fsencode(name)))
 
 
 def file_sha256(path: Path, advance: Advance = silent) -> str:

@@ -402,17 +402,15 @@ def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path)
         Corpus.open(make_config(tiny_corpus, data={"data_path": ("1", parts["a"], "1", foreign)}))
 
 
-def test_indices_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts, tiny_corpus, tmp_path):
-    data = {"data_path": (parts["a"], parts["b"]), "index_cache_dir": str(tmp_path / "indices")}
-    config = make_config(tiny_corpus, data=data)
-    Corpus.open(config, keep_indices=False).samples("train")
-    assert not (tmp_path / "indices").exists()
-    first = rows_of(config, 64)
-    assert sorted(path.name.split(".")[0] for path in (tmp_path / "indices").iterdir()) == [
-        "a_text_document",
-        "b_text_document",
-    ]
-    assert rows_of(config, 64) == first == rows_of(make_config(tiny_corpus, data=data | {"index_cache_dir": None}), 64)
+def test_word_counts_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts, tiny_corpus, tmp_path):
+    config = make_config(tiny_corpus, data={"data_path": (parts["a"],), "index_cache_dir": str(tmp_path / "counts")})
+    config = config.replace(objective={"notes": True, "notes_min_count": 2})
+    before = sorted(Path(parts["a"]).parent.iterdir())
+    first = Corpus.open(config, keep_counts=False).rare_words[0]
+    assert not (tmp_path / "counts").exists()
+    assert np.array_equal(Corpus.open(config).rare_words[0].hashes, first.hashes)
+    assert [path.name.split(".")[0] for path in (tmp_path / "counts").iterdir()] == ["a_text_document"]
+    assert sorted(Path(parts["a"]).parent.iterdir()) == before
 
 
 def test_description_names_every_weighted_corpus(parts, tiny_corpus):

@@ -60,9 +60,9 @@ class World(NamedTuple):
     corpus: TinyCorpus
 
     def files(self, folder: Path) -> set[Path]:
-        """Return all files that there are, also in a test's folder, but for those of sample indices."""
+        """Return all files that there are, also in a test's folder."""
         folders = (self.folder, folder, self.corpus.prefix.parent)
-        return {path for each in folders for path in each.rglob("*") if path.suffix != ".npy"}
+        return {path for each in folders for path in each.rglob("*")}
 
     def make_kept_model(self) -> None:
         """Fine-tune a model and keep it, on the first call."""

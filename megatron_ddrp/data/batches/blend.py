@@ -147,7 +147,7 @@ def _is_number(word: str) -> bool:
         float(word)
     except ValueError:
         return False
-    return True
+    return "_" not in word  # Python reads 2024_01, the name of a file, as 202401
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:

@@ -1,14 +1,16 @@
 """The counting pass of Taking Notes on the Fly: the number of occurrences of each word in the training text.
 
 The pass reads the token ids in memory-mapped chunks and takes about 40 bytes per different word, for any length of
-text. The result is cached beside the data (index_cache.py), under a fingerprint of the data, the tokenizer and the
-bounds. The first process that needs it counts, under a lock; the others wait for its file.
+text. The result is cached beside the data, in a file whose name has a fingerprint of the data, the tokenizer and the
+bounds. The first process that needs it counts, under a lock; the others wait for its file. The arrays of a .npz file
+carry sums, one of them is the file's name, and equal words give equal bytes: a damaged or foreign file is made again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,8 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ddrp.data.atomic import AnyPath, take_lock
-from megatron_ddrp.data.batches.index_cache import CacheFile
+from megatron_ddrp.data.atomic import AnyPath, BeingWritten, atomic_file, take_lock
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.dataset.verification import check_ids
@@ -27,6 +28,7 @@ from megatron_ddrp.data.sealed import Advance, silent
 from megatron_ddrp.data.tokenizers.spelling import BEGIN
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import reading
 
 Part = tuple[IndexedDataset, tuple[int, int]]
 """A dataset and the counted range of its documents."""
@@ -132,13 +134,12 @@ def open_rare_words(
     counted at every start. A damaged cache is made again, with a line on standard error. Without `keep` nothing is
     written. Raises `UserError` for a named `folder` that cannot be written to, and if no word lies in the bounds.
     """
-    cache = _cache(parts, tokenizer, bounds, folder)
-    with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
-        arrays, kept = cache.load(), f"as counted in {cache.path}"
-        if cache.damaged:
-            print(f"{cache.path}: damaged, or from an earlier version; the words are counted again", file=sys.stderr)
-        if arrays is not None:
-            words = RareWords(**arrays)
+    index = dataset_path(parts[0][0].prefix, ".idx")
+    path = Path(folder or index.parent) / f"{index.stem}.{_fingerprint(parts, tokenizer, bounds)}.words.npz"
+    with _one_at_a_time(index):
+        cached, kept = _read_words(path), f"as counted in {path}"
+        if cached is not None:
+            words = cached
         else:
             total = sum(
                 int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
@@ -146,12 +147,16 @@ def open_rare_words(
             )
             with progress("token", total, "counting words", scale=True) as bar:
                 words = count_rare_words(parts, WordFinder(tokenizer), bounds, bar.update)
-            kept = f"to be counted into {cache.path}"
+            kept = f"to be counted into {path}"
             if keep:
-                refused = cache.write(vars(words))
-                kept = f"counted into {cache.path}"
+                refused = _write_words(path, words, mode=index.stat().st_mode & 0o666)  # the data's rights
+                kept = f"counted into {path}"
+                if refused and folder is not None:
+                    reason = f"cannot be written: {refused}; give a folder that can be"
+                    raise UserError(f"--index-cache-dir {folder}: {reason}")
                 if refused:
-                    kept = f"counted at every start, as {refused}; --index-cache-dir DIR keeps them"
+                    reason = f"{path.parent} cannot be written ({refused})"
+                    kept = f"counted at every start, as {reason}; --index-cache-dir DIR keeps them"
     if not len(words):
         raise UserError(
             f"--notes-min-count {bounds[0]} and --notes-max-count {bounds[1]}: the training text holds no word so "
@@ -160,15 +165,54 @@ def open_rare_words(
     return words, f"{len(words):,} words that stand {bounds[0]:,} to {bounds[1]:,} times in the training text, {kept}"
 
 
-def _cache(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: AnyPath | None) -> CacheFile:
-    """Return the cache file for a corpus, tokenizer and bounds; another corpus has another name."""
+def _read_words(path: Path) -> RareWords | None:
+    """Return the words in a cache file; None if there is none, or a damaged one, which a line names."""
+    if not path.exists():
+        return None
+    try:
+        with reading(path):
+            if not path.is_file():  # a pipe or a device may have no end
+                raise ValueError("no file")
+            content = path.read_bytes()
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                words = RareWords(**{key: arrays[key] for key in arrays if key != "name"})
+            if _packed(path, words) != content:
+                raise ValueError("changed")
+            return words
+    except UserError:
+        print(f"{path}: damaged, or from an earlier version; the words are counted again", file=sys.stderr)
+        return None
+
+
+def _write_words(path: Path, words: RareWords, mode: int) -> str:
+    """Write a cache file, whole or not at all; return the reason why its folder cannot be written to, or nothing."""
+    try:
+        with atomic_file(path, mode) as file:
+            file.write(_packed(path, words))
+    except (BeingWritten, FileNotFoundError):  # another node, whose locks are not ours, writes the same content
+        return ""
+    except (OSError, UserError) as error:
+        cause = error.__cause__ or error
+        return str(cause.strerror if isinstance(cause, OSError) else cause)
+    return ""
+
+
+def _packed(path: Path, words: RareWords) -> bytes:
+    """Return the content of the cache file `path`."""
+    stream = io.BytesIO()
+    np.savez(stream, name=np.array(path.name), **vars(words))
+    return stream.getvalue()
+
+
+def _fingerprint(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int]) -> str:
+    """Return a hash of a corpus, its tokenizer and the bounds."""
     identity = [
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
         for dataset, documents in parts
     ]
     side = [tokenizer.word_side] * (tokenizer.word_side != BEGIN)  # earlier versions knew words by their begins only
     key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds, *side])
-    return CacheFile(parts[0][0], hashlib.sha256(key.encode()).hexdigest()[:16], "words.npz", folder)
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _sample_digest(dataset: IndexedDataset) -> str:

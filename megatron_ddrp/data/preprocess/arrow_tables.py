@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.errors import need_packages
-from megatron_ddrp.foreign import reading
+from megatron_ddrp.foreign import read_object, reading
 
 ROWS = 512  # of a Parquet file, decoded at once; pages, not rows, are what pyarrow keeps in memory
 
@@ -124,3 +128,28 @@ def _column_fault(schema: Any, column: str) -> str:
     if str(plain) not in ("string", "large_string", "string_view", "null"):
         return f"column {column!r} holds {kind}, expected strings"
     return ""
+
+
+def is_beside_rows(path: str) -> bool:
+    """Return whether a file lies beside the rows of a saved `Dataset` and holds none of them.
+
+    Hugging Face's `save_to_disk` writes such files and leaves the rows of a dataset that was there before; `map` and
+    `filter` leave caches of rows there.
+    """
+    folder, name = os.path.split(path)
+    state = os.path.join(folder, "state.json")
+    if name in ("state.json", "dataset_info.json"):
+        return os.path.exists(state) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
+    if name == "dataset_dict.json":
+        return bool(glob.glob(glob.escape(folder) + "/*/state.json"))
+    if not name.endswith(".arrow"):
+        return False
+    listed = _listed_rows(state, os.stat(state).st_mtime_ns) if os.path.exists(state) else None
+    return name.startswith("cache-") or (listed is not None and name not in listed)
+
+
+@functools.lru_cache(maxsize=1)
+def _listed_rows(state: str, changed: int) -> set[str] | None:
+    """Return the files of rows that a state.json, last `changed` then, names; None if it names none."""
+    rows = read_object(Path(state)).get("_data_files")
+    return {str(file.get("filename")) for file in rows if isinstance(file, dict)} if isinstance(rows, list) else None

@@ -22,18 +22,14 @@ from megatron_ddrp.data.preprocess.arrow_tables import table_rows
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chunk
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import refuse_wide
 
 MAX_RECORD_BYTES = 1 << 26
 """Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_BLANK_LINE = re.compile(
-    rb"\n(?:[\t\x0b-\r\x1c-\x20]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)*\n"
-)
-"""Line of characters that `str.isspace` knows, as UTF-8."""
 _JSON_OBJECT = re.compile(rb'\{\s*"[^"]*"\s*:')
 _FIRST = 256  # bytes that tell the format
-_OVERLAP = 64  # bytes of the block before in which a separator may begin
 
 
 def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
@@ -145,7 +141,7 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
         block = opened.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
         if not block:
             break
-        start = max(0, len(rest) - _OVERLAP)
+        start = len(rest)
         rest += block
         end = _end(kind, rest, start)
     yield kind, rest
@@ -158,7 +154,8 @@ def _format_of(file: InputFile) -> str:
 
 
 def _format(file: InputFile, first: bytes) -> str:
-    """Return the format of a file, a key of `_ENDS`, from its name and first bytes."""
+    """Return the format of a file, a key of `_LAST_LINES`, from its name and first bytes."""
+    refuse_wide(first, file.path)
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first[:_FIRST].lstrip()
@@ -173,19 +170,14 @@ def _format(file: InputFile, first: bytes) -> str:
 
 def _end(kind: str, data: bytes, start: int) -> int:
     """Return the end of the last whole record that ends after `start`, or 0."""
-    for separator in _ENDS[kind]:
-        if (found := data.rfind(separator, start)) >= 0:
-            return found + len(separator)
-    blank = list(_BLANK_LINE.finditer(data, start)) if kind == "text" else []
-    return blank[-1].end() if blank else 0
+    is_last, end = _LAST_LINES[kind], data.rfind(b"\n", start) + 1
+    while is_last and end > start:
+        begin = data.rfind(b"\n", 0, end - 1) + 1
+        if is_last(data[begin:end]):
+            return end
+        end = begin
+    return 0 if is_last else end
 
-
-_ENDS = {
-    "json": (b"\n",),
-    "text": (b"\n\n", b"\n\r\n"),
-    "wiki": (b"</doc>\n", b"</doc>\r\n"),
-}
-"""Format → byte strings that end a record; plain text's records also end at lines of whitespace."""
 
 _LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
     "json": None,

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_ddrp.data.preprocess.arrow_tables import is_beside_rows
 from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_object, reading
+from megatron_ddrp.foreign import reading
 
 STANDARD_INPUT = "-"
 TABLES = (".parquet", ".arrow")
@@ -35,8 +36,8 @@ INPUT_HELP = (
 
 NAMED_FILES = 3
 """Number of files that the line about left out files names."""
-DATASET_ENDINGS = (".bin", ".idx", ".npy")
-"""Endings of our own datasets, which are left out of a folder without a word."""
+DATASET_ENDINGS = (".bin", ".idx", ".npy", ".npz")
+"""Endings of datasets and of caches beside them, which are left out of a folder without a word."""
 
 BLOCK_BYTES = 1 << 20
 
@@ -268,22 +269,9 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
 
 
 def _is_beside_data(path: str) -> bool:
-    """Return whether a file is the manifest of a dataset of ours, or one of those beside the rows of a saved `Dataset`.
-
-    Hugging Face's `save_to_disk` writes the latter and leaves the rows of a dataset that was there before; `map` and
-    `filter` leave caches of rows there.
-    """
-    folder, name = os.path.split(path)
-    state = os.path.join(folder, "state.json")
-    if name in ("state.json", "dataset_info.json"):
-        return os.path.exists(state) and bool(glob.glob(glob.escape(folder) + "/*.arrow"))
-    if name == "dataset_dict.json":
-        return bool(glob.glob(glob.escape(folder) + "/*/state.json"))
-    if name.endswith(".arrow"):
-        rows = read_object(Path(state)).get("_data_files") if os.path.exists(state) else None
-        listed = [file.get("filename") for file in rows if isinstance(file, dict)] if isinstance(rows, list) else [name]
-        return name.startswith("cache-") or name not in listed
-    return name.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
+    """Return whether a file is the manifest of a dataset of ours, or lies beside the rows of a saved `Dataset`."""
+    is_manifest = path.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
+    return is_manifest or is_beside_rows(path)
 
 
 def _holds_documents(file: InputFile) -> bool:

@@ -36,8 +36,8 @@ from megatron_ddrp.data.tokenizers.vocabulary_fit import (
 from megatron_ddrp.errors import UserError
 
 CHUNK_BYTES = BLOCK_BYTES
-TEXT_RULES = 3
-"""Version of the text reading. It rises when a file gives other texts, so that no run resumes an earlier version's."""
+TEXT_RULES = 4
+"""Version of the text reading. It rises when a file gives other texts or chunks, and no run resumes an earlier one."""
 CHECKPOINT_SECONDS = 15.0
 """Seconds between checkpoints: the most work that a killed run loses."""
 

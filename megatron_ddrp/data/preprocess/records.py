@@ -11,6 +11,7 @@ CSS Text (section 4.1.3). Other formats keep their line breaks: there they separ
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ _UNSPACED = (
 )
 """Han, kana, bopomofo, their punctuation and full-width forms; not Hangul, which has spaces between words."""
 _BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{_UNSPACED}])\n(?=[{_UNSPACED}])")
+_PAIRS = json.JSONDecoder(object_pairs_hook=tuple)
 _UNCLOSED = "<doc …> without </doc>"
 
 Text = tuple[str, ...]
@@ -119,6 +121,8 @@ def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
             raise ValueError(f"no key {key!r}, it has {known} (see --json-keys)")
         if not isinstance(value[key], str):
             raise ValueError(f"key {key!r} holds {type(value[key]).__name__}, expected a string")
+        if line.count(f'"{key}"') > 1 and [name for name, _ in _PAIRS.decode(line)].count(key) > 1:
+            raise ValueError(f"key {key!r} is there twice, and only one of the two texts would be read")
         if ("\\ud" in line or "\\uD" in line) and _HALF_PAIR.search(value[key]):
             raise ValueError(f"key {key!r} has half a surrogate pair, which is not a character")
     return tuple(value[key] for key in keys)

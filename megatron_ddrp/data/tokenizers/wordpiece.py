@@ -21,7 +21,7 @@ from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.spelling import WordMarks
 from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer, find_specials, require_specials
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_bytes
+from megatron_ddrp.foreign import read_bytes, refuse_wide
 
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 _IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002f800-\U0002fa1f"
@@ -125,8 +125,7 @@ def read_vocab(path: AnyPath) -> list[str]:
     data, name = read_bytes(path), os.fspath(path)
     if not data:
         raise UserError(f"{name}: empty; expected a vocab.txt with one piece per line")
-    if other := _other_encoding(data):
-        raise UserError(f"{name}: in {other}, expected UTF-8; write it anew: iconv -f {other} -t UTF-8 {name}")
+    refuse_wide(data, name)
     try:
         lines = data.removeprefix(codecs.BOM_UTF8).decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -148,16 +147,3 @@ def read_vocab(path: AnyPath) -> list[str]:
 def _without_blanks(line: str) -> str:
     """Return the piece of a line. A line of blanks is a piece that no text gives, so it keeps its place."""
     return line.strip() or line.removesuffix("\r")
-
-
-def _other_encoding(data: bytes) -> str | None:
-    """Return the encoding with wide characters that the begin of a file shows; None for UTF-8 and all others."""
-    wide = [data[begin : begin + 2] for begin in range(0, 8, 2)]  # the begin of "[PAD]", such as 5B 00
-    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "UTF-32"
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    for half, name in ((1, "UTF-16LE"), (0, "UTF-16BE")):
-        if all(len(pair) == 2 and pair[half] == 0 != pair[1 - half] for pair in wide):
-            return name
-    return None

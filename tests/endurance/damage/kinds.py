@@ -93,7 +93,6 @@ KINDS = (
         other="data/other_text_document.json",
         loses=True,
     ),
-    Kind("cache: sample index", "data/corpus*.npy", BYTES, ("training",), other="data/other*.npy"),
     Kind("cache: rare words", "data/corpus*.npz", BYTES, ("training",), other="data/other*.npz"),
     *(
         Kind(label, f"{NEWEST}/{files}", BYTES, readers, (Path(NEWEST).name,), other=f"run/iter_0000002/{files}")

@@ -150,7 +150,7 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, model_type,
 def test_what_cannot_be_converted_is_told(tmp_path, offline):
     (tmp_path / "sentencepiece.bpe.model").write_bytes(b"nothing of use")
     (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
-    with pytest.raises(UserError, match="sentencepiece.bpe.model and no tokenizer.json.*save_pretrained") as refused:
+    with pytest.raises(UserError, match="sentencepiece.bpe.model, from which .*save_pretrained") as refused:
         find_tokenizer(tmp_path)
     assert "\n" not in str(refused.value)
 
@@ -205,15 +205,21 @@ def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, se
 
 
 @pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
-@pytest.mark.parametrize(("lower", "settings"), [(True, {"do_lower_case": False}), (False, {})])
-def test_the_settings_decide_about_case_against_tokenizer_json(tmp_path, offline, lower, settings, read):
+@pytest.mark.parametrize("has_vocab", [True, False])
+@pytest.mark.parametrize(
+    ("lower", "settings"),
+    [(True, {"do_lower_case": False}), (False, {}), (True, {"tokenize_chinese_chars": False, "strip_accents": False})],
+)
+def test_the_settings_decide_against_tokenizer_json(tmp_path, offline, lower, settings, has_vocab, read):
     from transformers import AutoTokenizer
 
     bert_vocabulary(tmp_path, {"do_lower_case": lower})
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     bert_vocabulary(tmp_path, settings)
     assert (tmp_path / "tokenizer.json").is_file()
-    ours, theirs, text = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path), "F\u00fcr schon"
+    if not has_vocab:
+        (tmp_path / "vocab.txt").unlink()
+    ours, theirs, text = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path), "F\u00fcr schon \u4e2d\u6587"
     assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
 
 

@@ -361,6 +361,7 @@ def test_heads_and_poolers_are_not_missed(tmp_path, hf, vocab):
     [
         ("bert", "bert.embeddings.position_ids", torch.arange(24)[None]),
         ("roberta", "roberta.embeddings.position_ids", torch.arange(24)[None]),
+        ("roberta", "roberta.embeddings.token_type_ids", torch.zeros(1, 24).long()),
         ("deberta", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
         ("deberta-v2", "deberta.embeddings.position_embeddings.weight", torch.zeros(24, 32)),
         ("bert", "bert.pooler.dense.weight", torch.zeros(32, 32)),

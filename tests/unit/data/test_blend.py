@@ -153,6 +153,7 @@ def test_samples_are_read_from_their_corpora_in_the_order_asked_for():
         (["0.1", "A", "2", "B"], ("A", "B"), (Fraction(1, 10), Fraction(2))),
         (["1", "A", "1", "./2024"], ("A", "./2024"), (Fraction(1), Fraction(1))),
         (["1e3", "A"], ("A",), (Fraction(1000),)),
+        (["2024_01", "news"], ("2024_01", "news"), None),
     ],
 )
 def test_reading_the_words_of_a_blend(words, prefixes, weights):

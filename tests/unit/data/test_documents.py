@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import random
 import re
 import sys
@@ -12,9 +13,11 @@ import sys
 import pytest
 import zstandard
 
+from megatron_ddrp import foreign
+from megatron_ddrp.data.preprocess import arrow_tables
 from megatron_ddrp.data.preprocess import documents as documents_module
 from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
-from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.errors import UserError
 
 PACK = {
@@ -138,6 +141,17 @@ def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):
         '\ufeff{"text": "a", "title": "A"}\n\n{"title": "B", "text": "b\\ud83d\\ude00"}\r\n', encoding="utf-8"
     )
     assert list(iter_documents([str(path)], ["title", "text"])) == [("A", "a"), ("B", "b\U0001f600")]
+    path.write_text('{"text": "a", "of": {"text": "\\"text\\": text"}, "is": "text"}', encoding="utf-8")
+    assert texts(path) == ["a"], "a text inside another object, and the word as a value"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "wiki_00"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_text_in_wide_characters_is_refused_and_not_read_as_text_full_of_zeros(tmp_path, name, encoding):
+    content = '{"text": "one"}\n{"text": "two"}\n'.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(UserError, match=rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f"):
+        texts(tmp_path / name)
 
 
 BAD = [
@@ -148,10 +162,13 @@ BAD = [
     (b'{"text": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
     (b'{"text": "\\ud800"}', "key 'text' has half a surrogate pair"),
     (b"[" * 100_000, "not JSON"),
+    (b'{"text": "a", "text": "b"}', "key 'text' is there twice"),
 ]
 
 
-@pytest.mark.parametrize(("line", "reason"), BAD, ids=["json", "list", "key", "type", "utf8", "surrogate", "deep"])
+@pytest.mark.parametrize(
+    ("line", "reason"), BAD, ids=["json", "list", "key", "type", "utf8", "surrogate", "deep", "twice"]
+)
 def test_a_bad_line_stops_with_its_number_or_is_skipped_and_told(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}\n')
@@ -269,6 +286,18 @@ def test_rows_of_a_saved_dataset(tmp_path, capsys):
     with pyarrow.ipc.new_file(str(tmp_path / "other.arrow"), table.schema) as out:
         out.write_table(table)
     assert [text for (text,) in iter_documents([str(tmp_path / "other.arrow")])] == wanted
+
+
+def test_the_list_of_a_saved_dataset_is_read_once_and_anew_when_it_changes(tmp_path, monkeypatch):
+    rows, reads = saved_dataset(tmp_path / "train", ["one"]), []
+    state, other = rows.with_name("state.json"), rows.with_name("other.arrow")
+    other.write_bytes(rows.read_bytes())
+    monkeypatch.setattr(arrow_tables, "read_object", lambda path: reads.append(path) or foreign.read_object(path))
+    assert [file.path for file in find_inputs([str(tmp_path)])] == [str(rows)]
+    assert reads == [state]
+    state.write_text('{"_data_files": [{"filename": "other.arrow"}]}')
+    os.utime(state, ns=(1, 1))
+    assert [file.path for file in find_inputs([str(tmp_path)])] == [str(other)]
 
 
 def test_a_damaged_arrow_file_is_refused_and_never_read_in_part(tmp_path):

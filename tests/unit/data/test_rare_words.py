@@ -1,11 +1,14 @@
 """Rare words: counted as words over whole corpora, cached once, found in a batch as written and nowhere else."""
 
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron_ddrp.data import atomic
 from megatron_ddrp.data.batches import word_counts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.rare_words import WordFinder, find_occurrences
@@ -158,13 +161,48 @@ def test_a_damaged_cache_is_counted_again_with_a_notice(corpus, tmp_path, capsys
     words, _ = open_rare_words(*corpus, (3, 9), tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
-    for content in (b"", b"PK", bytes(len(whole)), whole[:-4], *(damaged(whole, seed) for seed in range(12))):
+    open_rare_words(*corpus, (3, 10), tmp_path)
+    (other,) = set(tmp_path.iterdir()) - {path}
+    harms = (damaged(whole, seed) for seed in range(60))
+    for content in (b"", b"PK", bytes(len(whole)), whole[:-4], whole + b"\0" * 4, other.read_bytes(), *harms):
         path.write_bytes(content)
         capsys.readouterr()
         again, line = open_rare_words(*corpus, (3, 9), tmp_path)
         assert f"{path}: damaged, or from an earlier version; the words are counted again" in capsys.readouterr().err
         assert np.array_equal(again.hashes, words.hashes) and np.array_equal(again.pieces, words.pieces)
         assert path.read_bytes() == whole and f"counted into {path}" in line
+
+
+def test_read_only_data_are_counted_at_every_start(corpus, tiny_corpus, monkeypatch):
+    def refuse_writing(*_):
+        raise OSError(30, "Read-only file system")
+
+    folder = Path(tiny_corpus.prefix).parent
+    before = sorted(folder.iterdir())
+    monkeypatch.setattr(atomic, "_new_file", refuse_writing)
+    words, line = open_rare_words(*corpus, (3, 8))
+    assert len(words) and sorted(folder.iterdir()) == before and "\n" not in line
+    assert f"at every start, as {folder} cannot be written (Read-only file system); --index-cache-dir DIR" in line
+
+
+def test_a_file_that_another_node_takes_away_is_left_to_it(corpus, tmp_path, monkeypatch):
+    """Let another writer remove the open file, as happens on file systems whose locks hold on one node only."""
+    monkeypatch.setattr(atomic, "take_lock", lambda *_: True)
+    sync, others = atomic.sync, iter([True])
+
+    def sync_beside_another(stream):
+        for _ in others:
+            assert "counted into" in open_rare_words(*corpus, (3, 9), tmp_path)[1]
+        sync(stream)
+
+    monkeypatch.setattr(atomic, "sync", sync_beside_another)
+    monkeypatch.setattr(word_counts, "_one_at_a_time", lambda _: nullcontext())
+    _, line = open_rare_words(*corpus, (3, 9), tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert line.endswith(f"counted into {path}")
+    assert path.stat().st_mode == Path(f"{corpus[0][0][0].prefix}.idx").stat().st_mode
+    monkeypatch.setattr(word_counts, "count_rare_words", None)
+    assert open_rare_words(*corpus, (3, 9), tmp_path)[1].endswith(f"as counted in {path}")
 
 
 def test_no_word_in_the_bounds_is_an_error(corpus, tmp_path):

@@ -1,7 +1,9 @@
 """Splits, the sample index (each token of each kept document exactly once) and the check of the tokenizer."""
 
+import random
 import struct
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.batches.samples import SampleIndex, split_documents
+from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals, split_documents
 from megatron_ddrp.data.dataset.dataset_index import HEADER
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.verification import check_tokenizer
@@ -201,3 +203,26 @@ def test_check_tokenizer(prefix):
         assert part in str(error.value)
     prefix.with_suffix(".json").unlink()
     check_tokenizer(prefix, other)
+
+
+def test_an_index_damaged_behind_the_totals_is_refused_where_it_is_used(tmp_path):
+    lengths = np.random.default_rng(0).integers(0, 60, 1000)
+    dataset = write_dataset(tmp_path / "corpus", [[np.arange(length)] for length in lengths.tolist()])
+    totals = sample_totals(dataset, 32)
+    expected = [tokens.tobytes() for tokens in SampleIndex(dataset, (0, 1000), 32).tokens(np.arange(totals[-1, 0]))]
+    path = Path(f"{dataset.prefix}.idx")
+    whole, draw = path.read_bytes(), random.Random(0)
+    unseen = refused = 0
+    for _ in range(60):
+        content = bytearray(whole)
+        content[draw.randrange(34, len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        try:
+            index = SampleIndex(IndexedDataset(dataset.prefix), (0, 1000), 32, totals)
+            found = [tokens.tobytes() for tokens in index.tokens(np.arange(len(index)))]
+        except UserError as error:
+            refused += 1
+            assert str(error).startswith(dataset.prefix) and "\n" not in str(error)
+        else:
+            unseen += found != expected  # a border between two documents of one block that moved by a little
+    assert refused > 50 and unseen < 3
