@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.checkpoint.weights import read_config
+from megatron_ddrp.checkpoint import read_config, write_state
 from megatron_ddrp.commands.dry_run import hours_of
 from megatron_ddrp.config import Config, changed_settings
 from megatron_ddrp.config.schedules import MaskRates, parse_phases, phase_at
@@ -76,7 +76,7 @@ def test_a_checkpoint_is_read_with_the_theta_of_its_phase(tmp_path: Path) -> Non
     training = {"seq_length_phases": ("16:0.5:10000",), "train_iters": 8}
     config = Config().replace(model=ROPE, training=training).to_dict()
     for iteration, theta in ((0, 10_000.0), (4, 10_000.0), (5, 160_000.0)):
-        (tmp_path / "state.json").write_text(json.dumps({"iteration": iteration, "config": config}))
+        write_state(tmp_path, {"iteration": iteration, "config": config})
         assert read_config(tmp_path).model.rope_theta == theta
 
 
