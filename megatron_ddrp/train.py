@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ddrp.checkpoint import read_state, refuse_folders
+from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import OPTIMIZERS
@@ -70,6 +70,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     agree(lambda: refuse_folders(folder, load))
     own_callbacks = agree(lambda: callbacks_of(config.logging))
     verified = verify_data(config, ranks.first_on_host, agree_on_long_work)
+    config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
     torch.manual_seed(config.training.seed)
@@ -128,6 +129,15 @@ def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: C
 def remarks_of_ranks(own: Sequence[str]) -> list[str]:
     """Return the remarks of all ranks, each line once; a collective call."""
     return list(dict.fromkeys(remark for remarks in gather_objects(own) for remark in remarks))
+
+
+def with_stored_layout(config: Config, load: Path | None) -> Config:
+    """Return `config` with the layout of a checkpoint's generator, for which there is no flag."""
+    path = newest(load) if load and config.objective.generates else None
+    if path is None:
+        return config
+    stored = Config.from_dict(read_state(path)["config"]).objective
+    return config.replace(objective={"generator_embeddings": stored.generator_embeddings})
 
 
 def allocate_model(config: Config) -> Encoder:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,13 @@ from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
 
-RETIRED = frozenset({"generator_embeddings"})
-"""Settings that checkpoints may still hold, all with the value of today's only behaviour. Readers drop them."""
+
+def with_generator_embeddings(objective: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored objective's settings with the source of ELECTRA's generator embeddings.
+
+    Before the setting existed, the generator had its own.
+    """
+    return {"generator_embeddings": "own", **objective} if objective.get("objective") == "electra" else objective
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,9 @@ class Config:
             raise UserError(f"the configuration is not an object with the sections {', '.join(concerns())}")
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
-            given = {name: value for name, value in values.get(concern, {}).items() if name not in RETIRED}
+            given = values.get(concern, {})
+            if concern == "objective":
+                given = with_generator_embeddings(given)
             hints = typing.get_type_hints(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}

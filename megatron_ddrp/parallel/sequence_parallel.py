@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ddrp.model.electra import FormerGeneratorEmbeddings
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.fused import Norm, normalise
@@ -261,5 +262,5 @@ def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     rows = SharedRows(ranks)
     specialise(model, PARALLEL, rows=rows)
     for module in model.modules():
-        if isinstance(module, Embeddings):
+        if isinstance(module, Embeddings) and not isinstance(module, FormerGeneratorEmbeddings):
             specialise(module, ((r"projection", LinearOfParts),), rows=rows)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.checkpoint import load_model, mark_latest, newest, read_state, save_weights_only, write_state
 from megatron_ddrp.checkpoint.note_files import read_notes
+from megatron_ddrp.config import load_config
+from megatron_ddrp.model import build_model
 from tests.integration.launch import start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
@@ -88,3 +90,35 @@ def test_notes_of_other_words_are_refused(one_process: dict[str, Path], flags: F
     result = start_ranks(flags(**other, save=one_process["mth"], load=one_process["mth"]))
     assert result.exit_codes == [1]
     assert "holds notes of" in result.stderr[0] and "--notes-min-count" in result.stderr[0]
+
+
+def test_an_older_electra_goes_on_in_its_own_layout(flags: Flags, tmp_path: Path) -> None:
+    """No flag says it: state.json lacks a key. A run from it, stopped and resumed, is the run never stopped."""
+    start_ranks(
+        flags(**COURSE, objective="electra", position_encoding="absolute", exit_interval=1, save=tmp_path / "now")
+    ).check()
+    config = load_config(tmp_path / "now").replace(objective={"generator_embeddings": "own"})
+    torch.manual_seed(1)
+    model = build_model(config.model, objective=config.objective)
+    (tmp_path / "older").mkdir()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    path = save_weights_only(weights, config, tmp_path / "older")
+    state = read_state(path)
+    del state["config"]["objective"]["generator_embeddings"]
+    write_state(path, state)
+    mark_latest(tmp_path / "older", path.name)
+    settings = {**COURSE, "objective": "electra", "position_encoding": "absolute", "train_iters": 4}
+    for name, load, changes in (
+        ("whole", "older", {}),
+        ("part", "older", {"exit_interval": 2}),
+        ("part", "part", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "checkpoint_activations": True}),
+    ):
+        size = changes.get("tensor_model_parallel_size", 1)
+        folders = {"load": tmp_path / load, "save": tmp_path / name}
+        start_ranks(flags(**settings | changes, **folders), world_size=size).check()
+    rows, expected = training_rows(tmp_path / "part"), training_rows(tmp_path / "whole")
+    assert len(rows) == 4 and rows[:2] == expected[:2]
+    for row, other in zip(rows, expected, strict=True):
+        assert row == {key: pytest.approx(value, rel=1e-5, abs=1e-5) for key, value in other.items()}
+    _, _, resumed = load_model(tmp_path / "part")
+    assert resumed.objective.generator_embeddings == "own"

@@ -20,7 +20,6 @@ from megatron_ddrp.config import (
     save_config,
 )
 from megatron_ddrp.config.option import check_range
-from megatron_ddrp.config.run import RETIRED
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 
@@ -64,8 +63,8 @@ def test_every_flag_has_help_and_every_section_a_title():
         for f in dataclasses.fields(section):
             assert f.name not in seen, f"{f.name} would be two flags"
             seen.add(f.name)
-            if f.name in ("vocab_size", "decided_by_deepspeed_config"):
-                continue  # come from the tokenizer and from the command line's reading
+            if f.name in ("vocab_size", "generator_embeddings", "decided_by_deepspeed_config"):
+                continue  # come from the tokenizer, from older checkpoints, and from the command line's reading
             assert len(f.metadata.get("help", "")) > 10, f"{flag(f.name)} has no help"
             if "choices" in f.metadata:
                 assert f.default in (None, *f.metadata["choices"]), f.name
@@ -104,11 +103,11 @@ def test_only_the_keys_of_deberta_have_no_bias():
     assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
 
 
-def test_a_retired_setting_of_a_checkpoint_is_dropped():
+def test_an_older_generator_has_embeddings_of_its_own():
     values = Config(objective=ObjectiveConfig(objective="electra")).to_dict()
-    for name in RETIRED:
-        values["objective"][name] = "shared"
-    assert Config.from_dict(values) == Config(objective=ObjectiveConfig(objective="electra"))
+    assert Config.from_dict(values).objective.generator_embeddings == "shared"
+    del values["objective"]["generator_embeddings"]
+    assert Config.from_dict(values).objective.generator_embeddings == "own"
 
 
 REFUSED = [

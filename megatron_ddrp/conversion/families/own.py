@@ -6,6 +6,7 @@ Import never runs that code; it reads settings and weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,10 @@ class Own(Family):
         if "objective" not in values:
             return ObjectiveConfig(OBJECTIVES[_head(set(names))])
         try:
-            return Config.from_dict({"objective": values["objective"]}).objective
+            stored = Config.from_dict({"objective": values["objective"]}).objective
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+        return replace(stored, generator_embeddings="shared")  # a generator is drawn anew
 
     def our_name(self, name: str) -> str | None:
         if name == "head.bias":

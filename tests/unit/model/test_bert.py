@@ -27,6 +27,7 @@ IN_TEST_FILES = {variant for variant in VARIANTS if not (GOLDEN / f"{variant}_pa
 """Variants whose position parameters stand in the encoding's test file."""
 GENERATORS = {
     "electra": ObjectiveConfig(objective="electra"),
+    "electra_former": ObjectiveConfig(objective="electra", generator_embeddings="own"),
     "rtd": ObjectiveConfig(objective="rtd"),
 }
 """Golden file of a model with a generator → its objective."""

@@ -1,5 +1,7 @@
 """ELECTRA's stages: sizes, what is shared, where gradients go, and what the discriminator sees."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -171,6 +173,8 @@ def test_the_base_models_sizes():
     discriminator = 109_514_298 - vocab - 2 * hidden + hidden + 1  # no LayerNorm or vocabulary bias in the head
     assert total == generator + discriminator
     assert position == 512 * hidden
+    former = on_meta_device(model.config, replace(ELECTRA, generator_embeddings="own"))
+    assert count_parameters(former) == (total + 512 * width + norm, position + 512 * width)
 
 
 def test_the_encoder_is_the_discriminator():
@@ -182,3 +186,24 @@ def test_the_encoder_is_the_discriminator():
         if name in own and not name.startswith("head."):
             parameter.data.copy_(own[name])
     torch.testing.assert_close(encode(model, batch), encode(bert, batch))
+
+
+def test_the_former_layout_projects_first_and_normalises_at_the_generators_width():
+    former = replace(ELECTRA, generator_embeddings="own")
+    model = tiny_electra(objective=former, position_encoding="absolute")
+    embeddings, batch = model.generator.embeddings, tiny_batch()
+    summed = model.embeddings.token(batch.input_ids) + model.embeddings.segment(batch.segment_ids)
+    summed = embeddings.projection(summed) + embeddings.absolute.weight[batch.position_ids]
+    expected = torch.nn.functional.layer_norm(summed, (4,), embeddings.norm.weight, embeddings.norm.bias, 1e-12)
+    ours = embeddings.embed(Inputs.of(batch, no_draws(batch)))
+    torch.testing.assert_close(ours, expected)
+    lent = {"embeddings.absolute.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
+    parameters = dict(model.named_parameters())
+    own = {f"generator.{name}" for name in lent}
+    assert own <= parameters.keys()
+    assert not own & dict(tiny_electra(position_encoding="absolute").named_parameters()).keys()
+    loss = named_sums(model, batch, with_keys(batch, some_draws(batch)))["lm_loss"]
+    found = torch.autograd.grad(
+        loss, [parameters[name] for name in sorted(lent | own)], allow_unused=True, materialize_grads=True
+    )
+    assert [bool(gradient.any()) for gradient in found] == [False] * 3 + [True] * 3
