@@ -178,7 +178,7 @@ def _add_flag(group: Any, name: str, option: Option) -> None:
     metavar = None if "choices" in rules else "N" if kind is int else "X"
     is_flag = not rules.get("positional")
     group.add_argument(
-        *([flag(name), *rules.get("aliases", ())] if is_flag else [name]),
+        flag(name) if is_flag else name,
         type=rules.get("word", partial(_word, kind) if kind in (str, Path) else kind),
         **({"required": required} if is_flag else {}),
         default=argparse.SUPPRESS,

@@ -45,9 +45,7 @@ from megatron_ddrp.checkpoint.folder import (
     tag,
 )
 from megatron_ddrp.checkpoint.state import (
-    DATASETS,
     HEAD_SETTINGS,
-    SINCE_LOGGED,
     STARTED_FROM,
     STATE,
     WEIGHTS_ONLY,

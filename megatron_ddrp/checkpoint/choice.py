@@ -84,9 +84,7 @@ def fault(path: Path, kinds: Collection[str] = (), part: int = 0, parts: int = 1
     if not path.is_dir():
         return "missing or incomplete"
     try:
-        written = read_state(path).get("files")
-        if written is None:  # written by an older version
-            return None if (path / WEIGHTS).is_file() else f"{WEIGHTS} is missing"
+        written = read_state(path)["files"]
         to_read = [name for name in sorted(written) if kind_of(name) in kinds][part::parts]
         checks = [(name, False) for name in sorted(written)] + [(name, True) for name in to_read]
         return next(filter(None, (file_fault(path / name, written[name], read) for name, read in checks)), None)

@@ -36,7 +36,7 @@ class StoredTensors:
 
         self.path = path
         self._files: dict[str, Any] = {}
-        for file in read_state(path).get("files", [WEIGHTS]):
+        for file in read_state(path)["files"]:
             if kind_of(file) != kind:
                 continue
             with reading(path / file):
@@ -87,7 +87,7 @@ def read_config(path: Path) -> Config:
     """Return the configuration of the run that wrote a checkpoint, with `--rope-theta` of the checkpoint's phase."""
     state = read_state(path)
     config = Config.from_dict(state["config"])
-    return config.replace(model={"rope_theta": config.rope_theta_at(state.get("iteration", 0) - 1)})
+    return config.replace(model={"rope_theta": config.rope_theta_at(state["iteration"] - 1)})
 
 
 def persistent_buffers(model: Any) -> dict[str, Any]:

@@ -88,9 +88,8 @@ class Options(Section):
     )
     scores_dir: Path | None = option(
         None,
-        "--output-dir of megatron-ddrp finetune or megatron-ddrp glue (--glue-dir is the older name)",
+        "--output-dir of megatron-ddrp finetune or megatron-ddrp glue",
         metavar="DIR",
-        aliases=("--glue-dir",),
     )
     note: str | None = option(None, "a sentence above the scores, in Markdown", metavar="TEXT")
     commands: Path | None = option(None, "the command lines that made the run", metavar="FILE")

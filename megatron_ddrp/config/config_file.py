@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.reading import Place, load_plugins, load_values, options_of, read_settings
-from megatron_ddrp.config.run import OLDER, Config, concerns
+from megatron_ddrp.config.run import Config, concerns
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
@@ -92,10 +92,8 @@ def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> 
     section = concerns()[concern]
     options = options_of(section)
     if is_of_a_run and isinstance(given, Mapping):
-        given = OLDER.get(concern, dict)(dict(given))
         without_flag = {f.name for f in dataclasses.fields(section)} - set(options)
-        given = {name: value for name, value in given.items() if name not in without_flag}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if name not in without_flag and value is not None}
     return read_settings(options, given, place, HINTS)
 
 

@@ -31,8 +31,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     `choices`, `nargs` and `metavar` go to argparse. `within` is the range of a number, such as "[0, 1)" or "(0, inf)";
     every number has one, and no range includes inf or nan. `distinct` refuses a list with equal values. `read` is a
     function that replaces the usual reading of a value from YAML (`reading.py`) and checks its range. `word` reads one
-    word of the command line in place of the field's type. `positional` is for a word without its flag, and `aliases`
-    are older names of the flag.
+    word of the command line in place of the field's type. `positional` is for a word without its flag.
     """
     return field(default=default, metadata={"help": help, **metadata})
 

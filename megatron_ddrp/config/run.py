@@ -1,7 +1,4 @@
-"""The configuration of a run: all concerns in one dataclass, checks across concerns, and config.json.
-
-Older versions stored other settings; `OLDER` gives these their present meaning. An absent key shows an older version.
-"""
+"""The configuration of a run: all concerns in one dataclass, checks across concerns, and config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,58 +16,19 @@ from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.registry import OBJECTIVES, OPTIMIZERS, objective_class
-from megatron_ddrp.config.schedules import LengthPhase, idle_phases, parse_phases, phase_at
+from megatron_ddrp.config.schedules import LengthPhase, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
 
 
-def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored model's settings with their present meaning.
+def with_generator_embeddings(objective: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored objective's settings with the source of ELECTRA's generator embeddings.
 
-    Before the setting `absolute_embedding` existed, tupe-r's distance was always 128. Before `direction_init` existed,
-    DDRP's D started closely around 1. Before `key_bias` existed, all keys had a bias. The attention backend `flex` no
-    longer exists; it becomes `auto`, since no weight depends on the backend.
+    Before the setting existed, the generator had its own.
     """
-    if not values:
-        return values
-    meant = {"direction_init": "ones", "key_bias": True, **values}
-    if "absolute_embedding" not in values and values.get("position_encoding") == "tupe-r":
-        meant["relative_distance"] = 128
-    if values.get("attention_backend") == "flex":
-        meant["attention_backend"] = "auto"
-    return meant
-
-
-def objective_as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored objective's settings with their present meaning.
-
-    Before the setting `generator_embeddings` existed, ELECTRA's generator had its own. Before `eval_mask_prob` existed,
-    validation masked at the rate of training.
-    """
-    meant = dict(values)
-    if "mask_prob" in values:
-        meant.setdefault("eval_mask_prob", values["mask_prob"])
-    if values.get("objective") == "electra":
-        meant.setdefault("generator_embeddings", "own")
-    return meant
-
-
-def training_as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Return stored settings of training with their present meaning.
-
-    Before length phases without a step were refused, they had no effect.
-    """
-    words, steps = values.get("seq_length_phases"), values.get("train_iters")
-    if not (isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words) and type(steps) is int):
-        return values
-    idle = {phase.word for phase in idle_phases(words, steps)}
-    return {**values, "seq_length_phases": [word for word in words if word not in idle]}
-
-
-OLDER = {"model": model_as_meant, "objective": objective_as_meant, "training": training_as_meant}
-"""Concern → function that gives its stored settings their present meaning."""
+    return {"generator_embeddings": "own", **objective} if objective.get("objective") == "electra" else objective
 
 
 @dataclass(frozen=True)
@@ -124,11 +82,13 @@ class Config:
                 f"--position-encoding {self.model.position_encoding}, which has none: give LENGTH:END"
             )
         steps, optimizer = self.training.train_iters, self.optimizer
-        for word, begin, end in idle_phases(self.training.seq_length_phases, steps):
-            refuse(
-                f"--seq-length-phases {word} has no step: it begins after step {begin} and ends with step {end} of "
-                f"--train-iters {steps}; give a larger END, or leave the phase out"
-            )
+        ends = [phase.last_step(steps) for phase in self.phases[:-1]]
+        for word, begin, end in zip(self.training.seq_length_phases, [0, *ends], ends, strict=False):
+            if begin >= end:
+                refuse(
+                    f"--seq-length-phases {word} has no step: it begins after step {begin} and ends with step {end} of "
+                    f"--train-iters {steps}; give a larger END, or leave the phase out"
+                )
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
             refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
@@ -146,13 +106,12 @@ class Config:
         """Refuse a layout whose sizes do not divide the model."""
         model, pipeline = self.model, self.parallel.pipeline_model_parallel_size
         generator = self.objective.generator_config(model)
-        generators_heads = f"the heads of --objective {self.objective.objective}'s generator (--generator-size),"
-        for what, size in (
-            ("--num-attention-heads", model.num_attention_heads),
-            *(((generators_heads, generator.num_attention_heads),) if generator else ()),
-            ("--ffn-hidden-size", model.ffn_size),
-        ):
-            self._check_cut(what, size)
+        self._check_cut("--num-attention-heads", model.num_attention_heads)
+        self._check_cut("--ffn-hidden-size", model.ffn_size)
+        if generator is not None:
+            of_generator = f"of --objective {self.objective.objective}'s generator (--generator-size),"
+            self._check_cut(f"the heads {of_generator}", generator.num_attention_heads)
+            self._check_cut(f"the feed-forward width {of_generator}", generator.ffn_size)
         if pipeline > model.num_layers:
             refuse(
                 f"--pipeline-model-parallel-size {pipeline} is more than --num-layers {model.num_layers}: each stage "
@@ -182,8 +141,8 @@ class Config:
         chosen = OPTIMIZERS.find(name)
         if stage not in chosen.zero_stages:
             refuse(
-                f"--optimizer {name} with --zero-stage {stage}: {chosen.why_zero_stages}; use --zero-stage "
-                f"{' or '.join(map(str, chosen.zero_stages))}"
+                f"--optimizer {name} with --zero-stage {stage}: it needs whole parameters, and ZeRO cuts them into "
+                f"flat parts; use --zero-stage {' or '.join(map(str, chosen.zero_stages))}"
             )
 
     @property
@@ -245,7 +204,8 @@ class Config:
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
             given = values.get(concern, {})
-            given = OLDER.get(concern, dict)(given)
+            if concern == "objective":
+                given = with_generator_embeddings(given)
             hints = typing.get_type_hints(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}

@@ -108,21 +108,6 @@ def parse_phases(words: Sequence[str], seq_length: int) -> tuple[LengthPhase, ..
     return phases
 
 
-class IdlePhase(NamedTuple):
-    """Phase of a run that gets no step, because its end is rounded to that of the phase before it."""
-
-    word: str
-    begin: int
-    """Last step before the phase."""
-    end: int
-
-
-def idle_phases(words: Sequence[str], total_steps: int) -> list[IdlePhase]:
-    """Return the phases without a step in a run of `total_steps`. Raises `UserError` for an unreadable phase."""
-    ends = [LengthPhase.parse(word).last_step(total_steps) for word in words]
-    return [IdlePhase(*idle) for idle in zip(words, [0, *ends], ends, strict=False) if idle[1] >= idle[2]]
-
-
 def phase_at(phases: Sequence[LengthPhase], steps_done: int, total_steps: int) -> LengthPhase:
     """Return the phase of the step that follows `steps_done` steps of a run of `total_steps`."""
     return next((phase for phase in phases[:-1] if steps_done < phase.last_step(total_steps)), phases[-1])

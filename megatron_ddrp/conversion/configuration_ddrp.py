@@ -53,11 +53,9 @@ class DdrpConfig(PretrainedConfig):
 
     def __init__(self, **settings: Any) -> None:
         """Take the settings of a config.json; missing ones get the values of `DEFAULTS`."""
-        if settings.get("absolute_embedding") is None:  # a folder from before this key, when tupe-r's distance was 128
+        if settings.get("absolute_embedding") is None:
             encoding = settings.get("position_encoding", DEFAULTS["position_encoding"])
             settings["absolute_embedding"] = encoding == "absolute"
-            if encoding == "tupe-r":
-                settings["relative_distance"] = 128
         super().__init__(**(DEFAULTS | settings))
 
     def window(self, layer: int) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -46,17 +46,14 @@ class Progress:
     started_from: str | None = None
     """Checkpoint of another folder that training began from, `start/iter_0000000`; None for random weights."""
     datasets: Mapping[str, str] = field(default_factory=dict)
-    """Prefix of each dataset → its content, as `Corpus.contents` names it. Older versions did not keep it."""
+    """Prefix of each dataset → its content, as `Corpus.contents` names it."""
     head_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of heads that fine-tuning adds, of the folder that training began from, for exports."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Return the progress in a checkpoint's state. Older versions kept no sums, so theirs start at the resume."""
-        sums = state.get(files.SINCE_LOGGED, {})
-        counts = (state["iteration"], state["consumed_samples"], state["consumed_tokens"])
-        kept = (state.get(key, {}) for key in (files.DATASETS, files.HEAD_SETTINGS))
-        return cls(*counts, sums, state.get(files.STARTED_FROM), *kept)
+        """Return the progress in a checkpoint's state, whose keys are the names of the fields."""
+        return cls(**{each.name: state[each.name] for each in fields(cls) if each.name in state})
 
 
 @dataclass(frozen=True)
@@ -202,8 +199,6 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
         if not state.get(files.WEIGHTS_ONLY):
             check_optimizer(path, theirs.optimizer, config.optimizer)
             stored[held.all_moments] = files.StoredTensors(path, files.OPTIMIZER)
-            if not stored[held.all_moments].names:
-                raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
         for moments, tensors in stored.items():
             held.check(tensors, moments)
         return state, theirs, stored

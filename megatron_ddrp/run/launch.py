@@ -29,8 +29,13 @@ from megatron_ddrp.errors import FAILURE, UserError, run_command
 
 
 def launched_world_size() -> int:
-    """Return the number of ranks that the launcher announced; 1 without a launcher."""
-    return _number("WORLD_SIZE", "SLURM_NTASKS", default=1)
+    """Return the number of ranks that the launcher announced; 1 without a launcher.
+
+    Under Slurm the tasks of srun's step count. Without srun, those of the job count only where MASTER_ADDR says that
+    they meet: otherwise, as in the shell of `salloc`, a process trains alone (`parallel/rendezvous.py`).
+    """
+    of_job = ("SLURM_NTASKS",) if os.environ.get("MASTER_ADDR") else ()
+    return _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", *of_job, default=1)
 
 
 def launched_rank() -> int:
@@ -55,8 +60,11 @@ def _speaks() -> bool:
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process; call it before `process_group.start` sets the variables."""
-    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    """Return whether a launcher started this process as a rank, before `process_group.start` sets the variables.
+
+    Slurm's variables alone do not say so: a batch script and an interactive shell of one task have them too.
+    """
+    return "RANK" in os.environ or launched_world_size() > 1
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from megatron_ddrp.run.metrics import METRICS, MetricsFile
 
 QUIET_SECONDS = 10
 """Seconds without a line after which the next step prints one, whether or not a row is due."""
-UNSAVED_SECONDS = 3600
-"""Seconds of remaining work from which on a run without `--save` warns."""
 
 
 class MetricsLog:
@@ -127,34 +124,6 @@ class Clock:
         done = iteration - self.start_iteration
         seconds = (time.perf_counter() - self.begin) / max(1, done) * (self.train_iters - iteration)
         return duration(seconds)
-
-
-class UnsavedWork:
-    """Warning, given once, that a run without `--save` has more than an hour ahead."""
-
-    def __init__(self, config: Config) -> None:
-        minutes = config.checkpoint.exit_duration_in_mins
-        self.is_due = config.checkpoint.save is None and (minutes is None or 60 * minutes > UNSAVED_SECONDS)
-        self.train_iters, self.exit_interval = config.training.train_iters, config.checkpoint.exit_interval
-        self.first: tuple[int, float] | None = None
-        """First measured step and the time at its end; the first step of a process compiles and is not timed."""
-
-    def warn_once(self, iteration: int, say: Callable[[str], None]) -> None:
-        """Warn if the remaining steps take more than an hour at the rate of the steps so far."""
-        if not self.is_due:
-            return
-        now = time.perf_counter()
-        if self.first is None:
-            self.first = iteration, now
-            return
-        step, began = self.first
-        last = self.train_iters
-        if self.exit_interval:
-            last = min(last, math.ceil(iteration / self.exit_interval) * self.exit_interval)
-        ahead = (now - began) / (iteration - step) * (last - iteration)
-        if ahead > UNSAVED_SECONDS:
-            say(f"warning: no --save: nothing is kept of the {duration(ahead)} ahead; start again with --save DIR")
-            self.is_due = False
 
 
 def duration(seconds: float) -> str:

@@ -24,7 +24,7 @@ from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
 from megatron_ddrp.run.launch import StopRequests
-from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, progress_line, similarities, terms
+from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities, terms
 from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.run_folder import RunFolder
 
@@ -53,7 +53,7 @@ class TrainingRun:
         """
         config, ranks, begin = self.config, self.ranks, progress
         clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(config, ranks))
-        unsaved, finite = UnsavedWork(config), FiniteSteps(self.engine, config, ranks, self.log.say, self.notes)
+        finite = FiniteSteps(self.engine, config, ranks, self.log.say, self.notes)
         late, profile = reads_late(config, ranks), StepProfile(config, ranks, begin.iteration)
         self.say(profile.refusal)
 
@@ -70,7 +70,6 @@ class TrainingRun:
                 self.log_step(result, after, clock)
             elif self.log.is_quiet():
                 self.show_step(self.numbers_of(result, after, clock), clock)
-            unsaved.warn_once(after.iteration, self.log.say)
             return replace(after, since_logged={}) if logged else after
 
         request = 0

@@ -56,27 +56,13 @@ def test_a_damaged_latest_never_begins_afresh(content: bytes, run: Path, flags: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"consumed_samples": 5}, "CRC-32"),
-        ({"config": {"model": {"num_layers": []}}}, "model setting num_layers is []: a wrong type"),
-        ({"loss_scaler": 1}, "loss_scaler: expected null"),
-    ],
-    ids=["edited", "config", "scaler"],
-)
-def test_two_ranks_pass_a_damaged_state_over_together(
-    changes: dict[str, object], reason: str, run: Path, flags: Flags
-) -> None:
-    """By its sum, or, where an older version wrote none, by its keys and types."""
+def test_two_ranks_pass_a_damaged_state_over_together(run: Path, flags: Flags) -> None:
     path = run / "iter_0000003" / "state.json"
-    state = json.loads(path.read_text(encoding="utf-8")) | changes
-    if "CRC-32" not in reason:
-        del state["crc32"]
+    state = json.loads(path.read_text(encoding="utf-8")) | {"consumed_samples": 5}
     path.write_text(json.dumps(state), encoding="utf-8")
     result = start_ranks(flags(save=run, load=run, train_iters=4), world_size=2).check()
     (line,) = told(result.stdout[0])
-    assert line.startswith(f"skipped {run / 'iter_0000003'}: state.json is damaged (") and reason in line
+    assert line.startswith(f"skipped {run / 'iter_0000003'}: state.json is damaged (CRC-32 ")
     assert "at step 2" in result.stdout[0] and [lines(stderr) for stderr in result.stderr] == [[], []]
 
 

@@ -224,6 +224,17 @@ def test_accumulation_steps_are_a_global_batch_of_all_ranks(tmp_path):
     assert parse_arguments([*words, "--global-batch-size", "96"]).config.training.global_batch_size == 96
 
 
+def test_accumulation_steps_do_not_count_the_tasks_of_a_job_beside_which_a_process_trains_alone(tmp_path, monkeypatch):
+    """In the shell of `salloc -n 4`, `complete_environment` gives a run one rank."""
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    path = deepspeed_file(tmp_path, gradient_accumulation_steps=3, train_micro_batch_size_per_gpu=4)
+    assert parse_arguments(["--deepspeed_config", path]).config.training.global_batch_size == 3 * 4
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert parse_arguments(["--deepspeed_config", path]).config.training.global_batch_size == 3 * 4 * 4
+
+
 @pytest.mark.parametrize(
     ("content", "words", "message"),
     [

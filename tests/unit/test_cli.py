@@ -101,7 +101,6 @@ class Words(Section):
     folder: Path | None = option(None, "path")
     files: tuple[Path, ...] = option((), "paths", nargs="+")
     place: str = option("here", "positional", positional=True, nargs="?")
-    old: str | None = option(None, "with an older name", aliases=("--older",))
     size: int = option(1, "number", within="[1, 10]")
 
 
@@ -114,8 +113,8 @@ def test_an_empty_word_is_no_text_and_no_path(words):
 
 
 def test_options_become_values_of_their_types_with_defaults():
-    parsed = parse_sections(ArgumentParser(prog="tool"), (Words,), ["--name", "a", "--files", "b", "c", "--older", "d"])
-    assert (parsed.name, parsed.files, parsed.old) == ("a", (Path("b"), Path("c")), "d")
+    parsed = parse_sections(ArgumentParser(prog="tool"), (Words,), ["--name", "a", "--files", "b", "c"])
+    assert (parsed.name, parsed.files) == ("a", (Path("b"), Path("c")))
     assert (parsed.folder, parsed.place, parsed.size) == (None, "here", 1)
     with pytest.raises(UserError, match=r"--size is 11: it must lie in \[1, 10\] \(see tool --help\)"):
         parse_sections(ArgumentParser(prog="tool"), (Words,), ["--name", "a", "--size", "11"])

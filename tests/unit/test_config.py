@@ -99,33 +99,8 @@ def test_the_absolute_embedding_is_said_in_one_way():
     assert ModelConfig(absolute_embedding=True).absolute_embedding is True
 
 
-@pytest.mark.parametrize("encoding, distance", [("tupe-r", 128), ("bert-r", 7)])
-def test_the_distance_of_an_older_version_means_what_it_did(encoding, distance):
-    values = Config(model=ModelConfig(position_encoding=encoding, relative_distance=7)).to_dict()
-    assert Config.from_dict(values).model.relative_distance == 7
-    del values["model"]["absolute_embedding"]
-    assert Config.from_dict(values).model.relative_distance == distance
-
-
-def test_older_versions_had_a_key_bias_in_every_encoding():
-    values = Config(model=ModelConfig(position_encoding="deberta")).to_dict()
-    assert Config.from_dict(values).model.key_bias is False
-    del values["model"]["key_bias"]
-    assert Config.from_dict(values).model.key_bias is True
+def test_only_the_keys_of_deberta_have_no_bias():
     assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
-
-
-def test_older_versions_started_directions_around_one():
-    values = Config().to_dict()
-    assert Config.from_dict(values).model.direction_init == "spread"
-    del values["model"]["direction_init"]
-    assert Config.from_dict(values).model.direction_init == "ones"
-
-
-def test_a_removed_attention_backend_leaves_its_checkpoints_readable():
-    values = Config().to_dict()
-    values["model"]["attention_backend"] = "flex"
-    assert Config.from_dict(values).model.attention_backend == "auto"
 
 
 def test_an_older_generator_has_embeddings_of_its_own():
@@ -286,6 +261,14 @@ def test_settings_that_an_older_version_did_not_know_get_their_defaults():
     [
         ({"parallel": {"tensor_model_parallel_size": 8}}, "does not divide --num-attention-heads 12"),
         ({"parallel": {"tensor_model_parallel_size": 2}, "model": {"ffn_hidden_size": 5}}, "--ffn-hidden-size 5"),
+        (
+            {
+                "parallel": {"tensor_model_parallel_size": 3},
+                "model": {"hidden_size": 96, "num_attention_heads": 6, "ffn": "geglu", "ffn_hidden_size": 384},
+                "objective": {"objective": "electra", "generator_size": 0.5},
+            },
+            "the feed-forward width of --objective electra's generator (--generator-size), 128",
+        ),
         ({"parallel": {"tensor_model_parallel_size": 0}}, "must be at least 1"),
         ({"parallel": {"pipeline_model_parallel_size": 13}}, "more than --num-layers 12"),
         ({"parallel": {"pipeline_model_parallel_size": 2, "zero_stage": 2}}, "--zero-stage 0 or 1"),

@@ -21,7 +21,7 @@ from megatron_ddrp.run.devices import DEVICES
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -47,6 +47,8 @@ def test_every_setting_says_what_it_comes_to(capsys):
 def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypatch):
     assert run_dry(capsys, "")[1]["world_size"] == 1
     monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert run_dry(capsys, "")[1]["world_size"] == 1  # as a run that srun does not start
+    monkeypatch.setenv("MASTER_ADDR", "node1")
     assert run_dry(capsys, "")[1]["world_size"] == 4
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert run_dry(capsys, "")[1]["world_size"] == 16

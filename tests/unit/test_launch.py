@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.commands import pretrain
+from megatron_ddrp.run.launch import is_launched, launched_world_size
 from megatron_ddrp.train import Trained
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,28 @@ def test_a_bug_keeps_its_traceback() -> None:
     code, said, error = end("1 / 0")
     assert (code, said) == (1, "said before")
     assert error.startswith("Traceback") and error.endswith("ZeroDivisionError: division by zero\n")
+
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "launched"),
+    [
+        ({}, 1, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1, True),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, 8, True),
+        (BATCH, 1, False),  # the batch script itself, or the shell of salloc
+        (BATCH | {"MASTER_ADDR": "node1"}, 4, True),
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, 1, False),  # srun --pty
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "4"}, 4, True),
+    ],
+)
+def test_ranks_are_those_that_a_run_would_have(
+    variables: dict[str, str], ranks: int, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
+    assert (launched_world_size(), is_launched()) == (ranks, launched)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])

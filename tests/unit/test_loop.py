@@ -25,6 +25,7 @@ from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.launch import StopRequests
 from megatron_ddrp.run.profile import StepProfile
+from megatron_ddrp.train import where_we_start
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 CONFIG = Config().replace(
@@ -191,11 +192,6 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(
         made.run.steps(None, None, Progress.from_state(state), made.requests)  # type: ignore[arg-type]
         rows.append([(row["iteration"], row["lm_loss"], row["loss"]) for row in made.rows])
     assert rows[0] == rows[1] and len(rows[0]) == 3
-    del state["since_logged"]  # as older versions saved it
-    made = training(monkeypatch, late)
-    made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
-    made.run.steps(None, None, Progress.from_state(state | {"iteration": 3}), made.requests)  # type: ignore[arg-type]
-    assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(4, 8.0), (6, 11.0)]
 
 
 def test_a_skipped_step_is_left_out_of_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +272,9 @@ def test_a_row_has_the_peak_of_the_memory_in_gib(monkeypatch: pytest.MonkeyPatch
     made = training(monkeypatch, late=False)
     made()
     assert [row["peak_memory_gib"] for row in made.rows] == [3.0] * 6
+
+
+def test_the_start_says_that_nothing_is_saved() -> None:
+    config = Config()
+    assert where_we_start(config, None) == "starting afresh; nothing is saved without --save"
+    assert where_we_start(config.replace(checkpoint={"save": "run"}), None) == "starting afresh"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
-from megatron_ddrp.config.run import model_as_meant
 from megatron_ddrp.conversion.families.contract import CLASSIFIER_DROPOUT, HEADS, NOTHING, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
 from megatron_ddrp.conversion.foreign_config import model_config as checked_config
@@ -42,7 +41,7 @@ class Own(Family):
         keys = SIZES | {name: name for name in OWN_SETTINGS if name in values or name in ALWAYS}
         if missing := [key for key in keys if key not in values]:
             raise UserError(f"{path}: {missing[0]} is missing; export the checkpoint again")
-        return checked_config(path, model_as_meant(read_settings(path, values, keys)))
+        return checked_config(path, read_settings(path, values, keys))
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
         if "objective" not in values:

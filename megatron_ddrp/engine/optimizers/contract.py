@@ -36,8 +36,8 @@ class Optimizer(torch.optim.Optimizer):
     of steps under the name `step` is kept too, and nothing else."""
     zero_stages: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     """Values of `--zero-stage` at which it works."""
-    why_zero_stages: ClassVar[str] = "it needs whole parameters, and ZeRO cuts them into flat parts"
-    """Reason for which it works at no other."""
+    skips_on_device: ClassVar[bool] = False
+    """True if `update` itself changes nothing where `found_inf` is not 0, so that the host need not wait."""
     options: ClassVar[Mapping[str, Number]] = MappingProxyType({})
     """Its own numbers by name, for `--optimizer-options`; the class is called with them."""
 
@@ -64,10 +64,10 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters, or none if the gradients are not finite (`engine/layout.py`).
 
-        The host waits for the device to know. Muon and torch's fused AdamW leave that choice to the device.
+        The host waits for the device to know, unless `skips_on_device`.
         """
         assert closure is None, "DeepSpeed gives none"
-        if not float(getattr(self, "found_inf", 0.0)):
+        if self.skips_on_device or not float(getattr(self, "found_inf", 0.0)):
             self.update()
 
     def update(self) -> None:

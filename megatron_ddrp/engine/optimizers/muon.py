@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +60,7 @@ class Muon(Optimizer):
 
     moments = (*AdamW.moments, MOMENTUM)
     zero_stages = (0,)
-    why_zero_stages = "Muon needs whole matrices, and ZeRO cuts them into flat parts"
+    skips_on_device = True
     options = MappingProxyType({"scale": Number(0.2, "(0, 100]")})
 
     @classmethod
@@ -95,16 +94,8 @@ class Muon(Optimizer):
         self.own_group = self.param_groups[0]  # DeepSpeed removes it from the list if it is empty
         adamw.state = self.state
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters, or none if `found_inf` is 1: the device leaves them as they are, and the host goes on.
-
-        torch's fused AdamW does so too.
-        """
-        assert closure is None, "DeepSpeed gives none"
-        self.update()
-
     def update(self) -> None:
+        """Update all parameters, or none if `found_inf` is 1: the device leaves them as they are."""
         stepped = [name for name, parameter in self.matrices.items() if parameter.grad is not None]
         stepped.sort(key=lambda name: self.matrices[name].shape)  # what one turn of all ranks computes costs the same
         for first in range(0, len(stepped), self.ranks.data_size):

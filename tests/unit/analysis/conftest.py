@@ -26,9 +26,9 @@ def run_folder(tiny_corpus, tmp_path_factory):
         path = folder / checkpoint.tag(step)
         path.mkdir(parents=True)
         torch.manual_seed(step)
-        checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
-        state = {"iteration": step, "consumed_tokens": 100 * step, "config": config.to_dict()}
-        (path / checkpoint.STATE).write_text(json.dumps(state))
+        files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
+        counts = {"iteration": step, "consumed_tokens": 100 * step}
+        checkpoint.write_state(path, {**counts, "files": files, "config": config.to_dict()})
         checkpoint.mark_latest(folder, path.name)
     tokenizer.save(folder / checkpoint.TOKENIZER)
     return folder

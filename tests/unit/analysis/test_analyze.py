@@ -1,6 +1,7 @@
 """tools/analyze.py on tiny checkpoints and an export of one: figures, JSON, and one line for what it cannot do."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ from megatron_ddrp.analysis.masked_places import count_pieces
 from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.analysis.sentences import Sentences
 from megatron_ddrp.analysis.session import Output, View
-from megatron_ddrp.config import Config
 from megatron_ddrp.data.dataset import indexed_dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -49,12 +49,11 @@ def test_self_similarity_covers_every_checkpoint_and_export(run_folder, analyze_
 
 def save_run(folder, run_folder, tiny_corpus, **changes):
     """A run of step 1 with random weights, like `run_folder` but with `changes` to its model."""
-    state = json.loads((run_folder / "iter_0000020" / checkpoint.STATE).read_text())
-    config = Config.from_dict(state["config"]).replace(model=changes)
+    config = checkpoint.read_config(run_folder / "iter_0000020").replace(model=changes)
     path = folder / checkpoint.tag(1)
     path.mkdir(parents=True)
-    checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
-    (path / checkpoint.STATE).write_text(json.dumps({"iteration": 1, "config": config.to_dict()}))
+    files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
+    checkpoint.write_state(path, {"iteration": 1, "files": files, "config": config.to_dict()})
     build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file).save(folder / checkpoint.TOKENIZER)
 
 
@@ -160,7 +159,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path, cap
     for name in ("iter_0000010", "iter_0000020"):
         (broken / name).mkdir(parents=True)
         (broken / name / checkpoint.STATE).write_bytes((run_folder / name / checkpoint.STATE).read_bytes())
-    (broken / "iter_0000010" / checkpoint.WEIGHTS).touch()
+    shutil.copy(run_folder / "iter_0000010" / checkpoint.WEIGHTS, broken / "iter_0000010")
     checkpoint.mark_latest(broken, "iter_0000020")
     for every in (True, False):
         found = find_snapshots([broken], every)

@@ -16,6 +16,7 @@ from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.sealed import file_facts
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.model import build_model
 
@@ -45,11 +46,18 @@ def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
         parameter.data.add_(torch.randn_like(parameter) * 0.3)  # biases, LayerNorms and tables must all act
     path = folder / checkpoint.tag(3)
     path.mkdir(parents=True)
-    checkpoint.save_weights(dict(model.named_parameters()) | checkpoint.persistent_buffers(model), path)
-    (path / checkpoint.STATE).write_text(json.dumps({"iteration": 3, "config": config.to_dict()}))
+    weights = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
+    files = {checkpoint.WEIGHTS: checkpoint.save_weights(weights, path)}
+    checkpoint.write_state(path, {"iteration": 3, "files": files, "config": config.to_dict()})
     tokenizer.save(folder / checkpoint.TOKENIZER)
     checkpoint.mark_latest(folder, path.name)
     return folder
+
+
+def seal_again(weights):
+    """Write the sum of changed weights, a file of a checkpoint, into its state.json."""
+    state = checkpoint.read_state(weights.parent)
+    checkpoint.write_state(weights.parent, state | {"files": {weights.name: file_facts(weights)}})
 
 
 def padded_pair_batch(vocab_size):

@@ -39,8 +39,8 @@ def run(tmp_path, tokenizer):
     manifest[SUM] = object_sum(manifest)
     (home / "wiki_text_document.json").write_text(json.dumps(manifest))
     words = ("3", str(home / "wiki_text_document"), "1", str(home / "gone_text_document"))
-    state_file = folder / checkpoint.tag(3) / checkpoint.STATE
-    state = json.loads(state_file.read_text())
+    path = folder / checkpoint.tag(3)
+    state = checkpoint.read_state(path)
     config = Config.from_dict(state["config"]).replace(
         data={"data_path": words, "vocab_file": str(home / "vocab.txt"), "index_cache_dir": str(home / "cache")},
         training={"train_iters": 10},
@@ -50,7 +50,7 @@ def run(tmp_path, tokenizer):
     )
     layout = {"ranks": 4, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
     more = {"consumed_samples": 96, "consumed_tokens": 2100, "layout": layout, "config": config.to_dict()}
-    state_file.write_text(json.dumps(state | more))
+    checkpoint.write_state(path, state | more)
     return folder
 
 
@@ -67,10 +67,10 @@ def card_of(run, output, **publishing):
 
 def change_config(run, **changes):
     """Store other settings in the run's checkpoint."""
-    state_file = run / checkpoint.tag(3) / checkpoint.STATE
-    state = json.loads(state_file.read_text())
+    path = run / checkpoint.tag(3)
+    state = checkpoint.read_state(path)
     state["config"] = Config.from_dict(state["config"]).replace(**changes).to_dict()
-    state_file.write_text(json.dumps(state))
+    checkpoint.write_state(path, state)
 
 
 def replayed(card):

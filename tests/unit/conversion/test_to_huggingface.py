@@ -1,14 +1,12 @@
 """An exported folder computes what the training model computes."""
 
-import json
 import shutil
 
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.checkpoint import load_model, read_state, write_state
 from megatron_ddrp.config import ENCODINGS
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
@@ -82,39 +80,6 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settin
     weights = classifier.base_model.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in loaded.base_model.state_dict().items())
     assert classifier(**inputs).logits.shape == (3, 3)
-
-
-@torch.no_grad()
-def test_a_tupe_r_of_before_its_distance_was_a_setting_has_128(tmp_path, tokenizer, offline):
-    """Its state.json and its exported config.json say 4, which nothing read; every reader goes on with 128."""
-    from transformers import AutoModelForMaskedLM
-
-    load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="tupe-r", relative_distance=128)
-    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    expected = ours(load_model(load)[0], ids, segments, mask)[1][mask.bool()]
-    state_file = load / "iter_0000003" / "state.json"
-    state = json.loads(state_file.read_text())
-    state["config"]["model"]["relative_distance"] = 4
-    state_file.write_text(json.dumps(state))
-    assert not torch.allclose(ours(load_model(load)[0], ids, segments, mask)[1][mask.bool()], expected), "it acts"
-    del state["config"]["model"]["absolute_embedding"]
-    state_file.write_text(json.dumps(state))
-    model, _, config = load_model(load)
-    assert config.model.relative_distance == 128
-    assert torch.equal(ours(model, ids, segments, mask)[1][mask.bool()], expected)
-
-    export_checkpoint(load, tmp_path / "hf")
-    config_file = tmp_path / "hf" / "config.json"
-    values = json.loads(config_file.read_text())
-    assert (values["relative_distance"], values.pop("absolute_embedding")) == (128, False)
-    config_file.write_text(json.dumps(values | {"relative_distance": 4}))
-    (tmp_path / "hf" / "export_sums.json").unlink()  # a later version wrote it
-    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
-    logits = theirs(ids, attention_mask=mask, token_type_ids=segments).logits[mask.bool()]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-    again, _, sizes = load_hugging_face(tmp_path / "hf")
-    assert sizes.relative_distance == 128
-    assert torch.equal(ours(again, ids, segments, mask)[1][mask.bool()], expected)
 
 
 def own_code_model(tmp_path, tokenizer, auto_class, encoding="ddrp", **options):
@@ -237,9 +202,9 @@ def test_what_cannot_be_exported_is_named(tmp_path, tokenizer):
         export_checkpoint(tmp_path / "missing", tmp_path / "hf")
     load = write_checkpoint(tmp_path / "run", tokenizer)
     state_file = load / "iter_0000003" / "state.json"
-    state = json.loads(state_file.read_text())
+    state = read_state(state_file.parent)
     state["config"]["model"]["position_encoding"] = "spiral"
-    state_file.write_text(json.dumps(state))
+    write_state(state_file.parent, state)
     with pytest.raises(UserError, match="'spiral'.*absolute, bert-r"):
         export_checkpoint(load, tmp_path / "hf")
     for damaged in ("{", "{}", '{"config": 3}'):

@@ -138,8 +138,8 @@ def write_checkpoint(folder, tokenizer, position_encoding):
         }
     )
     torch.manual_seed(0)
-    checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
-    (path / checkpoint.STATE).write_text(json.dumps({"iteration": 3, "config": config.to_dict()}))
+    files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
+    checkpoint.write_state(path, {"iteration": 3, "files": files, "config": config.to_dict()})
     save_config(config, folder)
     checkpoint.mark_latest(folder, path.name)
     return folder

@@ -16,7 +16,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.task import Example
 from megatron_ddrp.tasks.glue.tasks import TASKS
-from tests.unit.conversion.conftest import write_checkpoint
+from tests.unit.conversion.conftest import seal_again, write_checkpoint
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 
@@ -75,6 +75,7 @@ def test_the_fingerprint_follows_every_weight(checkpoint_folder):
     weights = load_file(path)
     weights[sorted(weights)[-1]].view(-1)[0] += 1e-3
     save_file(weights, path, {"format": "pt"})
+    seal_again(path)
     assert load_encoder(checkpoint_folder).fingerprint != before
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.minimal_pairs.command import main
-from tests.unit.conversion.conftest import write_checkpoint
+from tests.unit.conversion.conftest import seal_again, write_checkpoint
 from tests.unit.minimal_pairs.conftest import PAIRS, write_pairs
 
 
@@ -180,6 +180,7 @@ def test_scores_that_are_not_finite_end_with_1_after_the_tables(words, tmp_path,
     name = next(name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) >= len(tokenizer.pieces))
     weights[name][slice(None) if place == "everywhere" else tokenizer.pieces.index("red")] = value
     save_file(weights, path)
+    seal_again(path)
     with pytest.raises(
         UserError, match=r"scores that are not finite, in pairs out of 7: .*; they count as wrong"
     ) as told:

@@ -269,12 +269,11 @@ def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, c
     assert unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
 
 
-@pytest.mark.parametrize("flag", ["--scores-dir", "--glue-dir"])
-def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch, flag):
+def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     write_metrics(tmp_path, ROWS)
     (tmp_path / "table.md").write_text("# Fine-tuning scores\n")
-    words = ["--load", str(tmp_path), flag, str(tmp_path), "--output-dir", str(tmp_path / "out")]
+    words = ["--load", str(tmp_path), "--scores-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["training_report.py", *words])
     main()
     assert "\n### Fine-tuning scores\n" in (tmp_path / "out" / "report.md").read_text()
