@@ -114,7 +114,7 @@ def arm(length: int, encoding: str, objective: str, rows: str = "full", **model:
 
 def open_loader(config: Config) -> tuple[Config, BatchLoader]:
     """Return the configuration with the vocabulary's size, and the training loader."""
-    corpus = Corpus.open(config, keep_indices=False)
+    corpus = Corpus.open(config)
     loader = corpus.loader("train", 0, 1, rows_for(config, torch.device("cuda")))
     return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), loader
 

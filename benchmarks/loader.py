@@ -49,7 +49,7 @@ def compare_loaders(words: list[str], rounds: int) -> None:
         for packing in (False, True):
             changed = config.replace(data={"packing": packing}, objective={"masking": masking})
             name = f"{masking}, {'packed' if packing else 'one document a row'}"
-            corpus = Corpus.open(changed, keep_indices=False)
+            corpus = Corpus.open(changed)
             loaders[name] = corpus.loader("train", 0, 1)
 
     def arm(loader: BatchLoader):

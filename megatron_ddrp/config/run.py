@@ -6,7 +6,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
 
 
-def with_generator_embeddings(objective: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_generator_embeddings(objective: dict[str, Any]) -> dict[str, Any]:
     """Return a stored objective's settings with the source of ELECTRA's generator embeddings.
 
     Before the setting existed, the generator had its own.
@@ -204,8 +204,7 @@ class Config:
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
             given = values.get(concern, {})
-            if concern == "objective":
-                given = with_generator_embeddings(given)
+            given = with_generator_embeddings(given) if concern == "objective" else given
             hints = typing.get_type_hints(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}

@@ -48,7 +48,7 @@ VARIANTS = [
 
 def last_micro_batch(config: Config) -> tuple[Config, Batch]:
     """Return the configuration with the vocabulary's size, and the loader's micro-batch of the longest rows (numpy)."""
-    corpus = Corpus.open(config, keep_indices=False)
+    corpus = Corpus.open(config)
     return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), corpus.loader("train", 0, 1).step(0)[-1]
 
 
