@@ -64,7 +64,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
     for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
         for run, curve in curves.items():
-            _draw_curve(axis, curve, run_style(runs.index(run)))
+            _draw_curve(axis, curve, run, run_style(runs.index(run)))
         axis.set_title(title, fontsize=12)
         axis.set_xlabel("training step")
         axis.grid(alpha=0.3)
@@ -80,9 +80,9 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     return FIGURE
 
 
-def _draw_curve(axis: Any, curve: list[tuple[int, Score]], style: dict[str, Any]) -> None:
+def _draw_curve(axis: Any, curve: list[tuple[int, Score]], run: str, style: dict[str, Any]) -> None:
     steps = [step for step, _ in curve]
     values = [100 * score.value for _, score in curve]
     below = [100 * (score.value - score.low) for _, score in curve]
     above = [100 * (score.high - score.value) for _, score in curve]
-    axis.errorbar(steps, values, yerr=(below, above), capsize=3, **style)
+    axis.errorbar(steps, values, yerr=(below, above), label=run, capsize=3, **style)
