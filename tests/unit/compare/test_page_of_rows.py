@@ -283,6 +283,15 @@ def test_a_main_experiment_with_two_baselines_says_so(page_of):
     assert "- Rows name the baselines absolute, rope: the one whose run comes first counts." in text_of(page_of(rows))
 
 
+def test_sets_of_minimal_pairs_that_differ_are_named(page_of):
+    rows = full_rows(num_rungs=1)
+    assert "Minimal pairs: " not in text_of(page_of(rows))
+    row = next(row for row in rows if row.get("paradigms"))
+    row["paradigms"] = dict(list(row["paradigms"].items())[:3])
+    text = text_of(page_of(rows))
+    assert re.findall(r"Minimal pairs: (?:[\d,]+) of (\d+) paradigms", text) == ["3", "13"]
+
+
 def test_a_claim_about_a_model_with_two_names_is_judged_under_each(page_of):
     """The rows of two plans, whose common flags differ."""
     rows = gain_rows({"absolute+mth": (0.05,)})
