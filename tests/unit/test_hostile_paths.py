@@ -116,6 +116,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("pretrain", "train_data_path"): {"data_path": None, "split": None, "valid_data_path": "no-such"},
     ("pretrain", "valid_data_path"): {"data_path": None, "split": None, "train_data_path": "corpus"},
     ("pretrain", "tokenizer_model"): {"tokenizer_type": "HuggingFace", "vocab_file": None},
+    ("pretrain", "index_cache_dir"): {"notes": True},
     ("dataset inspect", "tokenizer_model"): {"tokenizer_type": "HuggingFace"},
     ("dataset verify", "tokenizer_model"): {"tokenizer_type": "HuggingFace"},
     ("convert", "from_hf"): {"load": None},
