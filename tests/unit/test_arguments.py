@@ -225,7 +225,7 @@ def test_accumulation_steps_are_a_global_batch_of_all_ranks(tmp_path):
 
 
 def test_accumulation_steps_do_not_count_the_tasks_of_a_job_beside_which_a_process_trains_alone(tmp_path, monkeypatch):
-    """In the shell of `salloc -n 4`, `complete_environment` gives a run one rank."""
+    """`complete_environment` gives a run in the shell of `salloc -n 4` one rank."""
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")
