@@ -116,9 +116,10 @@ def first_difference(one: Row, other: Row) -> int:
 
 def conclusion(verdicts: list[Verdict]) -> str:
     """Return what the verdicts ask to change; the first is the flagship's on full rows."""
-    against = [found.line for found in verdicts if found.kind in ("different", "unknown")]
+    if not_decided := [found.line for found in verdicts if found.kind == "unknown"]:
+        return f"nothing; {not_decided[0]}"
+    against = [found.line for found in verdicts if found.kind == "different"]
+    against += [verdicts[0].line] * (verdicts[0].kind == "slower")
     if against:
-        return f"nothing: keep --cuda-graphs off; {against[0]}"
-    if verdicts[0].kind == "slower":
-        return f"nothing: keep --cuda-graphs off; {verdicts[0].line}"
-    return "the default of --cuda-graphs to auto: the same norms in less time"
+        return f"the default of --cuda-graphs to off: {against[0]}"
+    return "nothing: --cuda-graphs auto has the same norms in less time"

@@ -2,8 +2,8 @@
 # The paper's base model on one GPU: DDRP + MTH, 12 layers x 768, batch 256 as 8 micro-batches of 32.
 #
 #   hardware   1 GPU of 24 GB with bf16 (A10, L4, RTX 3090 and newer); on a V100 replace --bf16 by --fp16
-#   time       measured on an H100 with full rows: 0.44 s per step with --cuda-graphs auto, 5 days for 1M steps, and
-#              0.9 to 1.0 s without; docs/flags.md says what graphs are. STEPS=100000 is a tenth of that
+#   time       measured on an H100 with full rows: 0.44 s per step with CUDA graphs (docs/flags.md), 5 days for 1M steps,
+#              and 0.9 to 1.0 s with --cuda-graphs off. STEPS=100000 is a tenth of that
 #   result     the paper's GLUE average after 1M steps is 85.00 (its table 1); fewer steps score lower
 #
 #   [STEPS=1000000] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \

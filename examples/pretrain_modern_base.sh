@@ -5,7 +5,7 @@
 #
 #   hardware   one machine with 8 GPUs of at least 32 GB and bf16 (A100 and newer)
 #   time       estimated by DRY_RUN=1 (docs/scaling.md says how), not measured: 100,000 steps, up to 52 billion tokens,
-#              are 23 hours of 8 A100s or H100s; with --cuda-graphs auto 13 and 6 hours
+#              are 13 hours of 8 A100s or 6 of 8 H100s, and 23 with --cuda-graphs off
 #   result     not measured by us; the learning rate is not tuned
 #
 #   [STEPS=100000] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_modern_base.sh [more flags]

@@ -22,18 +22,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_ddrp.config import Config, encoding_class, flag
+from megatron_ddrp.config import Config, encoding_class
 from megatron_ddrp.config.registry import OPTIMIZERS
-from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
 from megatron_ddrp.engine.deepspeed_file import offload_device
-from megatron_ddrp.model import Encoder, on_meta_device
+from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.graphs import MOST_SHAPES
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.pipeline import split_stages
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
 
 FP32 = 4
+GIB = 2**30
 
 PERSISTENT = 100_000
 PREFETCHED = 50_000_000
@@ -51,6 +52,8 @@ class Memory:
     activations_estimate: int
     buffers: int
     """Bytes of DeepSpeed's buffers to reduce gradients and, at ZeRO 3, to gather weights; at ZeRO 0, of bf16 copies."""
+    graphs: int
+    """Bytes that CUDA graphs keep beyond the activations: the layers' outputs and gradients."""
     on_host: int = 0
     """Bytes in host memory, not in `total`: offloaded optimizer state and ZeRO 3's offloaded weights
     (`offload_optimizer` and `offload_param` in `--deepspeed_config`), and the notes, whole on every rank."""
@@ -135,6 +138,7 @@ def memory_of_rank(
         optimizer=optimizer - optimizer_on_host,
         activations_estimate=activation_bytes(part, config, width),
         buffers=buffer_bytes(part, stage, zero, width, sums),
+        graphs=graph_bytes(part, config, stage, width),
         on_host=optimizer_on_host + weights_on_host + notes,
     )
 
@@ -181,6 +185,15 @@ def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, su
         return width * (bucket + ahead + max(part.sizes)) + converted
     copies = width * sum(part.sizes) if width != FP32 else 0
     return (copies, sums * bucket * in_turn, width * bucket * in_turn + converted)[stage]
+
+
+def graph_bytes(part: Part, config: Config, stage: int, width: int) -> int:
+    """Return the bytes of the outputs and gradients that graphs keep for `MOST_SHAPES` shapes of full rows."""
+    if config.parallel.cuda_graphs == "off" or config.graphs_fault not in (None, "--zero-stage 3") or stage == 3:
+        return 0
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    of_layer = sum(part.sizes) // len(part.layer_widths) * (width if stage else FP32)
+    return MOST_SHAPES * 2 * tokens * sum(part.layer_widths) * width + of_layer
 
 
 def _size_in_block(sizes: Sequence[int], rank: int, length: int) -> int:
@@ -230,6 +243,8 @@ def by_zero_stage(
     The lists are in the order of ranks, with one entry for all tensor-parallel neighbours, which need the same.
     `device_type` decides the size of buckets.
     """
+    if device_type != "cuda":
+        config = config.replace(parallel={"cuda_graphs": "off"})
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
     least, most = config.training.fp16, 1 if has_pipeline else 3
     stages = [s for s in OPTIMIZERS.find(config.optimizer.optimizer).zero_stages if least <= s <= most]
@@ -251,47 +266,3 @@ def neediest_by_zero_stage(
     """Return the memory of the rank that needs the most, at each ZeRO stage; the parameters are `by_zero_stage`'s."""
     ranks = by_zero_stage(model, config, data_size, micro_batches, notes, device_type)
     return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
-
-
-GIB = 2**30
-WORTH_IT = 0.9
-"""Share of the memory below which another ZeRO stage is worth a word."""
-
-
-def need_less_memory(config: Config, world_size: int, device_type: str) -> str:
-    """Return how much memory a rank of a run needs by estimate, and which flags lower it, as one line."""
-    needs = estimated_needs(config, world_size, device_type)
-    needed = needs[config.parallel.zero_stage]
-    return (
-        f"a rank needs about {needed.total / GIB:,.1f} GiB by estimate, {needed.activations_estimate / GIB:,.1f} of "
-        f"them for activations: use {', '.join(ways(config, needs, device_type))}; --dry-run estimates any choice"
-    )
-
-
-def estimated_needs(config: Config, world_size: int, device_type: str) -> dict[int, Memory]:
-    """Return the memory of the rank that needs the most, at each ZeRO stage that the run allows."""
-    data_size = config.parallel.data_parallel_size(world_size)
-    training = config.training
-    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
-    model = on_meta_device(config.model, config.objective)
-    return neediest_by_zero_stage(model, config, data_size, micro_batches, device_type=device_type)
-
-
-def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str]:
-    """Return the changes of flags that need less memory, those that cost the least first."""
-    training, parallel = config.training, config.parallel
-    found = []
-    if training.micro_batch_size > 1:
-        found.append(_instead("micro_batch_size", training.micro_batch_size // 2, training.micro_batch_size))
-    if not parallel.checkpoint_activations:
-        found.append(flag("checkpoint_activations"))
-    lower = [stage for stage in needs if needs[stage].total < WORTH_IT * needs[parallel.zero_stage].total]
-    if lower:
-        found.append(_instead("zero_stage", min(lower), parallel.zero_stage))
-    if device_type == "cuda" and parallel.zero_stage > 0 and parallel.offload_optimizer == "none":
-        found.append(f"{flag('offload_optimizer')} cpu")
-    return [*found, "a smaller --seq-length or --hidden-size", "or more ranks"]
-
-
-def _instead(name: str, value: int, given: int) -> str:
-    return f"{flag(name)} {value} instead of {given}"

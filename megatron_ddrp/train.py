@@ -32,7 +32,7 @@ from megatron_ddrp.engine.device import (
     unused_devices,
 )
 from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors
-from megatron_ddrp.memory import need_less_memory
+from megatron_ddrp.memory_advice import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group

@@ -16,7 +16,7 @@ from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_toke
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.memory import Memory, neediest_by_zero_stage
+from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
@@ -24,8 +24,6 @@ from megatron_ddrp.run.cost import estimate_step, mfu, why_not, with_chosen_back
 from megatron_ddrp.run.devices import DEVICES, Device
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 from megatron_ddrp.run.log import duration
-
-GIB = 2**30
 
 NOT_GIVEN = {
     "absolute_embedding": "decided by --position-encoding",
@@ -194,7 +192,8 @@ def refuse_too_large(needs: dict[int, Memory], parallel: ParallelConfig, device_
     if needs[stage].total <= device_memory * GIB:
         return
     fitting = [f"--zero-stage {other}" for other in needs if needs[other].total <= device_memory * GIB]
-    ways = [*fitting[:1], "a smaller --micro-batch-size"]
+    without_graphs = needs[stage].total - needs[stage].graphs <= device_memory * GIB
+    ways = [*fitting[:1], *["--cuda-graphs off"] * without_graphs, "a smaller --micro-batch-size"]
     ways += ["--checkpoint-activations"] * (not parallel.checkpoint_activations)
     raise UserError(
         f"a rank needs about {needs[stage].total / GIB:.1f} GiB, --device-memory is {device_memory:g} (activations: "

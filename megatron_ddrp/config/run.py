@@ -155,10 +155,9 @@ class Config:
         settings = {
             f"--tensor-model-parallel-size {tensor}": tensor > 1,
             f"--pipeline-model-parallel-size {stages}": stages > 1,
-            "--zero-stage 3": parallel.zero_stage == 3,
-            "--bf16 --zero-stage 0": self.training.bf16 and parallel.zero_stage == 0,
             "--checkpoint-activations": parallel.checkpoint_activations,
             f"--objective {objective.objective}": made is not None and made.looks_inside,
+            "--zero-stage 3": parallel.zero_stage == 3,  # last: memory.py asks for the other stages
         }
         return next((setting for setting, is_given in settings.items() if is_given), None)
 

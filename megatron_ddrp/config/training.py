@@ -197,7 +197,7 @@ class ParallelConfig(Section):
         False, "recompute each layer in the backward pass: less memory, a third slower"
     )
     cuda_graphs: str = option(
-        "off",
+        "auto",
         "replay the kernels of each layer as CUDA graphs, where the CPU cannot launch them as fast as the GPU runs "
         "them: auto does so if layout and objective allow it; rows then have lengths of multiples of 64",
         choices=("auto", "on", "off"),

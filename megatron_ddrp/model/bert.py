@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class, objective_class
@@ -22,7 +21,7 @@ from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, Head, MaskedLMHead
 from megatron_ddrp.model.offsets import start_at_offsets
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
-from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, NoteInputs, Output, State, layout_of
+from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, NoteInputs, Output, State, layout_of, run_stage
 
 
 class Encoder(nn.Module):
@@ -150,7 +149,7 @@ def run_stages(
     passed: Any = given
     for are_layers, some in itertools.groupby(stages, lambda stage: isinstance(stage, EncoderLayer)):
         if are_layers and graphs is not None:
-            passed = graphs.run(list(some), passed)  # type: ignore[arg-type]
+            passed = graphs.run(list(some), passed, compute_dtype)  # type: ignore[arg-type]
             continue
         for stage in some:
             if recompute and stage.training and isinstance(stage, (EncoderLayer, DecodingStage)):
@@ -158,17 +157,6 @@ def run_stages(
             else:
                 passed = run_stage(stage, passed, compute_dtype)
     return passed
-
-
-def run_stage(stage: nn.Module, given: Any, compute_dtype: torch.dtype | None) -> Any:
-    """Run a stage or a whole model, with `compute_dtype` on copies of its weights in that type.
-
-    Gradients reach the weights through the copies, in the weights' own type.
-    """
-    if compute_dtype is None:
-        return stage(given)
-    copies = {name: weight.to(compute_dtype) for name, weight in stage.named_parameters()}
-    return functional_call(stage, copies, (given,))
 
 
 def build_model(

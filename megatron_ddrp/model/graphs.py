@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.stages import Inputs, Layout, State
+from megatron_ddrp.model.stages import Inputs, Layout, State, run_stage
 
 MOST_SHAPES = 4
 """Shapes of micro-batches that have graphs at the same time; all others run without."""
@@ -74,21 +73,10 @@ class Recorder:
         torch.cuda.set_rng_state(draws, device)
 
 
-def learned_tensors(state: State) -> list[Tensor]:
-    """Return the tensors that a layer reads and that may have gradients: hidden states, HCD's cosine, positions."""
-    return [state.hidden, state.head_cosine, *state.position]
-
-
-def replace_learned(state: State, tensors: Sequence[Tensor]) -> State:
-    """Return a state with other tensors of `learned`."""
-    hidden, cosine, *position = tensors
-    return state._replace(hidden=hidden, head_cosine=cosine, position=tuple(position))
-
-
 def read(state: State) -> list[Tensor]:
     """Return all tensors that a layer reads."""
     batch = state.inputs.batch
-    return [batch.document_ids, batch.position_ids, state.heads, state.counted, *learned_tensors(state)]
+    return [batch.document_ids, batch.position_ids, state.heads, state.counted, *state.learned]
 
 
 def in_fixed_memory(state: State) -> State:
@@ -104,34 +92,38 @@ def in_fixed_memory(state: State) -> State:
 class LayerGraph:
     """The two graphs of one layer, with the fixed memory of its inputs, outputs and gradients."""
 
-    def __init__(self, layer: EncoderLayer, state: State, recorder: Recorder, is_first: bool) -> None:
+    def __init__(self, part: LayerGraphs, layer: EncoderLayer, state: State, is_first: bool) -> None:
         """Capture the forward pass on the memory of `state` and of the weights."""
-        parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        self.parameters = tuple(layer.parameters())
         # DeepSpeed's hooks hold nodes that take the weights' gradients on its first stream, which no capture may reach.
-        leaves: dict[str, Tensor] = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        self.parameters, self.leaves = tuple(parameters.values()), tuple(leaves.values())
-        self.inputs, self.is_first = learned_tensors(state), is_first
-        self.forward, self.backward = recorder.graph(), recorder.graph()
-        with recorder.capture(self.forward):
-            after = functional_call(layer, leaves, (state,))
+        leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in layer.named_parameters()}
+        self.inputs, self.leaves, self.is_first = state.learned, tuple(leaves.values()), is_first
+        self.kept = [part.buffer(name, leaf) for name, leaf in leaves.items()]
+        self.forward, self.backward = part.recorder.graph(), part.recorder.graph()
+        with part.recorder.capture(self.forward):
+            after = run_stage(layer, state, part.compute_dtype, leaves)
         # Positions are passed on unchanged, so that their gradients add up on the way.
-        self.outputs = learned_tensors(after)
+        self.outputs = after.learned
         self.gradients: list[Tensor | None] = []
         """Gradients of the outputs; the backward pass reads them."""
         self.found: list[Tensor | None] = []
         """Gradients of the inputs and of the parameters; the backward pass writes them."""
 
-    def capture_backward(self, gradients: Sequence[Tensor | None], recorder: Recorder) -> list[Tensor | None]:
+    def capture_backward(self, part: LayerGraphs, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Capture the backward pass from the outputs' gradients; return the gradients of the inputs."""
         self.gradients = [g if out.requires_grad else None for out, g in zip(self.outputs, gradients, strict=True)]
         pairs = [(out, g) for out, g in zip(self.outputs, self.gradients, strict=True) if g is not None]
         ends, theirs = zip(*pairs, strict=True)
         leaves = [*self.inputs, *self.leaves]
-        with recorder.capture(self.backward):
-            found = iter(torch.autograd.grad(ends, [x for x in leaves if x.requires_grad], theirs, allow_unused=True))
-        self.found = [next(found) if x.requires_grad else None for x in leaves]
+        with part.recorder.capture(self.backward):
+            given = iter(torch.autograd.grad(ends, [x for x in leaves if x.requires_grad], theirs, allow_unused=True))
+            found = [next(given) if x.requires_grad else None for x in leaves]
+            passed, of_weights = found[: len(self.inputs)], found[len(self.inputs) :]
+            kept = [None if x is None else buffer for x, buffer in zip(of_weights, self.kept, strict=True)]
+            torch._foreach_copy_([x for x in kept if x is not None], [x for x in of_weights if x is not None])
+        self.found = [*passed, *kept]
         self.outputs = [x.detach() for x in self.outputs]  # without the history of the capture
-        return self.found[: len(self.inputs)]
+        return passed
 
 
 class _Replay(torch.autograd.Function):
@@ -183,17 +175,17 @@ class Captured:
         with torch.no_grad():
             for mine, given in zip(read(self.state), read(state), strict=True):
                 mine.copy_(given)
-        tensors: Sequence[Tensor] = learned_tensors(state)
+        tensors: Sequence[Tensor] = state.learned
         for graph in self.graphs:
             tensors = _Replay.apply(graph, *tensors, *graph.parameters)
-        return replace_learned(state, tensors)
+        return state.with_learned(tensors)
 
 
 class LayerGraphs:
     """Graphs of consecutive layers, for the shapes of micro-batches that occur more than once."""
 
-    def __init__(self, layers: Sequence[EncoderLayer], recorder: Recorder) -> None:
-        self.layers, self.recorder = list(layers), recorder
+    def __init__(self, layers: Sequence[EncoderLayer], recorder: Recorder, compute_dtype: torch.dtype | None) -> None:
+        self.layers, self.recorder, self.compute_dtype = list(layers), recorder, compute_dtype
         modules = [module for layer in layers for module in layer.modules()]
         self.hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks, m._backward_hooks)]
         self.tensors = [x for layer in layers for x in (*layer.parameters(), *layer.buffers())]
@@ -201,12 +193,13 @@ class LayerGraphs:
         """Addresses of weights and numbers that are part of the captured graphs."""
         self.seen: set[Any] = set()
         self.captured: dict[Any, Captured] = {}
+        self.buffers: dict[Any, Tensor] = {}
         self.passes = 0
 
     def run(self, state: State) -> State:
         """Run all layers on the input state of the first one."""
         if not self.layers[0].training or not torch.is_grad_enabled() or any(self.hooks):
-            return run_plainly(self.layers, state)
+            return self._run_plainly(state)
         self.passes += 1
         self._forget_if_changed()
         layout = state.inputs.layout
@@ -221,7 +214,7 @@ class LayerGraphs:
         elif self._make_room() and not any(layer.attention.reads_runs(layout.full) for layer in self.layers):
             self.captured[shape] = Captured(*self._capture(state), last_use=self.passes)
             return self.captured[shape].replay(state)
-        return run_plainly(self.layers, state)
+        return self._run_plainly(state)
 
     def _forget_if_changed(self) -> None:
         """Drop all graphs if a weight has moved or a number has changed that is part of them."""
@@ -240,10 +233,20 @@ class LayerGraphs:
         del self.captured[oldest]
         return True
 
+    def buffer(self, name: str, weight: Tensor) -> Tensor:
+        """Return memory for a weight's gradient, which leaves before another layer or shape writes there."""
+        return self.buffers.setdefault((name, weight.shape, weight.dtype), torch.empty_like(weight.detach()))
+
+    def _run_plainly(self, state: State) -> State:
+        """Run all layers without graphs."""
+        for layer in self.layers:
+            state = run_stage(layer, state, self.compute_dtype)
+        return state
+
     def _warm_up(self, fixed: State) -> None:
         """Run a forward and a backward pass without effects."""
-        after = run_plainly(self.layers, fixed)
-        leaves = [x for x in (*learned_tensors(fixed), *self.tensors) if x.requires_grad]
+        after = self._run_plainly(fixed)
+        leaves = [x for x in (*fixed.learned, *self.tensors) if x.requires_grad]
         torch.autograd.grad(after.hidden.sum() + after.head_cosine, leaves, allow_unused=True)
 
     def _capture(self, state: State) -> tuple[State, list[LayerGraph]]:
@@ -255,19 +258,12 @@ class LayerGraphs:
                 self._warm_up(fixed)
             given = fixed
             for layer in self.layers:
-                graphs.append(LayerGraph(layer, given, self.recorder, is_first=not graphs))
-                given = replace_learned(given, [x.detach().requires_grad_(x.requires_grad) for x in graphs[-1].outputs])
+                graphs.append(LayerGraph(self, layer, given, is_first=not graphs))
+                given = given.with_learned([x.detach().requires_grad_(x.requires_grad) for x in graphs[-1].outputs])
             gradients: list[Tensor | None] = [torch.zeros_like(x) for x in graphs[-1].outputs]
             for graph in reversed(graphs):
-                gradients = graph.capture_backward(gradients, self.recorder)
+                gradients = graph.capture_backward(self, gradients)
         return fixed, graphs
-
-
-def run_plainly(layers: Sequence[EncoderLayer], state: State) -> State:
-    """Run layers without graphs."""
-    for layer in layers:
-        state = layer(state)
-    return state
 
 
 @contextlib.contextmanager
@@ -293,8 +289,8 @@ class ModelGraphs:
         self.parts: dict[EncoderLayer, LayerGraphs] = {}
         """First of some consecutive layers → their graphs."""
 
-    def run(self, layers: Sequence[EncoderLayer], state: State) -> State:
-        """Run consecutive layers."""
+    def run(self, layers: Sequence[EncoderLayer], state: State, compute_dtype: torch.dtype | None = None) -> State:
+        """Run consecutive layers; `compute_dtype` is the `Encoder`'s."""
         if layers[0] not in self.parts:
-            self.parts[layers[0]] = LayerGraphs(layers, self.make_recorder())
+            self.parts[layers[0]] = LayerGraphs(layers, self.make_recorder(), compute_dtype)
         return self.parts[layers[0]].run(state)

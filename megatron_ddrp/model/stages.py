@@ -13,11 +13,13 @@ knows how they travel between ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 
@@ -143,6 +145,16 @@ class State(NamedTuple):
     own: Any = None
     """Named tuple of tensors that earlier stages or layers leave for the objective's sums, or None."""
 
+    @property
+    def learned(self) -> list[Tensor]:
+        """Tensors that a layer reads and that may have gradients: hidden states, HCD's cosine, positions."""
+        return [self.hidden, self.head_cosine, *self.position]
+
+    def with_learned(self, tensors: Sequence[Tensor]) -> State:
+        """Return a state with other tensors of `learned`."""
+        hidden, cosine, *position = tensors
+        return self._replace(hidden=hidden, head_cosine=cosine, position=tuple(position))
+
 
 LEARNED = ("hidden", "position", "head_cosine", "own")
 """Fields of `State` whose floating-point tensors receive gradients."""
@@ -220,3 +232,18 @@ def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
     states = hidden[windows.clamp_min(0)]  # [n, widest, hidden]
     states = states if states.dtype.itemsize >= 4 else states.float()
     return states.masked_fill(~inside.unsqueeze(-1), 0.0).sum(1) / inside.sum(1, keepdim=True)
+
+
+def run_stage(
+    stage: nn.Module, given: Any, compute_dtype: torch.dtype | None, weights: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Run a stage or a whole model, with `compute_dtype` on copies of its weights in that type.
+
+    `weights` take the place of its own. Gradients reach the weights through the copies, in the weights' own type.
+    """
+    if compute_dtype is None and weights is None:
+        return stage(given)
+    used: dict[str, Tensor] = dict(stage.named_parameters() if weights is None else weights)
+    if compute_dtype is not None:
+        used = {name: weight.to(compute_dtype) for name, weight in used.items()}
+    return functional_call(stage, used, (given,))

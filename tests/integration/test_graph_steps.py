@@ -16,6 +16,7 @@ from tests.integration.training_runs import TIMEOUT, run_ranks
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODEL = {"seq_length": 16, "hidden_size": 16, "attention_backend": "sdpa", "train_iters": 4, **DROPOUT}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "bf16, ZeRO 0, Muon": {"bf16": True, "zero_stage": 0, "optimizer": "muon"},
     "bf16, ZeRO 1": {"bf16": True, "zero_stage": 1},
     "bf16, ZeRO 2": {"bf16": True, "zero_stage": 2},
     "fp32, ZeRO 0": {"zero_stage": 0},

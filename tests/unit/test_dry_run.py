@@ -105,6 +105,22 @@ def test_stages_cut_what_they_say(capsys):
         assert of_copies[kind] == plain["memory_per_rank"][kind], kind
 
 
+def test_graphs_keep_outputs_and_gradients_of_four_shapes(capsys):
+    line = "--bf16 --micro-batch-size 32 --global-batch-size 32"
+    (_, kept), (_, off) = run_dry(capsys, line), run_dry(capsys, f"{line} --cuda-graphs off")
+    outputs = 12 * 32 * 512 * 768 * 2
+    graphs = kept["memory_per_rank"]["graphs"]
+    assert graphs == pytest.approx(4 * 2 * outputs + 2 * kept["parameters"] / 12, rel=0.01)
+    assert off["memory_per_rank"] == kept["memory_per_rank"] | {"graphs": 0}
+    for without in ("--checkpoint-activations", "--zero-stage 3", "--pipeline-model-parallel-size 2 --world-size 2"):
+        assert run_dry(capsys, f"--bf16 {without}")[1]["memory_per_rank"]["graphs"] == 0, without
+    between = off["memory_per_rank_bytes"] / GIB + 0.1
+    with pytest.raises(UserError, match=r"--device-memory is .*: use .*--cuda-graphs off, "):
+        run_dry(capsys, f"{line} --device-memory {between}")
+    stage = {"zero_stage": 3, "checkpoint_activations": True}
+    assert Config().replace(parallel=stage).graphs_fault == "--checkpoint-activations", "a lower stage has none either"
+
+
 def test_a_gpu_reduces_two_buckets_in_turn_none_larger_than_the_model(capsys):
     tiny = "--num-layers 1 --hidden-size 64 --num-attention-heads 2"
     for line, buffers in (
@@ -221,7 +237,7 @@ def test_device_memory_is_a_bound(capsys):
         run_dry(capsys, f"--device-memory {needed * 0.99}")
     by_stage = run_dry(capsys, "--bf16 --world-size 16")[1]["memory_by_zero_stage"]
     between = (by_stage["1"] + by_stage["2"]) / 2 / GIB
-    with pytest.raises(UserError, match="use --zero-stage 2, a smaller"):
+    with pytest.raises(UserError, match="use --zero-stage 2, --cuda-graphs off, a smaller"):
         run_dry(capsys, f"--bf16 --world-size 16 --device-memory {between}")
 
 
@@ -286,6 +302,7 @@ def test_the_head_is_counted_at_the_highest_masking_rate(capsys):
 
 def test_the_table_of_memory_is_in_mib():
     sizes = {"weights": 1000, "gradients": 2000, "optimizer": 3000, "activations_estimate": 4000, "buffers": 5000}
+    sizes |= {"graphs": 6000}
     memory = Memory(**{name: size * 1024**2 for name, size in sizes.items()})
     *_, row = memory_table({1: memory}, 1)
-    assert row.split() == ["1", "*", "1,000", "2,000", "3,000", "4,000", "5,000", "15,000"]
+    assert row.split() == ["1", "*", "1,000", "2,000", "3,000", "4,000", "5,000", "6,000", "21,000"]

@@ -17,7 +17,7 @@ from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL
 from megatron_ddrp.commands.speed import PresentDevice
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory import estimated_needs
+from megatron_ddrp.memory_advice import estimated_needs
 from megatron_ddrp.run.cost import why_not
 from megatron_ddrp.run.devices import DEVICES
 from megatron_ddrp.run.flops import peak_tflops

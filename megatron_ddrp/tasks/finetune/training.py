@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.sealed import Advance, silent
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
-from megatron_ddrp.model.bert import run_stage
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
-from megatron_ddrp.model.stages import DTYPES
+from megatron_ddrp.model.stages import DTYPES, run_stage
 from megatron_ddrp.parallel.collectives import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.determinism import deterministic, with_fallback
