@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.engine.build import build_optimizer
@@ -77,6 +78,35 @@ def test_two_steps_are_those_of_the_twin_to_the_precision_of_fp32(name: str) -> 
         twin.steps(before.tolist(), gradients, 0.09, 0.3),
     ):
         assert off(after, before, changed) > 0.04
+
+
+def test_a_gpus_stacks_have_the_same_steps_and_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of operations does not grow with the layers, and a stack may be cut."""
+    counts, weights = [], []
+    for layers, stacks, largest in ((2, False, 1), (2, True, 2**25), (2, True, 300), (4, True, 2**25)):
+        monkeypatch.setattr(muon, "LARGEST_STACK", largest)
+        model, optimizer = make(num_layers=layers)
+        optimizer.multiplies_stacks = stacks
+        for seed in (1, 2):
+            give_gradients(model, seed)
+            with Operations() as seen:
+                optimizer.step()
+        counts.append(seen.count)
+        weights.append(weights_of(model))
+    assert counts[0] > counts[2] > counts[1] == counts[3]
+    for stacked in weights[1:3]:
+        for name, weight in weights[0].items():
+            assert torch.allclose(stacked[name], weight, rtol=1e-5, atol=1e-6), name
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, views aside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 def test_its_scale_gives_the_matrices_a_rate_of_their_own() -> None:

@@ -12,7 +12,8 @@ as its author does; on CPUs only with `--bf16`, because many of them have no pro
 
 A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
 first maps. If tensor parallelism cuts a matrix, every rank gathers the whole U, because Newton-Schulz of a part is not
-the part of Newton-Schulz. Data-parallel ranks take turns: each computes O for its share of the matrices.
+the part of Newton-Schulz. Data-parallel ranks take turns: each computes O for its share of the matrices. Matrices of
+one shape are stepped as one stack, so a GPU gets few launches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,8 @@ A, B, C = 3.4445, -4.7750, 2.0315
 """Factors of a Newton-Schulz step, X ← aX + b(XXᵀ)X + c(XXᵀ)²X (Jordan's)."""
 NEWTON_SCHULZ_STEPS = 5
 SMALLEST_NORM = 1e-7
+LARGEST_STACK = 2**25
+"""Elements of the largest stack of matrices; but a stack has as many matrices as there are data-parallel ranks."""
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -84,6 +88,7 @@ class Muon(Optimizer):
             name: scale * math.sqrt(max(uncut_shape(name, parameter.shape, self.encoding, ranks)))
             for name, parameter in self.matrices.items()
         }
+        self.multiplies_stacks = ranks.device.type == "cuda" and ranks.tensor_size == 1  # CPUs gain nothing by it
         self.dtype = torch.bfloat16 if config.training.bf16 or ranks.device.type == "cuda" else torch.float32
         taken = {id(parameter) for parameter in self.matrices.values()}
         for group in adamw.param_groups:
@@ -97,42 +102,65 @@ class Muon(Optimizer):
     def update(self) -> None:
         """Update all parameters, or none if `found_inf` is 1: the device leaves them as they are."""
         stepped = [name for name, parameter in self.matrices.items() if parameter.grad is not None]
-        stepped.sort(key=lambda name: self.matrices[name].shape)  # what one turn of all ranks computes costs the same
-        for first in range(0, len(stepped), self.ranks.data_size):
-            self._step_matrices(stepped[first : first + self.ranks.data_size])
+        begin = 0
+        for alike in self._by_shape(stepped):
+            most = max(self.ranks.data_size, LARGEST_STACK // self.matrices[alike[0]].numel())
+            for first in range(0, len(alike), most):
+                self._step_stack(alike[first : first + most], begin + first)
+            begin += len(alike)
         self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
-    def _step_matrices(self, names: list[str]) -> None:
-        """Step the matrices of one turn, at most one for each data-parallel rank; a collective call of all ranks."""
-        lr, skipped = self.own_group["lr"], self.found_inf.bool()
-        kept = torch.where(skipped, 1.0, 1 - lr * self.own_group["weight_decay"])
-        directions = [self._direction(name, skipped) for name in names]  # of all, because each rank keeps all momenta
-        if self.ranks.data_rank < len(names):
-            own = self.ranks.data_rank
-            directions[own].copy_(self._orthonormal_part(names[own], directions[own]))
-        for owner, (name, direction) in enumerate(zip(names, directions, strict=True)):
-            copy_from_data_rank(owner, direction, self.ranks)
-            self.matrices[name].mul_(kept).sub_(direction.masked_fill_(skipped, 0), alpha=lr * self.scales[name])
+    def _by_shape(self, names: list[str]) -> list[list[str]]:
+        """Return the names of matrices in lists of one shape, of which every rank has the same part."""
+        found: dict[Any, list[str]] = {}
+        for name in names:
+            shape = self.matrices[name].shape
+            found.setdefault((shape, uncut_shape(name, shape, self.encoding, self.ranks)), []).append(name)
+        return list(found.values())
 
-    def _direction(self, name: str, skipped: Tensor) -> Tensor:
-        """Update the momentum of this rank's part of a matrix and return U for it, in the type of Newton-Schulz.
+    def _step_stack(self, names: list[str], begin: int) -> None:
+        """Step some matrices of one shape, `[k, rows, columns]` in one stack; a collective call of all ranks.
 
-        In a skipped step the momentum takes the place of the gradient and so stays as it is.
+        Data-parallel ranks take turns, matrix by matrix; the first of these is matrix `begin` of the step.
         """
-        parameter = self.matrices[name]
-        state = self.state[parameter]
-        assert parameter.grad is not None, "update() leaves out the others"
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter)
-        gradient = torch.where(skipped, state[MOMENTUM], parameter.grad)
-        momentum = state[MOMENTUM].lerp_(gradient, 1 - MU)
-        return gradient.lerp(momentum, MU).to(self.dtype)
+        lr, skipped, turns = self.own_group["lr"], self.found_inf.bool(), self.ranks.data_size
+        stack = self._directions(names, skipped)  # of all, because each rank keeps all momenta
+        for owner in range(turns):
+            share = slice((owner - begin) % turns, None, turns)
+            part = stack[share].contiguous()
+            if owner == self.ranks.data_rank and names[share]:
+                part = self._orthonormal_parts(names[share], part)
+            copy_from_data_rank(owner, part, self.ranks)
+            stack[share] = part
+        matrices: list[Tensor] = [self.matrices[name] for name in names]
+        changes = stack.masked_fill_(skipped, 0).to(matrices[0].dtype).unbind()
+        torch._foreach_mul_(matrices, torch.where(skipped, 1.0, 1 - lr * self.own_group["weight_decay"]))
+        torch._foreach_add_(matrices, changes, alpha=-lr * self.scales[names[0]])
 
-    def _orthonormal_part(self, name: str, direction: Tensor) -> Tensor:
-        """Return this rank's part of O for a matrix; a collective call among tensor-parallel ranks."""
-        whole = gather_whole(name, direction, self.encoding, self.ranks)
-        return own_part(name, orthonormal(whole), self.encoding, self.ranks)
+    def _directions(self, names: list[str], skipped: Tensor) -> Tensor:
+        """Update the momenta of this rank's parts of matrices and return U for them, in the type of Newton-Schulz.
+
+        In a skipped step a momentum takes the place of its gradient and so stays as it is.
+        """
+        for parameter in (self.matrices[name] for name in names):
+            if MOMENTUM not in self.state[parameter]:
+                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
+        momenta = [self.state[self.matrices[name]][MOMENTUM] for name in names]
+        given = torch.stack([self.matrices[name].grad for name in names])  # type: ignore[misc]
+        gradients = torch.where(skipped, torch.stack(momenta), given)
+        torch._foreach_lerp_(momenta, gradients.unbind(), 1 - MU)
+        return gradients.lerp(torch.stack(momenta), MU).to(self.dtype)
+
+    def _orthonormal_parts(self, names: list[str], directions: Tensor) -> Tensor:
+        """Return this rank's parts of O for matrices; a collective call among tensor-parallel ranks."""
+        if self.multiplies_stacks:
+            return orthonormal(directions)
+        parts = []
+        for name, direction in zip(names, directions, strict=True):
+            whole = orthonormal(gather_whole(name, direction, self.encoding, self.ranks))
+            parts.append(own_part(name, whole, self.encoding, self.ranks))
+        return torch.stack(parts)
 
     @classmethod
     def remarks(cls, module: nn.Module) -> tuple[str, ...]:
@@ -147,11 +175,15 @@ class Muon(Optimizer):
         )
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Return approximately the nearest matrix with orthonormal rows or columns, whichever are fewer (Newton-Schulz)."""
-    x = matrix.T if (tall := matrix.shape[0] > matrix.shape[1]) else matrix  # the smaller of the two Gram matrices
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Return approximately the nearest matrices with orthonormal rows or columns, whichever are fewer (Newton-Schulz).
+
+    `matrices` are `[rows, columns]` or a stack `[k, rows, columns]`.
+    """
+    add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    x = matrices.mT if (tall := matrices.shape[-2] > matrices.shape[-1]) else matrices  # the smaller Gram matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x
