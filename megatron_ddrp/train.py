@@ -32,7 +32,6 @@ from megatron_ddrp.engine.device import (
     unused_devices,
 )
 from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors
-from megatron_ddrp.memory_advice import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
@@ -43,6 +42,7 @@ from megatron_ddrp.run.host_memory import bound_kernel_caches, keep_freed_memory
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import TrainingRun
+from megatron_ddrp.run.memory_advice import need_less_memory
 from megatron_ddrp.run.plateau import PlateauWatch
 from megatron_ddrp.run.run_folder import RunFolder
 

@@ -17,10 +17,10 @@ from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL
 from megatron_ddrp.commands.speed import PresentDevice
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory_advice import estimated_needs
 from megatron_ddrp.run.cost import why_not
 from megatron_ddrp.run.devices import DEVICES
 from megatron_ddrp.run.flops import peak_tflops
+from megatron_ddrp.run.memory_advice import estimated_needs
 from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, recipe, recipe_for_text, rows_per_rank
 
 

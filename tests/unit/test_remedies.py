@@ -11,7 +11,7 @@ import torch
 from megatron_ddrp.commands import analyze as commands
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory_advice import estimated_needs, need_less_memory
+from megatron_ddrp.run.memory_advice import estimated_needs, need_less_memory
 from megatron_ddrp.tasks.finetune import sweep
 from megatron_ddrp.tasks.minimal_pairs import scoring
 from megatron_ddrp.tasks.minimal_pairs.results import PairJob

@@ -1,4 +1,4 @@
-"""What a run that lacks memory can change: its flags, those that cost the least first."""
+"""Advice for a run that lacks memory: the flags to change, those that cost the least first."""
 
 from __future__ import annotations
 
