@@ -69,7 +69,7 @@ class Arm(NamedTuple):
     objective: str = "mlm"
     rows: str = "full"
     """Rows without padding ("full"), one text per row ("padded") or several ("packed")."""
-    graphs: str = "off"
+    graphs: str = "auto"
     """`--cuda-graphs`."""
 
     def config(self, bench: Bench, tokens: int) -> Config:
