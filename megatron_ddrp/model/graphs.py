@@ -120,7 +120,8 @@ class LayerGraph:
             found = [next(given) if x.requires_grad else None for x in leaves]
             passed, of_weights = found[: len(self.inputs)], found[len(self.inputs) :]
             kept = [None if x is None else buffer for x, buffer in zip(of_weights, self.kept, strict=True)]
-            torch._foreach_copy_([x for x in kept if x is not None], [x for x in of_weights if x is not None])
+            if any(x is not None for x in kept):
+                torch._foreach_copy_([x for x in kept if x is not None], [x for x in of_weights if x is not None])
         self.found = [*passed, *kept]
         self.outputs = [x.detach() for x in self.outputs]  # without the history of the capture
         return passed
@@ -194,6 +195,7 @@ class LayerGraphs:
         self.seen: set[Any] = set()
         self.captured: dict[Any, Captured] = {}
         self.buffers: dict[Any, Tensor] = {}
+        """Gradients of the weights: one memory for all layers and shapes."""
         self.passes = 0
 
     def run(self, state: State) -> State:

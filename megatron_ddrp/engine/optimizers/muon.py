@@ -128,8 +128,10 @@ class Muon(Optimizer):
         stack = self._directions(names, skipped)  # of all, because each rank keeps all momenta
         for owner in range(turns):
             share = slice((owner - begin) % turns, None, turns)
+            if not names[share]:
+                continue
             part = stack[share].contiguous()
-            if owner == self.ranks.data_rank and names[share]:
+            if owner == self.ranks.data_rank:
                 part = self._orthonormal_parts(names[share], part)
             copy_from_data_rank(owner, part, self.ranks)
             stack[share] = part
