@@ -241,7 +241,7 @@ def by_zero_stage(
     """Return every rank's memory at each ZeRO stage that the other settings allow; `notes` as in `memory_of_rank`.
 
     The lists are in the order of ranks, with one entry for all tensor-parallel neighbours, which need the same.
-    `device_type` decides the size of buckets.
+    `device_type` decides the size of buckets, and whether there can be graphs.
     """
     if device_type != "cuda":
         config = config.replace(parallel={"cuda_graphs": "off"})
