@@ -32,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: count[item.path])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def same_draws() -> None:
+    """Weights drawn without a seed are the same whatever ran before in this process: workers share files by time."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 class TinyCorpus(NamedTuple):
     """One corpus in the three forms that commands take."""
 
