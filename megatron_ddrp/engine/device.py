@@ -12,7 +12,7 @@ from megatron_ddrp.engine.deepspeed_file import import_quietly
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
-from megatron_ddrp.model.fused import compiles, why_not_compile
+from megatron_ddrp.model.fused import compiles, is_nvidia, why_not_compile
 from megatron_ddrp.model.graphs import uses_graphs, why_not_graphs
 from megatron_ddrp.model.stages import DTYPES
 
@@ -28,7 +28,7 @@ def precision_fault(precision: str, device: torch.device) -> str | None:
 
         if not get_accelerator().is_fp16_supported():
             return f"there is no GPU here, and this CPU does not compute in float16: {instead_of_fp16()}"
-    if precision == "bf16" and device.type == "cuda" and torch.version.hip is None:
+    if precision == "bf16" and is_nvidia(device):
         capability = torch.cuda.get_device_capability(device)
         if capability < NATIVE_BF16:
             name, (major, minor) = torch.cuda.get_device_name(device), capability
@@ -59,9 +59,7 @@ def precision_remarks(config: Config, device: torch.device) -> list[str]:
     precision = config.training.precision
     if precision == "bf16" and device.type == "cpu" and _multiplies_bf16_slowly():
         return ["this CPU has no AVX-512, so torch multiplies bf16 matrices many times slower than fp32: omit --bf16"]
-    if precision != "fp32" or device.type != "cuda" or torch.version.hip is not None:
-        return []
-    if torch.cuda.get_device_capability(device) < NATIVE_BF16:
+    if precision != "fp32" or not is_nvidia(device) or torch.cuda.get_device_capability(device) < NATIVE_BF16:
         return []
     how = "TF32" if config.training.tf32 else "fp32"
     name = torch.cuda.get_device_name(device)
@@ -115,7 +113,7 @@ def other_choices(texts: Sequence[str]) -> list[str]:
 
 def missing_graphs(config: Config, device: torch.device) -> tuple[str, ...]:
     """Return a line about the setting for which `--cuda-graphs auto` is off on a GPU of NVIDIA's, or nothing."""
-    could = device.type == "cuda" and not torch.version.hip and config.parallel.cuda_graphs == "auto"
+    could = is_nvidia(device) and config.parallel.cuda_graphs == "auto"
     reason = why_not_graphs(config, device) if could else None
     return (f"--cuda-graphs auto: off, {reason}",) if reason else ()
 

@@ -212,6 +212,11 @@ def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tup
     return _Maps.apply(x, *parameters)
 
 
+def is_nvidia(device: torch.device) -> bool:
+    """Return whether a device is a GPU of NVIDIA's; AMD's are "cuda" to torch too."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def why_not_compile(device: torch.device) -> str | None:
     """Return the reason why layers cannot be compiled for a device, in one line, or None if they can."""
     if device.type == "cuda":

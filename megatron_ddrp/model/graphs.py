@@ -23,6 +23,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.fused import is_nvidia
 from megatron_ddrp.model.stages import Inputs, Layout, State, run_stage
 
 MOST_SHAPES = 4
@@ -37,7 +38,7 @@ def why_not_graphs(config: Config, device: torch.device) -> str | None:
     """Return the reason why a run has no CUDA graphs, in one line, or None if it can have them."""
     if config.graphs_fault is not None:
         return f"no graph holds the layers of {config.graphs_fault}"
-    if device.type != "cuda" or torch.version.hip:
+    if not is_nvidia(device):
         return f"CUDA graphs need an NVIDIA GPU, got {device.type}"
     return None
 

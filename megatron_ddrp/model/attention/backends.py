@@ -36,6 +36,7 @@ from megatron_ddrp.model.attention.logits import (
     sum_of_counted,
     tapped_cosine,
 )
+from megatron_ddrp.model.fused import is_nvidia
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 LOWEST_CAPABILITY = (8, 0)
@@ -45,7 +46,7 @@ LARGEST_HEAD = 192
 
 def why_not_flash(demand: Demand) -> str | None:
     """Return the reason why flash attention cannot run, in one line, or None if it can."""
-    if demand.device.type != "cuda" or torch.version.hip:
+    if not is_nvidia(demand.device):
         return f"flash attention needs an NVIDIA GPU, got {demand.device.type}"
     if torch.cuda.get_device_capability(demand.device) < LOWEST_CAPABILITY:
         return "flash attention needs compute capability 8.0 (A100) or newer"

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.gpu.plan import Facts, KernelPlan, Offsets, Tile, launch, plan_of
 from megatron_ddrp.model.attention.logits import tapped_cosine
-from megatron_ddrp.model.fused import missing_for_triton
+from megatron_ddrp.model.fused import is_nvidia, missing_for_triton
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +52,7 @@ def why_not_triton(demand: Demand) -> str | None:
 
 def why_not_device(device: torch.device) -> str | None:
     """Return the reason why Triton's compiled kernels cannot run on a device, or None if they can."""
-    if device.type != "cuda" or torch.version.hip:
+    if not is_nvidia(device):
         return f"triton attention needs an NVIDIA GPU, got {device.type}: use another backend"
     capability = torch.cuda.get_device_capability(device)
     if capability < LOWEST_CAPABILITY:
