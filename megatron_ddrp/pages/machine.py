@@ -21,10 +21,17 @@ def gpu_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def hardware() -> str:
-    """Return a description of this machine, such as `2 x Some GPU, 16 cores of Some CPU`."""
+    """Return a description of this machine, such as `2 x Some GPU, 16 cores of Some CPU with AVX512`.
+
+    The vector instructions of a CPU change its speed and the last bits of its results.
+    """
+    import torch
+
     gpus = gpu_names()
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
-    return ", ".join([*counted, f"{os.cpu_count()} cores of {_cpu_name()}"])
+    vectors = torch.backends.cpu.get_cpu_capability()
+    with_vectors = "" if vectors == "DEFAULT" else f" with {vectors}"
+    return ", ".join([*counted, f"{os.cpu_count()} cores of {_cpu_name()}{with_vectors}"])
 
 
 def _cpu_name() -> str:
