@@ -20,6 +20,7 @@ from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
+from megatron_ddrp.engine.compatibility import changed_tokenizer
 from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.device import (
     allow_tf32,
@@ -86,7 +87,8 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         stack.callback(release, engine)
         resumed = load_checkpoint(engine, load, config, ranks) if load else None
         progress = resumed.progress if resumed else Progress()
-        changes = agree(lambda: corpus.changes(progress.datasets))
+        renamed = agree(lambda: changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else [])
+        changes = agree(lambda: [*renamed, *corpus.changes(progress.datasets)])
         progress = replace(progress, datasets=corpus.contents)
         notes = open_notes(config, corpus)
         if notes is not None and resumed and not resumed.weights_only:

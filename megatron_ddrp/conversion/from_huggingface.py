@@ -80,11 +80,7 @@ class Import(ReadFolder):
         if self.tokenizer is None:
             return []
         kind, name, path = self.tokenizer.tokenizer_type, self.tokenizer.file_name, self.output / checkpoint.TOKENIZER
-        if kind != "HuggingFace":
-            path = path / name
-        elif (self.source / name).is_file() and not self.transfer:
-            path = self.source  # it has the settings beside the rules
-        return TokenizerFlags(kind).with_path(str(path)).words()
+        return TokenizerFlags(kind).with_path(str(path if kind == "HuggingFace" else path / name)).words()
 
 
 def import_folder(

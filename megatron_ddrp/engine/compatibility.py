@@ -1,11 +1,21 @@
-"""Comparison of a checkpoint's layout and configuration with those of the run that resumes from it."""
+"""Comparison of a checkpoint's layout, configuration and tokenizer with those of the run that begins from it."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, ModelConfig, OptimizerConfig, changed_model, encoding_class, flag
+from megatron_ddrp.data.dataset.manifest import TokenizerFlags
+from megatron_ddrp.data.tokenizers.tokenizer import (
+    DESCRIPTION_FILE,
+    SPECIAL_PIECES,
+    Tokenizer,
+    load_tokenizer,
+    read_description,
+)
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.parallel.process_group import Ranks
@@ -15,6 +25,9 @@ CHANGEABLE = {
     *("attention_backend", "compile"),
 }
 """Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
+
+FREE_PIECE = "[unused"
+"""Begin of BERT's pieces that no text gives; a user may give words of their own to them."""
 
 
 def layout(zero_stage: int, precision: str, ranks: Ranks) -> dict[str, Any]:
@@ -85,3 +98,35 @@ def _rotary_bases(config: Config, step: int) -> tuple[float, float]:
 
 def _shown(setting: Any) -> Any:
     return "not given" if setting is None else setting
+
+
+def changed_tokenizer(path: Path, ours: Tokenizer) -> list[str]:
+    """Return a line if a run's tokenizer is another than the one beside a checkpoint, but has its pieces.
+
+    A folder without a tokenizer is not compared, and a vocabulary may name BERT's free pieces, [unused0] and so on.
+
+    Raises:
+        UserError: pieces or roles have other ids, so the embeddings would be those of other words.
+    """
+    folder = path.resolve().parent / TOKENIZER
+    if not (folder / DESCRIPTION_FILE).is_file() or read_description(folder)["fingerprint"] == ours.fingerprint:
+        return []
+    theirs = load_tokenizer(folder)
+    pairs = enumerate(zip_longest(theirs.pieces, ours.pieces, fillvalue="no piece"))
+    changed = [(number, there, here) for number, (there, here) in pairs if there != here]
+    moved = [one for one in changed if not one[1].startswith(FREE_PIECE)]
+    roles = [role for role in SPECIAL_PIECES if getattr(theirs, f"{role}_id") != getattr(ours, f"{role}_id")]
+    if moved or roles:
+        vocabulary = folder if theirs.tokenizer_type == "HuggingFace" else folder / theirs.file_name
+        flags = " ".join(TokenizerFlags(theirs.tokenizer_type).with_path(str(vocabulary)).words())
+        what = f"the role {' and '.join(roles)} has another id"
+        for number, there, here in moved[:1]:
+            what = f"{len(moved):,} of its pieces differ, such as {number}, {there!r} there and {here!r} here"
+        raise UserError(
+            f"--load {path}: the vocabulary of this run is not the one of its embeddings: {what}; preprocess with "
+            f"{flags}, or give the encoder the other vocabulary first (docs/huggingface.md, Another vocabulary)"
+        )
+    names = (theirs.tokenizer_type, ours.tokenizer_type)
+    how = [" → ".join(names)] if names[0] != names[1] else []
+    how += [f"names for {len(changed):,} of {FREE_PIECE}…]"] if changed else []
+    return [f"tokenizer: other than {folder} ({', '.join(how) or 'rules'}); the same text may give other ids there"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model, read_state
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import FAILURE
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import TINY
@@ -79,4 +80,20 @@ def test_other_flags_than_the_imports_are_named(
     result = start_ranks(flags(load=imported, save=tmp_path / "run"))
     assert result.exit_codes == [FAILURE] and len(result.stderr[0].splitlines()) == 1
     assert "--position-encoding is absolute there and ddrp here" in result.stderr[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_data_of_another_vocabulary_than_the_imports_are_refused(
+    imported: Path, tiny_corpus: TinyCorpus, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
+    vocabulary = tmp_path / "other.txt"
+    vocabulary.write_text("\n".join([*pieces[:-2], pieces[-1], pieces[-2]]) + "\n", encoding="utf-8")
+    texts, kind = (str(tiny_corpus.text_file),), "BertWordPieceLowerCase"
+    data = preprocess(PreprocessConfig(texts, str(tmp_path / "other"), kind, vocab_file=str(vocabulary)))
+    common = {"data_path": data.prefixes[0], "vocab_file": vocabulary, "load": imported, "save": tmp_path / "run"}
+    result = start_ranks(flags(**common, position_encoding="absolute", relative_distance=64, train_iters=1))
+    assert result.exit_codes == [FAILURE] and len(result.stderr[0].splitlines()) == 1
+    assert f"2 of its pieces differ, such as {len(pieces) - 2}, {pieces[-2]!r} there" in result.stderr[0]
     assert not (tmp_path / "run").exists()

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, changed_settings, encoding_class
-from megatron_ddrp.engine.compatibility import check_architecture
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.engine.compatibility import changed_tokenizer, check_architecture
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import on_meta_device
 
@@ -119,3 +121,48 @@ def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() ->
 def test_length_phases_with_their_own_theta_may_begin_at_a_resume() -> None:
     stored = Config().replace(model=ROPE | LOCAL)
     check_architecture(Path("run/iter_1"), stored, stored.replace(**PHASES))
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "cat", "dog"]
+
+
+def tokenizer(folder: Path, pieces: list[str], kind: str = "BertWordPieceLowerCase") -> Any:
+    """Return the tokenizer of a vocabulary."""
+    path = folder / f"{len(list(folder.iterdir()))}.txt"
+    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    return build_tokenizer(kind, vocab_file=path)
+
+
+def test_a_run_begins_from_weights_of_its_own_pieces_alone(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "start" / "iter_0000000"
+    assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == [], "a folder without a tokenizer"
+    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
+    assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == []
+    (rules,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES, "BertWordPieceCase"))
+    assert "(BertWordPieceLowerCase → BertWordPieceCase)" in rules
+    (named,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, [*PIECES[:5], "law", *PIECES[6:]]))
+    assert "(names for 1 of [unused…])" in named
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([*PIECES[:7], "dog", "cat"], "2 of its pieces differ, such as 7, 'cat' there and 'dog' here"),
+        ([*PIECES, "bird"], "1 of its pieces differ, such as 9, 'no piece' there and 'bird' here"),
+        (PIECES[:8], "1 of its pieces differ, such as 8, 'dog' there and 'no piece' here"),
+    ],
+)
+def test_weights_of_other_pieces_are_refused(pieces: list[str], words: str, tmp_path: Path) -> None:
+    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
+    with pytest.raises(UserError) as refused:
+        changed_tokenizer(tmp_path / "start" / "iter_0000000", tokenizer(tmp_path, pieces))
+    vocabulary = tmp_path / "start" / TOKENIZER / "vocab.txt"
+    assert words in str(refused.value) and f"--vocab-file {vocabulary}" in str(refused.value)
+
+
+def test_a_role_on_another_piece_is_refused(tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path, PIECES)
+    ours.save(tmp_path / "start" / TOKENIZER)
+    ours.mask_id, ours.fingerprint = 5, "another"
+    with pytest.raises(UserError, match="the role mask has another id"):
+        changed_tokenizer(tmp_path / "start" / "iter_0000000", ours)

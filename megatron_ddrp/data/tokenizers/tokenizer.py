@@ -13,6 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -248,17 +249,23 @@ def _never_unknown(tokenizer: Tokenizer) -> bool:
 
 def load_tokenizer(folder: AnyPath) -> Tokenizer:
     """Load the tokenizer that `Tokenizer.save` wrote into a folder. Raises `UserError` if it is missing or changed."""
-    path = Path(folder) / DESCRIPTION_FILE
-    try:
-        description = parse_json(read_bytes(path))
-        kind, file = description["tokenizer_type"], Path(folder) / description["file"]
-        names, fingerprint = description["special_tokens"], description["fingerprint"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a tokenizer description ({error!r}); save the tokenizer again") from None
-    tokenizer = build_tokenizer(kind, vocab_file=file, tokenizer_model=file, specials=names)
-    if tokenizer.fingerprint != fingerprint:
+    described = read_description(folder)
+    file = Path(folder) / described["file"]
+    names = described["special_tokens"]
+    tokenizer = build_tokenizer(described["tokenizer_type"], vocab_file=file, tokenizer_model=file, specials=names)
+    if tokenizer.fingerprint != described["fingerprint"]:
         raise UserError(f"{file}: not the vocabulary that was saved here (fingerprint differs); copy the folder again")
     return tokenizer
+
+
+def read_description(folder: AnyPath) -> dict[str, Any]:
+    """Return what `Tokenizer.save` wrote about a tokenizer into a folder. Raises `UserError` if it is none."""
+    path = Path(folder) / DESCRIPTION_FILE
+    try:
+        found = parse_json(read_bytes(path))
+        return {name: found[name] for name in ("tokenizer_type", "file", "special_tokens", "fingerprint")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a tokenizer description ({error!r}); save the tokenizer again") from None
 
 
 def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None) -> dict[str, int]:
