@@ -26,7 +26,11 @@ from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
 _BLOCK = 1 << 20
-_MARK = re.compile(r"^\*\*\* ?(START|END) OF (?:THIS|THE) PROJECT GUTENBERG.*$", re.MULTILINE)
+_MARK = re.compile(
+    r"^\*\*\* ?(START|END) OF (?:THIS|THE) PROJECT GUTENBERG"
+    r"(?:(?:.*\n(?=[ \t]*[^\s*])){0,2}?.*\*\*\*[ \t\r]*$|.*$)",  # a long title takes up to two further lines
+    re.MULTILINE,
+)
 
 
 def read_book(file: InputFile, skip: bool) -> str | None:

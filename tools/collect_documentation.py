@@ -27,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import atomic_file
-from megatron_ddrp.errors import UserError, run_command
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
 PACKAGES = ("numpy", "torch", "scipy", "sklearn", "matplotlib", "transformers")
 """Packages that this project needs and that have much prose in their docstrings."""
@@ -87,6 +87,15 @@ def modules(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 
 
+def folder_of(package: str) -> Path | None:
+    """Return the folder of an installed package; None for any other name."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # the package above it is missing, or no name at all
+        return None
+    return Path(spec.origin).parent if spec and spec.origin and spec.submodule_search_locations else None
+
+
 def sources(packages: Iterable[str]) -> Iterator[tuple[str, Iterable[tuple[str, Iterable[str]]]]]:
     """Yield (name, its documents as (title, texts)) of each source, the standard library first."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
@@ -98,10 +107,9 @@ def sources(packages: Iterable[str]) -> Iterator[tuple[str, Iterable[tuple[str, 
     else:
         yield "the help topics", ((f"help: {name}", [text]) for name, text in sorted(topics.topics.items()))
     for package in packages:
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
+        root = folder_of(package)
+        if root is None:
             continue
-        root = Path(spec.origin).parent
         files = ((str(path.relative_to(root.parent)), docstrings(path)) for path in modules(root))
         yield package, files
 
@@ -136,10 +144,17 @@ def main() -> None:
         "--megabytes", type=float, default=4.0, metavar="X", help="add packages until there is this much text"
     )
     parser.add_argument(
-        "--packages", nargs="*", default=list(PACKAGES), metavar="NAME", help="packages to add, in this order"
+        "--packages", nargs="*", metavar="NAME", help=f"packages to add, in this order (default: {' '.join(PACKAGES)})"
     )
     arguments = parser.parse_args()
-    documents, used = collect(arguments.packages, arguments.megabytes)
+    if missing := [name for name in arguments.packages or () if folder_of(name) is None]:
+        raise UserError(
+            f"--packages {' '.join(missing)}: no package that is installed in this Python; expected names as in an "
+            "import statement; install it, or leave it out",
+            WRONG_ARGUMENTS,
+        )
+    packages = PACKAGES if arguments.packages is None else arguments.packages
+    documents, used = collect(packages, arguments.megabytes)
     if not documents:
         raise UserError("no documentation found in this Python; use a corpus of your own")
     with atomic_file(arguments.output) as stream:

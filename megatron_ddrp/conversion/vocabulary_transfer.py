@@ -9,20 +9,25 @@ Vocabularies of different kinds are compared by what a piece stands for: its tex
 WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`. Two
 vocabularies that both mark the ends of words are compared by whether a word ends with a piece. If one of them marks
 begins and the other ends, or one marks nothing, the text alone counts: the other fact cannot be known.
+
+BERT splits text at every punctuation mark and ideograph, so each of them is a word, and no text gives a piece such as
+`##,` or `##中`, whose row is untrained. Such pieces spell nothing: `,` is the old piece of both `▁,` and `,`. In the
+other direction the new `,` is the old `,`: most texts have no space before it, so `▁,` is rare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.conversion.tokenizer_files import BYTE_PIECE
-from megatron_ddrp.data.tokenizers.spelling import NONE, WORD_END
+from megatron_ddrp.data.tokenizers.spelling import BEGIN, NONE, WORD_END
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 
 CONTINUES = "##"
@@ -80,20 +85,27 @@ def plan_transfer(old: Tokenizer, new: Tokenizer) -> Transfer:
     """Return the old pieces that make up each piece of a new vocabulary."""
     same_kind = old.tokenizer_type == new.tokenizer_type
     same_marks = old.word_side == new.word_side != NONE
-    known = {surface: i for i, surface in reversed(_surfaces(old, same_marks).items())}  # of twins, the first counts
+    old_alone, new_alone = _lone_characters(old), _lone_characters(new)
+    known = _known(old, same_marks, old_alone)
     names = {piece: i for i, piece in enumerate(old.pieces)}
     roles = {getattr(new, f"{role}_id"): getattr(old, f"{role}_id") for role in SPECIAL_PIECES}
     surfaces, special = _surfaces(new, same_marks), set(old.special_ids.tolist())
+    unused = _unused(new, surfaces, new_alone)
+    if not _is_wordpiece(old):
+        inside = {i: Surface(text, False) for i, (text, _) in surfaces.items() if text in new_alone}
+        surfaces |= {i: surface for i, surface in inside.items() if surface in known}
     parts, kept, spelled = list[list[int]](), 0, 0
     for i, piece in enumerate(new.pieces):
         surface = surfaces.get(i)
-        own = roles.get(i, known.get(surface) if surface else None)
+        own = roles.get(i, names.get(piece) if i in unused else None)
+        if own is None and surface:
+            own = known.get(surface)
         if own is None and surface is None and (same_kind or i in new.special_ids):
             own = names.get(piece)  # bytes, or a further special piece
         if own is not None:
             parts.append([own])
             kept += 1
-        elif surface and (spelling := _spell(surface, old, known)):
+        elif surface and (spelling := _spell(surface, old, known, old_alone)):
             parts.append(spelling)
             spelled += 1
         else:
@@ -115,12 +127,52 @@ def _surfaces(tokenizer: Tokenizer, marks: bool) -> dict[int, Surface]:
     return found
 
 
-def _spell(surface: Surface, old: Tokenizer, known: Mapping[Surface, int]) -> list[int]:
+def _known(old: Tokenizer, marks: bool, alone: Set[str]) -> dict[Surface, int]:
+    """Return surface → id of the old pieces that texts give. A lone character counts as inside a word too."""
+    surfaces = _surfaces(old, marks)
+    unused = _unused(old, surfaces, alone)
+    known = {surface: i for i, surface in reversed(surfaces.items()) if i not in unused}  # of twins, the first counts
+    return known | {Surface(text, False): i for (text, _), i in known.items() if text in alone}
+
+
+def _is_wordpiece(tokenizer: Tokenizer) -> bool:
+    """Return whether `CONTINUES` tells the pieces inside words from those that begin one."""
+    begins = np.array([not piece.startswith(CONTINUES) for piece in tokenizer.pieces])
+    begins[tokenizer.special_ids] = True
+    return tokenizer.word_side == BEGIN and np.array_equal(tokenizer.word_starts, begins)
+
+
+def _lone_characters(tokenizer: Tokenizer) -> set[str]:
+    """Return the characters that a WordPiece tokenizer makes words even between letters; empty for other kinds."""
+    if not _is_wordpiece(tokenizer):
+        return set()
+    characters = sorted(set().union(*tokenizer.pieces))
+    split = tokenizer.encode_batch([f"a{character}a" for character in characters])
+    begins = [tokenizer.word_starts[ids] for ids in split]
+    return {character for character, row in zip(characters, begins, strict=True) if len(row) == 3 and row.all()}
+
+
+def _unused(tokenizer: Tokenizer, surfaces: Mapping[int, Surface], alone: Set[str]) -> set[int]:
+    """Return the ids of the pieces that no text gives, because they hold a lone character and are not just that."""
+    held = [i for i, surface in surfaces.items() if not alone.isdisjoint(surface.text)]
+    return {i for i in held if tokenizer.pieces[i] not in alone}
+
+
+def _spell(surface: Surface, old: Tokenizer, known: Mapping[Surface, int], alone: Set[str]) -> list[int]:
     """Return the old ids that spell a new piece, as words are split; empty if some of it is unknown to the old one."""
-    if not surface.has_mark and (inside := _longest_first(surface.text, known)):
-        return inside
-    ids = old.encode(f" {surface.text}")
-    return [] if old.unk_id in ids or old.count_dropped([surface.text]) else ids
+    text = surface.text
+    if not surface.has_mark:
+        end = next((place for place, character in enumerate(text) if character in alone), len(text))
+        inside, rest = _longest_first(text[:end], known), _encode(text[end:], old)
+        if bool(inside) == (end > 0) and bool(rest) == (end < len(text)):
+            return inside + rest
+    return _encode(text, old)
+
+
+def _encode(text: str, old: Tokenizer) -> list[int]:
+    """Return the old ids of a text; empty if some of it is unknown."""
+    ids = old.encode(f" {text}") if text else []
+    return [] if old.unk_id in ids or old.count_dropped([text]) else ids
 
 
 def _longest_first(text: str, known: Mapping[Surface, int]) -> list[int]:

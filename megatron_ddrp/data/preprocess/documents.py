@@ -29,6 +29,7 @@ MAX_RECORD_BYTES = 1 << 26
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_OBJECT = re.compile(rb'\{\s*"[^"]*"\s*:')
+_JSON_ARRAY = re.compile(rb"\[\s*" + _JSON_OBJECT.pattern)
 _FIRST = 256  # bytes that tell the format
 
 
@@ -159,6 +160,8 @@ def _format(file: InputFile, first: bytes) -> str:
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first[:_FIRST].lstrip()
+    if _JSON_ARRAY.match(start):
+        raise UserError(f"{file.path}: a JSON array; expected one object per line, such as by jq -c '.[]'")
     if file.ending in (".json", ".jsonl", ".ndjson"):
         return "json"
     if start.startswith(b"<doc ") and b"id=" in start:

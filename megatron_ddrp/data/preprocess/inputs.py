@@ -34,6 +34,12 @@ INPUT_HELP = (
 )
 """Help of a command's `--input`."""
 
+TOKENIZER_FILES = (
+    *("added_tokens.json", "config.json", "megatron_tokenizer.json", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+)
+"""Files of a tokenizer's folder that have the ending of a text."""
+
 NAMED_FILES = 3
 """Number of files that the line about left out files names."""
 DATASET_ENDINGS = (".bin", ".idx", ".npy", ".npz")
@@ -77,12 +83,13 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     """Return the input files for names of files, folders, patterns (`*`, `?`, `**`), pipes and `-`.
 
     Files are in the order of the names, and sorted within each. A folder gives all files with one of `ENDINGS`, at any
-    depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (the vocabulary
-    may lie beside the text); one line on standard error names the other files. A file that is reached twice, by links
-    or by two names, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
-    compressed file, and a file or folder that cannot be opened.
+    depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (files and
+    folders, as the vocabulary may lie beside the text); one line on standard error names the other files. A file that
+    is reached twice, by links or by two names, is given once. Raises `UserError` for a name without a file, an unknown
+    ending, an empty compressed file, and a file or folder that cannot be opened.
     """
-    apart = [os.path.realpath(path) for path in leave_out]
+    outside = [(path, *(os.path.join(path, name) for name in TOKENIZER_FILES)) for path in leave_out]
+    apart = [os.path.realpath(path) for paths in outside for path in paths]
     files: list[InputFile] = []
     for name in names:
         if os.path.isdir(name):
@@ -241,13 +248,12 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
             folders.clear()
             continue
         seen.add(os.path.realpath(parent))
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(".unfinished"))
-        for name in names:
-            path = os.path.join(parent, name)
-            file = InputFile(path, os.path.relpath(path, folder))
-            if name.startswith(".") or os.path.realpath(path) in apart or _is_beside_data(path) or is_stream(path):
-                continue
-            yield file
+        shown = {name: os.path.join(parent, name) for name in (*folders, *names) if not name.startswith(".")}
+        shown = {name: path for name, path in shown.items() if os.path.realpath(path) not in apart}
+        folders[:] = sorted(name for name in folders if name in shown and not name.endswith(".unfinished"))
+        for path in (shown[name] for name in names if name in shown):
+            if not _is_beside_data(path) and not is_stream(path):
+                yield InputFile(path, os.path.relpath(path, folder))
 
 
 def _refuse_folder(error: OSError) -> NoReturn:
@@ -256,10 +262,14 @@ def _refuse_folder(error: OSError) -> NoReturn:
 
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
     files: list[InputFile] = []
+    parts = Path(pattern).parts
+    searched = parts.index("**") if "**" in parts else len(parts) - 1  # number of folders down to the one searched
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
-        real = os.path.realpath(path)
-        is_dead = not os.path.exists(real)  # refused later; links in circles make other paths fail
-        if (os.path.isfile(path) or is_dead) and real not in apart and not _is_beside_data(path):
+        below = (part for part in (Path(path), *Path(path).parents) if len(part.parts) > searched)
+        if any(os.path.realpath(part) in apart for part in below):
+            continue
+        is_dead = not os.path.exists(os.path.realpath(path))  # refused later; links in circles make other paths fail
+        if (os.path.isfile(path) or is_dead) and not _is_beside_data(path):
             files.append(InputFile(path, os.path.basename(path)))
         elif os.path.isdir(path) and "**" not in pattern:
             files += _sorted_files(path, apart)

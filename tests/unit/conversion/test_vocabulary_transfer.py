@@ -9,6 +9,7 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
@@ -16,7 +17,7 @@ from tests.unit.conversion.conftest import WORDS, ours, padded_pair_batch, write
 from tests.unit.conversion.test_from_huggingface import byte_level_tokenizer
 from tests.unit.conversion.test_to_huggingface import run_tool
 from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
-from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, plain_bpe, write
+from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, plain_bpe, unigram, write
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 OLD = [*SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
@@ -108,6 +109,57 @@ def test_kinds_are_compared_by_text_and_begin_of_words(tmp_path):
     assert begins and begins == {piece: [("" if piece[0] == "\u2581" else "##") + "red"] for piece in begins}
     back = made_of(of_bytes, wordpiece(tmp_path / "new.txt", [*SPECIALS, "a", "##a", "##ab", "aab", "##d", "z"]))
     assert list(back.values())[5:] == [["\u0120a"], ["a"], ["ab"], ["\u0120a", "ab"], ["d"], []]
+
+
+LONE = [*",.中国", "a", "b", "##a", "##b", "##,", "##.", "##中", "##国", "##中国", "a,", "##b,"]
+"""Pieces as in bert-base-chinese: those behind `##b` are in no text, because BERT splits it at such characters."""
+
+
+def of_words(folder, pieces):
+    """A vocabulary whose words begin with ▁."""
+    decoder = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    made = write(folder, unigram(pieces, 4), change=lambda layout: layout.update(decoder=decoder))
+    return build_tokenizer("HuggingFace", tokenizer_model=made)
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceCase", "BertWordPieceLowerCase", "HuggingFace"])
+def test_a_piece_that_no_text_gives_spells_nothing(tmp_path, kind):
+    old = wordpiece(tmp_path / "old.txt", [*SPECIALS, *LONE], kind.replace("HuggingFace", "BertWordPieceCase"))
+    if kind == "HuggingFace":
+        write_tokenizer(old, tmp_path / "old", 512)
+        old = build_tokenizer(kind, tokenizer_model=tmp_path / "old")
+    expected = {
+        **{"\u2581,": [","], ",": [","], "\u2581中": ["中"], "中": ["中"], "b": ["##b"], "\u2581a": ["a"]},
+        **{
+            "中国": ["中", "国"],
+            "\u2581中国": ["中", "国"],
+            "b中": ["##b", "中"],
+            ",b": [",", "b"],
+            "b,": ["##b", ","],
+        },
+        **{"\u2581a,": ["a", ","], "☃": [], "b☃": [], "b,☃": []},
+    }
+    new = of_words(tmp_path / "new", list(expected))
+    found = made_of(old, new)
+    assert {piece: found[piece] for piece in expected} == expected
+    assert plan_transfer(old, new).kept == len(SPECIALS) + 6
+
+
+def test_a_punctuation_mark_or_ideograph_is_the_old_one_inside_words(tmp_path):
+    old = of_words(
+        tmp_path / "old", [f"{mark}{text}" for mark in ("\u2581", "") for text in (*",中a", "中国")] + ["\u2581."]
+    )
+    found = made_of(old, wordpiece(tmp_path / "new.txt", [*SPECIALS, *LONE]))
+    assert (found[","], found["中"], found["."]) == ([","], ["中"], ["\u2581."])
+    assert (found["a"], found["##a"]) == (["\u2581a"], ["a"])
+    assert all(parts == [piece] for piece, parts in made_of(old, old).items())
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceCase", "BertWordPieceLowerCase"])
+def test_equal_vocabularies_keep_every_row(tmp_path, kind):
+    old = wordpiece(tmp_path / "old.txt", [*SPECIALS, *LONE, "[unused1]", "..."])
+    new = wordpiece(tmp_path / "new.txt", old.pieces[::-1], kind)
+    assert all(parts == [piece] for piece, parts in made_of(old, new).items())
 
 
 def test_the_first_of_two_pieces_with_one_text_counts(tmp_path):

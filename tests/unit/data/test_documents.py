@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+import threading
 
 import pytest
 import zstandard
@@ -68,6 +69,32 @@ def test_json_lines_under_a_name_of_plain_text_are_refused(tmp_path):
         texts(path)
     path.write_text('{"One," he said.}\n', encoding="utf-8")
     assert texts(path) == ['{"One," he said.}']
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "a", "a.json.gz", "pipe"])
+@pytest.mark.parametrize("content", ['[{"text": "One."}, {"text": "Two."}]', '\ufeff\n[\n {\n  "text" : "A."\n }\n]\n'])
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_an_array_of_json_objects_is_refused_under_any_name(tmp_path, name, content, on_error):
+    data = content.encode()
+    path = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+        threading.Thread(target=path.write_bytes, args=(data,)).start()
+    else:
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(UserError) as caught:
+        texts(path, on_error=on_error)
+    reason = "a JSON array; expected one object per line, such as by jq -c '.[]'"
+    assert str(caught.value) == f"{path}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "text", ["[1] A note.", "[", "[]", '["the cat", "the dog"]', "[{the cat}]", '[{"One," he said.}]', "[ {} ]"]
+)
+def test_text_that_begins_with_a_bracket_is_text(tmp_path, text):
+    for name in ("a.txt", "a"):
+        (tmp_path / name).write_text(f"{text}\n", encoding="utf-8")
+        assert texts(tmp_path / name) == [text]
 
 
 def test_plain_text_documents_lie_between_blank_lines(tmp_path):

@@ -41,6 +41,28 @@ def test_a_folder_gives_its_documents_sorted_and_nothing_else(corpus):
     assert all(Path(file.path) == corpus / file.name for file in files)
 
 
+@pytest.mark.parametrize("pattern", ["", "*", "**", "**/*"])
+def test_the_folder_of_a_tokenizer_inside_the_input_is_no_text(tmp_path, capsys, pattern):
+    corpus, folder = tmp_path / "corpus", tmp_path / "corpus" / "deep" / "tok"
+    (folder / "more").mkdir(parents=True)
+    (corpus / "link").symlink_to(folder)
+    for name in ("tokenizer.json", "vocab.txt", "notes.txt", "spiece.model", "more/a.txt"):
+        (folder / name).write_text("no document")
+    for name in ("a.txt", "deep/b.txt"):
+        (corpus / name).write_text("A document.")
+    expected = ["a.txt", "b.txt" if pattern else "deep/b.txt"]
+    assert names(find_inputs([str(corpus / pattern)], leave_out=[str(corpus / "link")])) == expected
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "*.*", "**", "**/*.json*"])
+def test_texts_beside_the_files_of_a_tokenizer_are_read(tmp_path, pattern):
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "merges.txt"):
+        (tmp_path / name).write_text("no document")
+    (tmp_path / "a.jsonl").write_text('{"text": "One."}')
+    assert names(find_inputs([str(tmp_path / pattern)], leave_out=[str(tmp_path)])) == ["a.jsonl"]
+
+
 def test_pipes_in_a_folder_or_a_pattern_are_left_alone(corpus):
     for name in ("b/pipe", "b/pipe.txt"):
         os.mkfifo(corpus / name)

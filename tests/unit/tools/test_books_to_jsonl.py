@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.books_to_jsonl import body
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "books_to_jsonl.py"
@@ -35,6 +37,25 @@ def test_project_gutenbergs_header_and_licence_are_left_out():
     text = f"Head\n{start}\nStory.\n{end}\nTail"
     assert body(text).strip() == "Story."
     assert body("A book *** START of nothing.") == "A book *** START of nothing."
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("mark", "story"),
+    [
+        ("FRANKENSTEIN;\nOR, THE MODERN PROMETHEUS ***\nStory.", "Story."),
+        ("A\n B\nC ***  \n\nStory ***\n***\nMore.", "Story ***\n***\nMore."),
+        ("A ***\nB ***\nStory.", "B ***\nStory."),
+        ("A\nB\nC\nD ***\nStory.", "B\nC\nD ***\nStory."),  # no mark: it ends too late
+        ("A\n\nStory. ***", "Story. ***"),
+        ("A\nStory.\n***\nMore.", "Story.\n***\nMore."),
+        ("A", ""),
+    ],
+)
+def test_a_start_mark_may_take_three_lines(mark, story, line_break):
+    end = "*** END OF THE PROJECT GUTENBERG EBOOK A\nB ***\nTail"
+    text = f"Head\n*** START OF THE PROJECT GUTENBERG EBOOK {mark}\n{end}\n".replace("\n", line_break)
+    assert body(text).strip() == story.replace("\n", line_break)
 
 
 def test_a_file_of_several_books_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.collect_documentation import collect, docstrings, modules, paragraphs
+from tools.collect_documentation import collect, docstrings, main, modules, paragraphs, sources
 
 TOOL = Path(__file__).parents[3] / "tools" / "collect_documentation.py"
 
@@ -67,6 +67,30 @@ def test_whole_sources_until_there_is_enough_and_no_paragraph_twice(monkeypatch)
     assert sorted(document["title"] for document in documents) == ["a.py", "c.py"]
     assert {document["text"] for document in documents} == {f"{first}\n{second}", third}
     assert collect([], megabytes=1)[1] == ["a", "d"]
+
+
+def test_packages_that_are_not_installed_are_named(tmp_path):
+    out = tmp_path / "corpus.jsonl"
+    words = [sys.executable, str(TOOL), "--output", str(out), "--megabytes", "0.1", "--packages"]
+    names = ["nosuch", "json", "nosuch.sub", "json.nosuch", "sys.sub", "this", ".x"]
+    done = subprocess.run([*words, *names], capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not out.exists()
+    assert (
+        "--packages nosuch nosuch.sub json.nosuch sys.sub this .x: no package that is installed in this Python"
+        in done.stderr
+    )
+
+
+def test_usual_packages_that_are_not_installed_are_skipped(monkeypatch, tmp_path, capsys):
+    def names_only(packages, megabytes):
+        return [{"title": "a", "text": "b"}], [name for name, _ in sources(packages)]
+
+    monkeypatch.setattr("tools.collect_documentation.PACKAGES", ("nosuch.sub", "nosuch", "json"))
+    monkeypatch.setattr("tools.collect_documentation.collect", names_only)
+    monkeypatch.setattr(sys, "argv", ["tool", "--output", str(tmp_path / "corpus.jsonl")])
+    main()
+    printed = capsys.readouterr().out
+    assert printed.endswith(", json\n") and "nosuch" not in printed
 
 
 def test_the_command_needs_no_torch_and_writes_json_lines(tmp_path):
