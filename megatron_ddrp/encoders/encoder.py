@@ -26,7 +26,13 @@ from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
-from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, load_folder, load_tokenizer
+from megatron_ddrp.encoders.huggingface import (
+    PADDING_SENSITIVE,
+    FamilyModel,
+    HuggingFaceEncoder,
+    load_folder,
+    load_tokenizer,
+)
 from megatron_ddrp.errors import UserError
 
 _NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "finetuned")
@@ -57,7 +63,7 @@ class Encoder:
     family_model: Callable[[nn.Module, HeadForm, Labels], nn.Module] | None = None
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     warning: str = ""
-    """Line about damaged checkpoints that were skipped and the one that was loaded, or by `check_rows`; often empty."""
+    """Line about skipped damaged checkpoints and the loaded one, by `check_rows`, or about padding; often empty."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """Return a copy to fine-tune, with the loaded weights or with random weights drawn from `seed`."""
@@ -158,7 +164,12 @@ def pair_separators(config: Any, tokenizer: Tokenizer) -> int:
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
     found = load_folder(folder, raw_config, masked_lm, random_init)
     tokenizer = load_tokenizer(folder)
-    warning = check_rows(folder, tokenizer.vocab_size, found.config.vocab_size)
+    remarks = [check_rows(folder, tokenizer.vocab_size, found.config.vocab_size)]
+    if found.config.model_type in PADDING_SENSITIVE:
+        remarks.append(
+            f"warning: {folder}: padding changes the states of a {found.config.model_type} model, so results depend on "
+            "the rows that share a batch"
+        )
     _refuse_missing(folder, found.weights.missing, f"{found.model.base_model_prefix}." if masked_lm else "")
     encoder = HuggingFaceEncoder(found.model)
     names = [name for name, _ in encoder.model.named_parameters()]
@@ -180,7 +191,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=partial(FamilyModel.on_top_of, folder),
-        warning=warning,
+        warning="; ".join(filter(None, remarks)),
     )
 
 

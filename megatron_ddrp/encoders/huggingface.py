@@ -30,6 +30,10 @@ ROBERTA_FAMILY = (
     *("data2vec-text", "ibert", "roberta-prelayernorm", "xmod"),
 )
 """Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
+ENCODERS_WITH_CAUSAL_LM = ("bert-generation", "xlnet")
+"""Encoders that transformers gives a causal-LM head and no masked-LM head, as it does decoders."""
+PADDING_SENSITIVE = ("convbert", "fnet", "funnel", "nystromformer", "yoso")
+"""Model types whose layers in transformers do not leave out padding: convolutions, Fourier transforms, pooling."""
 MOST_LAYERS = 1000
 SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 """Size attributes of most encoders' configurations; the first two are required."""
@@ -172,7 +176,7 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     config = _read_config(folder, values["model_type"])
     build = model_builder(values["model_type"], "ForMaskedLM" if masked_lm else "")
     if values["model_type"] != OWN_MODEL_TYPE:
-        if config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        if _is_decoder(config):
             raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
     model, weights = (build(config), Filled()) if random_init else fill(folder, config, build)
@@ -180,6 +184,20 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     weights = Filled(weights.missing - pooler, weights.unused | (pooler - weights.missing))
     separators = 2 if config.model_type in ROBERTA_FAMILY else 1
     return Folder(config, model.float(), build, weights, _longest(config), separators)
+
+
+def _is_decoder(config: Any) -> bool:
+    """Return whether a model of transformers has a decoder, or its pieces see only the pieces before them."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    if config.is_encoder_decoder or getattr(config, "is_decoder", False) or getattr(config, "causal", False):
+        return True
+    encoders = (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, *ENCODERS_WITH_CAUSAL_LM)
+    sees_all = getattr(config, "use_bidirectional_attention", None) in (True, "all")  # Gemma's setting
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and config.model_type not in encoders and not sees_all
 
 
 def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, Filled, int]:

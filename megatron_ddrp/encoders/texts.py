@@ -32,6 +32,11 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
         raise UserError(
             f"texts={texts!r:.60}: expected a string, a tuple of two strings for a pair, or a list of these"
         )
+    if any(hasattr(texts, name) for name in ("keys", "columns")) and not hasattr(texts, "tolist"):
+        raise UserError(
+            f"texts is a table ({type(texts).__name__}), expected a list of texts; give one of its columns, such as "
+            'table["text"]'
+        )
     sides = [_sides(text, place) for place, text in enumerate([texts] if is_one else texts)]
     longest = encoder.max_length if max_length is None else max_length
     if not (_is_whole(longest) and SHORTEST <= longest <= encoder.max_length):

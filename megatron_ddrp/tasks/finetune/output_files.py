@@ -75,7 +75,7 @@ class TableFile(RowFile):
         """Return a cell as text, empty without a value; the kind of the task writes labels and predictions."""
         if column == PREDICTION or (column == self.columns.label and not _is_missing(value)):
             return self.cell_text(value, self.ending)
-        return "" if _is_missing(value) else _text(value)
+        return "" if _is_missing(value) else as_text(value)
 
     def _line(self, cells: list[str]) -> str:
         if self.ending == ".tsv":
@@ -124,6 +124,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _text(value: Any) -> str:
-    """Return a cell as text, JSON unless it is a string; times and bytes of a Parquet file become strings."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def as_text(value: Any) -> str:
+    """Return a cell as text: numbers, lists and objects as JSON; decimals, times and bytes of Parquet by `str`."""
+    is_json = value is None or isinstance(value, (bool, int, float, list, dict))
+    return json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)

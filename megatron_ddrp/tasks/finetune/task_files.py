@@ -183,8 +183,8 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
     labels = [kind.usual_columns.label, *kind.label_columns, *_usual_labels()]
     label = find(files.label_column, labels, "--label-column")
     pair = files.text_pair_column or kind.usual_columns.pair
-    if pair is None and files.text_column is None and kind.pair_columns.get(text) in known:
-        pair = kind.pair_columns[text]
+    if pair is None and files.text_column is None:
+        pair = next((name for name in kind.pair_columns.get(text, ()) if name in known), None)
     columns = Columns(text, pair, label)
     columns.check_distinct()
     return columns

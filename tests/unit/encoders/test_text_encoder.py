@@ -219,6 +219,35 @@ def test_a_wrong_call_is_one_line(encoder, call, message):
     assert "\n" not in str(refused.value)
 
 
+class Frame:
+    """A table that iterates over the names of its columns, as those of pandas do."""
+
+    columns = ("text", "label")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+class Series(list):
+    """A column that has keys too, as those of pandas have."""
+
+    keys = columns = None
+
+    def tolist(self):
+        return list(self)
+
+
+@pytest.mark.parametrize("method", ["encode", "pool", "tokenize"])
+@pytest.mark.parametrize("table", [{"text": ["red"]}, Frame()])
+def test_names_of_columns_are_no_texts(encoder, method, table):
+    told = (
+        rf'^texts is a table \({type(table).__name__}\), expected a list of texts; give one of its .* table\["text"\]$'
+    )
+    with pytest.raises(UserError, match=told):
+        getattr(encoder, method)(table)
+    assert len(getattr(encoder, method)(Series(["red", "cat"]))) == 2
+
+
 def test_numbers_of_numpy_are_numbers(encoder):
     for layers in (np.int64(1), np.array([0, 2])):
         expected = encoder.encode("red cat", layers=layers.tolist())

@@ -228,6 +228,33 @@ def test_quotation_marks_that_a_program_has_put_into_a_tsv_are_warned_of(read_tw
     assert not any("marks" in fact for fact in read_two(rows, rows).facts)
 
 
+@pytest.mark.parametrize(
+    ("labels", "is_told"),
+    [("-1 0 1 2", True), ("-1 0 1 2 3", True), ("-1 0 1", False), ("0 1 2 3", False), ("-2 -1 0 1", False)],
+)
+def test_the_mark_of_rows_without_a_label_is_no_silent_class(read, labels, is_told):
+    """SNLI has it; three labels from -1 may be a scale from negative to positive."""
+    told = "WARNING, label -1 is how Hugging Face's datasets mark rows without a label; it is a class here: remove "
+    assert (f"{told}these rows" in read(labels.split()).facts) == is_told
+
+
+@pytest.mark.parametrize(
+    ("header", "read_as"),
+    [
+        ("index,question,sentence,label", "question + sentence"),
+        ("index,sentence,question,label", "question + sentence"),
+        ("index,question,context,label", "question + context"),
+        ("index,sentence,other,label", "sentence"),
+        ("index,question,other,label", "question"),
+        ("text,question,sentence,label", "text"),
+    ],
+)
+def test_a_question_and_its_sentence_are_a_pair(read_two, header, read_as):
+    """As in GLUE's QNLI; the sentence alone does not decide the label."""
+    rows = header + "\n0,x,y,A\n1,z,w,B\n"
+    assert f"text from {read_as}, label" in read_two(rows, rows).facts[0]
+
+
 def test_a_test_file_that_is_the_validation_file_is_told(read_two, tmp_path):
     rows = "text,label\nx,A\ny,B\n"
     facts = read_two(rows, rows + "z,A\n", test=tmp_path / "valid.csv").facts

@@ -1,6 +1,7 @@
 """`--test` without labels: checked and named before training starts, predicted after the tables are written."""
 
 import datetime
+import decimal
 import io
 import json
 import threading
@@ -59,6 +60,25 @@ def test_times_of_a_parquet_file_are_written_as_text(writer):
     file = writer(stream, ".csv", Columns("day", None, "kind"), KINDS["classification"].cell_text)
     file.write({"day": datetime.date(2026, 1, 2)}, "red")
     assert "2026-01-02" in stream.getvalue().decode() and "red" in stream.getvalue().decode()
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (decimal.Decimal("1.50"), "1.50"),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        (b"red", "b'red'"),
+        (True, "true"),
+        ([datetime.date(2026, 1, 2)], '["2026-01-02"]'),
+    ],
+)
+def test_a_label_of_a_parquet_file_is_written_as_other_columns_are(cell, text):
+    for kind in ("classification", "regression"):
+        stream = io.BytesIO()
+        TableFile(stream, ".tsv", Columns("text", None, "label"), KINDS[kind].cell_text).write(
+            {"note": cell, "label": cell}, "red"
+        )
+        assert stream.getvalue().decode().splitlines()[1].split("\t") == [text, text, "red"]
 
 
 def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():

@@ -11,6 +11,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.task_heads import SEQUENCE, SPAN, Labels
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
+from megatron_ddrp.encoders.huggingface import PADDING_SENSITIVE, _is_decoder
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -197,6 +198,65 @@ def test_a_decoder_is_refused(bert_folder):
     transformers.T5Model(config).save_pretrained(bert_folder)
     with pytest.raises(UserError, match="t5 is no encoder"):
         load_encoder(bert_folder)
+
+
+CAUSAL = {
+    **{"gpt2": {}, "llama": {}, "gpt_neox": {}, "opt": {}, "gemma3_text": {}, "modernbert-decoder": {}},
+    **{"bert": {"is_decoder": True}, "bert-generation": {"is_decoder": True}, "xlm": {"causal": True}},
+}
+BIDIRECTIONAL = {
+    **{"bert": {}, "roberta": {}, "electra": {}, "modernbert": {}, "eurobert": {}, "convbert": {}, "fnet": {}},
+    **{"rembert": {}, "xlm": {}, "bert-generation": {}, "gemma3_text": {"use_bidirectional_attention": True}},
+}
+
+
+@pytest.mark.parametrize(("kind", "settings"), CAUSAL.items())
+def test_a_model_whose_pieces_see_only_earlier_ones_is_refused(bert_folder, kind, settings):
+    """[CLS] comes first, so its state would be the same for every text. The weights are not even read."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **settings).save_pretrained(bert_folder)
+    with pytest.raises(UserError, match=f"{kind} is no encoder; use a BERT") as refused:
+        load_encoder(bert_folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_encoders_with_a_causal_head_in_transformers_are_no_decoders():
+    from transformers import AutoConfig
+
+    kinds = BIDIRECTIONAL.items()
+    assert not [kind for kind, settings in kinds if _is_decoder(AutoConfig.for_model(kind, **settings))]
+
+
+FNET = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 16}
+HEADS = {"num_attention_heads": 2}
+FUNNEL = {"block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "initializer_std": 0.3}
+SIZES_OF_FAMILIES = {
+    **{"fnet": FNET, "yoso": FNET | HEADS, "convbert": FNET | HEADS | {"embedding_size": 16}, "funnel": FUNNEL},
+    "nystromformer": FNET | HEADS,
+}
+
+
+@pytest.mark.parametrize("kind", [*PADDING_SENSITIVE, "bert"])
+def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind):
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    if kind != "bert":
+        config = AutoConfig.for_model(kind, vocab_size=14, pad_token_id=0, **SIZES_OF_FAMILIES[kind])
+        config.initializer_range, config.architectures = 0.3, ["FunnelModel"]  # Funnel has two encoders
+        AutoModel.from_config(config).save_pretrained(bert_folder)
+    encoder = load_encoder(bert_folder)
+    examples = [Example(("red cat runs sings dog",), 0), Example(("red cat runs sings dog blue green bird",), 0)]
+    rows = KINDS["classification"].encode(TASKS["RTE"], examples, encoder.tokenizer, 16)
+    with torch.no_grad():
+        alone, padded = (
+            encoder.module.eval()(pad_batch(rows, torch.arange(count).numpy()).map(torch.from_numpy))[0, : rows.ends[0]]
+            for count in (1, 2)
+        )
+    depends = bool((alone - padded).abs().max() > 1e-3 * alone.abs().max())
+    told = f"warning: {bert_folder}: padding changes the states of a {kind} model, so results depend on the rows that"
+    assert depends == encoder.warning.startswith(told) == encoder.origin.startswith(told) == (kind != "bert")
 
 
 @pytest.mark.parametrize(

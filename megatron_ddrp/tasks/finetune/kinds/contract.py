@@ -21,7 +21,7 @@ from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.metrics import Metric, drawn_rows, metrics_of_plugins
-from megatron_ddrp.tasks.finetune.output_files import RowFile
+from megatron_ddrp.tasks.finetune.output_files import RowFile, as_text
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Kind(ABC):
     """Further usual names of the column of texts, most usual first."""
     label_columns: ClassVar[tuple[str, ...]] = ()
     """Further usual names of the column of labels, most usual first."""
-    pair_columns: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Usual column of texts → column of the second text, if the file has it."""
+    pair_columns: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    """Usual column of texts → columns of the second text, the first that the file has; none if it has none."""
     output_files: ClassVar[Mapping[str, type[RowFile]]] = MappingProxyType({})
     """Further endings of files of predictions → their writers."""
     predicts_numbers: ClassVar[bool] = False
@@ -159,11 +159,11 @@ class Kind(ABC):
         return None if text == UNDEFINED else parse_json(text)
 
     def cell_text(self, value: Any, ending: str) -> str:
-        """Return a label or prediction, as a JSON value, in the form that a table has in a file with this ending.
+        """Return a label or prediction in the form that a table has in a file with this ending.
 
         Raises ValueError with the reason if the file cannot hold it.
         """
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return as_text(value)
 
     def constant(self, task: Task, answers: Any, label: int) -> Any:
         """Return predictions of one label, by its number, for every row of `answers`; None for kinds without them."""

@@ -36,9 +36,14 @@ class SequenceKind(Kind):
 
     head: ClassVar[HeadForm] = SEQUENCE
     usual_columns: ClassVar[Columns] = Columns("text", None, "label")
-    text_columns = ("sentence", "sentence1", "premise", "question")
+    text_columns = ("sentence1", "premise", "question", "sentence")
     label_columns = ("labels", "score", "target")
-    pair_columns = {"sentence1": "sentence2", "premise": "hypothesis", "text": "text_pair", "question": "context"}
+    pair_columns = {
+        "sentence1": ("sentence2",),
+        "premise": ("hypothesis",),
+        "text": ("text_pair",),
+        "question": ("sentence", "context"),
+    }
 
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return one text or a pair."""
@@ -144,6 +149,15 @@ class Classification(SequenceKind):
                     f"labels look like whole numbers in the first rows and like {name} in later ones; name the kind by "
                     "--kind regression or --kind classification"
                 )
+
+    def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yield warnings, also of a label -1 beside 0, 1, 2, …; the three labels from -1 to 1 may be a scale."""
+        yield from super().remarks(task, labels)
+        if len(task.labels) > 3 and task.labels == tuple(map(str, range(-1, len(task.labels) - 1))):
+            yield (
+                "WARNING, label -1 is how Hugging Face's datasets mark rows without a label; it is a class here: "
+                "remove these rows"
+            )
 
     def score_name(self, task: Task) -> str:
         """Return the metric with its positive label if it is F1 of two classes: "f1 of 'yes'"."""
