@@ -15,9 +15,18 @@ from megatron_ddrp.tasks.measures import LOSS
 
 ROOT = Path(__file__).resolve().parents[3]
 LADDER = ROOT / "docs" / "ladder"
-PAGES = {"results-tables.md": ["rows.jsonl"], "plateau.md": ["fast.jsonl", "novels.jsonl"]}
+PAGES = {
+    "results-tables.md": ["rows.jsonl"],
+    "plateau.md": ["fast.jsonl", "novels.jsonl"],
+    "plateau-arms.md": ["plateau.jsonl"],
+}
 """Document → rows of its tables."""
-PLANS = {"rows.jsonl": "ladder.yaml", "fast.jsonl": "fast.yaml", "novels.jsonl": "novels.yaml"}
+PLANS = {
+    "rows.jsonl": "ladder.yaml",
+    "fast.jsonl": "fast.yaml",
+    "novels.jsonl": "novels.yaml",
+    "plateau.jsonl": "plateau.yaml",
+}
 """Rows → their plan."""
 
 
