@@ -38,7 +38,7 @@ from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.run.plateau import WINDOW, Point, curve_of, onset, stored_level
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 
-(PLAN,) = read_plans(Path(__file__).resolve().parents[1] / "examples" / "compare" / "plateau.yaml")
+PLAN, *_ = read_plans(Path(__file__).resolve().parents[1] / "examples" / "compare" / "plateau.yaml")
 SETTINGS: dict[str, Any] = dict(PLAN.flags)
 SETTINGS |= {"objective": "mlm", "bf16": False, "train_iters": 4096, "log_interval": 20}
 SETTINGS |= {"eval_interval": 4096, "eval_iters": 1, "save_interval": 4096}
