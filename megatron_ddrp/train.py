@@ -87,8 +87,8 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         stack.callback(release, engine)
         resumed = load_checkpoint(engine, load, config, ranks) if load else None
         progress = resumed.progress if resumed else Progress()
-        renamed = agree(lambda: changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else [])
-        changes = agree(lambda: [*renamed, *corpus.changes(progress.datasets)])
+        changes = agree(lambda: changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else [])
+        changes += agree(lambda: corpus.changes(progress.datasets))
         progress = replace(progress, datasets=corpus.contents)
         notes = open_notes(config, corpus)
         if notes is not None and resumed and not resumed.weights_only:

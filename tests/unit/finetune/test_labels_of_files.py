@@ -250,7 +250,7 @@ def test_the_mark_of_rows_without_a_label_is_no_silent_class(read, labels, is_to
     ],
 )
 def test_a_question_and_its_sentence_are_a_pair(read_two, header, read_as):
-    """As in GLUE's QNLI; the sentence alone does not decide the label."""
+    """GLUE's QNLI has these columns, and its sentences alone do not decide the labels."""
     rows = header + "\n0,x,y,A\n1,z,w,B\n"
     assert f"text from {read_as}, label" in read_two(rows, rows).facts[0]
 
