@@ -63,8 +63,10 @@ def whole(job, tmp_path):
 
 def chunks_done(folder):
     """Chunks that the unfinished run in a folder has made safe; 0 without one."""
-    path = folder / "p.unfinished" / "job.json"
-    return json.loads(path.read_bytes())["state"]["chunks"] if path.exists() else 0
+    try:
+        return json.loads((folder / "p.unfinished" / "job.json").read_bytes())["state"]["chunks"]
+    except FileNotFoundError:  # not begun, or ended: the file of a run that goes on may go at any moment
+        return 0
 
 
 def published(folder):
