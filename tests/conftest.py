@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.pages import plotting
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # by default a test fails if a busy machine is slow
 
 NUM_DOCUMENTS = 600

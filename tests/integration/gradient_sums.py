@@ -17,9 +17,8 @@ from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
 from megatron_ddrp.parallel.sharding import local_parameters
+from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks
-
-TIMEOUT = 180.0
 
 
 def errors_by(world_size: int, command_lines: list[list[str]]) -> list[list[float]]:

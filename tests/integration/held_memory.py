@@ -19,9 +19,8 @@ from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import place_in_grid
+from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks
-
-TIMEOUT = 180.0
 
 Held = dict[str, int]
 """Bytes by kind: weights, gradients, optimizer; `all` counts every tensor that came since before the model."""

@@ -27,7 +27,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_bert.py"
-TIMEOUT = 180.0
+TIMEOUT = 400.0
 """Seconds until a test gives up on its ranks, well before they would give up on each other (10 minutes)."""
 
 OF_THE_MACHINE = ("tokens_per_second", "step_time", "mfu", "peak_memory_gib")
@@ -105,9 +105,9 @@ def exit_codes_of(
     processes: Sequence[Any], timeout: float, during: Callable[[list[Any]], None] | None = None
 ) -> list[int | None]:
     """Start processes and wait for them together; None for one that had to be killed after `timeout` seconds."""
-    began = time.monotonic()
     for process in processes:
-        process.start()
+        process.start()  # the first waits for the fork server's imports
+    began = time.monotonic()
     if during:
         during(list(processes))
     for process in processes:
@@ -190,6 +190,13 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return kept | own | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def command_of_process(pid: int) -> bytes:
+    """A process's command line; nothing of one that has ended meanwhile."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def free_port() -> int:

@@ -24,9 +24,9 @@ from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
+from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks
 
-TIMEOUT = 180.0
 READS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,

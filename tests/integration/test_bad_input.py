@@ -22,7 +22,7 @@ WRONG_ARGUMENTS, FAILURE = 2, 1
 def assert_refused(result: Result, exit_code: int, *words: str) -> None:
     """Every rank ends with the code; one line in all, and it holds the words."""
     assert result.exit_codes == [exit_code] * len(result.exit_codes), "\n".join(result.stderr)
-    lines = [line for stderr in result.stderr for line in stderr.splitlines()]
+    lines = [line for stderr in result.stderr for line in stderr.splitlines() if not line.startswith("[")]
     assert len(lines) == 1, "\n".join(lines)
     assert lines[0].startswith("pretrain_bert.py: error: ")
     for word in words:

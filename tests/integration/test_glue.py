@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from tests.integration.launch import ROOT, run_command, start_ranks
+from tests.integration.launch import ROOT, command_of_process, run_command, start_ranks
 
 pytestmark = pytest.mark.slow
 SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
@@ -119,8 +119,11 @@ def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
 
 def workers_of(pid: int) -> list[int]:
     """Process ids of a command's workers."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # the command has ended
+        return []
+    return [int(child) for child in children if b"spawn_main" in command_of_process(int(child))]
 
 
 def kill_a_worker(commands: list[Any]) -> None:

@@ -16,11 +16,11 @@ from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.parallel.pipeline import HEADER, IN_FLIGHT, MailOfRanks
 from megatron_ddrp.parallel.process_group import gather_objects, place_in_grid
 from tests.integration import training_runs
+from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import run_ranks
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 180.0
 HEADERS = 200
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ddrp.parallel import process_group
 from tests.integration.training_runs import run_ranks
 
-TIMEOUT, MEETINGS = 4.0, 6
+TIMEOUT, MEETINGS = 8.0, 6
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import json
@@ -23,14 +24,17 @@ LISTENS = "0A"
 
 def listening() -> list[str]:
     """Addresses at which this process listens, from what the kernel says."""
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit() and _exists(fd)]
+    links = [_link(descriptor) for descriptor in os.listdir("/proc/self/fd")]
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for table in ("tcp", "tcp6") for line in _table(table)]
     return [str(_address(row[1].split(":")[0])) for row in rows if row[3] == LISTENS and row[9] in own]
 
 
-def _exists(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+def _link(descriptor: str) -> str:
+    """What a descriptor is; nothing if another thread has closed it meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
 
 
 def _table(name: str) -> list[str]:

@@ -9,6 +9,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -227,6 +228,17 @@ def words_of(command: Parsed, options: dict[str, Any]) -> list[str]:
     return [*words, *command_line(flags)]
 
 
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Work in a folder; `contextlib.chdir` exists from Python 3.11 on."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def outcome(command: Parsed, options: dict[str, Any], folder: Path) -> tuple[Any, str]:
     """Run a command in this process and in a folder. Return its exit code and what it wrote to standard error.
 
@@ -237,7 +249,7 @@ def outcome(command: Parsed, options: dict[str, Any], folder: Path) -> tuple[Any
         result = start_ranks(argv, world_size=None, program="megatron_ddrp")
         return result.exit_codes[0], result.stderr[0]
     with (
-        contextlib.chdir(folder),
+        inside(folder),
         mock.patch.object(sys, "argv", argv),
         contextlib.redirect_stderr(stderr),
         contextlib.redirect_stdout(stdout),

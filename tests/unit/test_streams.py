@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-SCRIPTS = [
+SCRIPTS = sorted(
     path
     for path in (*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("tasks/**/*.py"))
     if "__main__" in path.read_text(encoding="utf-8")
-]
+)
 
 
 def ascii_stream() -> io.TextIOWrapper:

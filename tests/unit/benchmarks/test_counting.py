@@ -18,7 +18,7 @@ BF16 = 2
 def toys() -> Toys:
     """Launches (name, bytes, FLOP, kind, whether backward) and waits of each toy."""
     script = Path(__file__).with_name("counted_toys.py")
-    finished = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=100)
+    finished = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=400)
     return json.loads(finished.stdout)
 
 

@@ -127,7 +127,9 @@ def test_the_command_has_one_warm_up(run, tmp_path):
     assert replayed(card_of(run, tmp_path / "hf")).optimizer.lr_warmup_iters == 3
 
 
-def test_the_card_holds_nothing_private(run, tmp_path):
+def test_the_card_holds_nothing_private(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "some-host")
+    monkeypatch.setenv("LOGNAME", "some-user")
     card = card_of(run, tmp_path / "hf")
     private = [str(tmp_path), "/home", "jane", "secret", "cache", "boards", socket.gethostname()]
     assert not [word for word in private if word in card]

@@ -203,6 +203,6 @@ def test_nine_tags_are_learnt_from_conll_files(conll_files, tmp_path, head):
     assert len(task.labels) == 9
     train, dev = (read_examples(conll_files / f"{name}.conll", task) for name in ("train", "dev"))
     encoder = load_encoder(write_bert(tmp_path, [*FILLERS, *(word for own in NAMES.values() for word in own)]))
-    result, encoded = fine_tune(task, encoder, train, dev, max_length=32, epochs=10, head=head)
+    result, encoded = fine_tune(task, encoder, train, dev, max_length=32, epochs=16, head=head)
     assert result.scores["dev"][0] < 0.9 < result.scores["dev"][-1]
     assert result.scores["dev"][-1] == KIND.score("seqeval", encoded.answers, result.predictions["dev"])

@@ -1,7 +1,6 @@
 """One sweep, many processes: what kills leave behind, and that no run is done twice."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -9,6 +8,7 @@ import time
 
 from megatron_ddrp.tasks.finetune.runs import Run, RunStore
 from megatron_ddrp.tasks.jobs.workers import drain
+from tests.integration.launch import fork_server
 from tests.unit.glue.conftest import finished
 
 RUNS = [
@@ -17,9 +17,8 @@ RUNS = [
     for lr in (1e-5, 3e-5)
     for seed in range(1, 11)
 ]
-LONG = 120
+LONG = 400
 """Seconds after which something hangs."""
-PROCESSES = multiprocessing.get_context("forkserver")  # a fork of this process, which has threads, could hang
 
 
 def worker(folder, seconds, barrier=None, begun=None):
@@ -44,7 +43,7 @@ def worker(folder, seconds, barrier=None, begun=None):
 
 
 def start(folder, count, seconds=0.004, barrier=None, begun=None):
-    processes = [PROCESSES.Process(target=worker, args=(folder, seconds, barrier, begun)) for _ in range(count)]
+    processes = [fork_server().Process(target=worker, args=(folder, seconds, barrier, begun)) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
@@ -85,6 +84,7 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
         time.sleep(chance.uniform(0.0, 0.02))
         for process in processes:
             process.kill()  # or it has just ended
+        for process in processes:
             process.join()
         interrupted += num_rows(killed) < len(RUNS)
     for process in start(killed, 3):
@@ -96,7 +96,7 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
 
 
 def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
-    barrier = PROCESSES.Barrier(4)
+    barrier = fork_server().Barrier(4)
     for process in start(tmp_path, 4, barrier=barrier):
         process.join(LONG)
     begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
@@ -107,7 +107,7 @@ def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
 
 def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
     """A worker dies within a run while another waits for it."""
-    begun = PROCESSES.Queue()
+    begun = fork_server().Queue()
     (stuck,) = start(tmp_path, 1, seconds=None, begun=begun)
     first = begun.get(timeout=LONG)
     (other,) = start(tmp_path, 1, seconds=0, begun=begun)
@@ -127,8 +127,8 @@ def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
     assert lease
 
     def free():
-        answer = PROCESSES.Value("b", 2)
-        process = PROCESSES.Process(target=look, args=(tmp_path, answer))
+        answer = fork_server().Value("b", 2)
+        process = fork_server().Process(target=look, args=(tmp_path, answer))
         process.start()
         process.join(LONG)
         return answer.value
