@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_ddrp.pages.plotting import draw_band, label_lines, panel_grid, remove_figure, save_figure
+from megatron_ddrp.tasks.compare.claims import Gain
 from megatron_ddrp.tasks.compare.pictures import draw_gains, draw_pairs, styles
-from megatron_ddrp.tasks.compare.results import Gain, Results
+from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.tables import format_budget
 from megatron_ddrp.tasks.measures import GLUE, LOSS, ONSET, TRAINING_LOSS, factor_of, unit_of

@@ -13,18 +13,10 @@ from megatron_ddrp.pages.markdown import Table, write_blocks
 from megatron_ddrp.pages.rendering import render, write_page
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.compare.claims import Gain, claims_of, gains, load_claims, model_claims
 from megatron_ddrp.tasks.compare.figures import FIGURES, draw_all
 from megatron_ddrp.tasks.compare.jobs import kind_name
-from megatron_ddrp.tasks.compare.results import (
-    Gain,
-    Results,
-    check_places,
-    checks_of,
-    claims_of,
-    gains,
-    load_claims,
-    model_claims,
-)
+from megatron_ddrp.tasks.compare.results import Results, check_places, checks_of
 from megatron_ddrp.tasks.compare.rows import RunRow, samples_file
 from megatron_ddrp.tasks.compare.tables import (
     checks_table,

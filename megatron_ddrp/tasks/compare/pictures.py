@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.pages.plotting import draw_cells, pyplot, run_style, wrap_title
-from megatron_ddrp.tasks.compare.results import Gain, Results
+from megatron_ddrp.tasks.compare.claims import Gain
+from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.compare.tables import format_budget
 from megatron_ddrp.tasks.measures import MINIMAL_PAIRS, factor_of, unit_of

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.compare.results import Gain, Results
+from megatron_ddrp.tasks.compare.claims import Gain
+from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, paper_rows
 from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, ONSET, STEP_SECONDS, format_value, unit_of
@@ -125,7 +126,7 @@ def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
         }
         rows.append(row)
     named = [f"{name} ({format_average(results.averaged)})" if name == GLUE else name for name in measures]
-    own = {LOSS: "Gains in nats", ONSET: "Gains in million tokens; a run that never left counts with all of its own"}
+    own = {LOSS: "Gains in nats", ONSET: "Gains in million tokens; a run that never left counts with all its own, two of a seed as equal"}
     unit = own[measures[0]] if len(measures) == 1 and measures[0] in own else "Gains as in the tables of values"
     return _table(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")

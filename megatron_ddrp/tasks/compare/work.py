@@ -9,11 +9,11 @@ from functools import partial
 
 from megatron_ddrp.data.preprocess.inputs import find_inputs, is_stream
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
+from megatron_ddrp.tasks.compare.claims import load_claims
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.jobs import JobForecast, open_store
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.plan_file import read_plans
-from megatron_ddrp.tasks.compare.results import load_claims
 from megatron_ddrp.tasks.compare.rows import read_rows
 from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time

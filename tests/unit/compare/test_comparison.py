@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.claims import Claim, gains
 from megatron_ddrp.tasks.compare.command import parse_arguments
 from megatron_ddrp.tasks.compare.jobs import JobForecast
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.recording import make_row
-from megatron_ddrp.tasks.compare.results import Claim, Results, gains
+from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.rows import as_run
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run

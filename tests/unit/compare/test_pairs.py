@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.compare.results import Claim, gains
+from megatron_ddrp.tasks.compare.claims import Claim, gains
 from megatron_ddrp.tasks.compare.tables import above_chance
 from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, difference, standard_error
 from tests.unit.compare.made_rows import RUNGS, make_row, results_of

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.claims import gains, model_claims
 from megatron_ddrp.tasks.compare.page import missing_samples
 from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.results import Results, check_places
@@ -186,3 +187,20 @@ def test_a_run_that_never_left_the_plateau_counts_with_all_its_tokens_also_if_it
     curve = {TRAINING_LOSS: [[1e6, 7.0], [4e6, 7.0]]}
     told, untold = (as_run(row(curves=curve, unigram_loss=7.0) | {"tokens": tokens}) for tokens in (4_194_304, None))
     assert (told.values[ONSET], untold.values[ONSET], told.onset) == (4_194_304, 4e6, None)
+
+
+def test_two_runs_that_never_left_the_plateau_have_no_gain_by_the_onset():
+    """Nobody knows how long they would have rested; their own lengths differ by padding alone."""
+
+    def curve(left):
+        return {TRAINING_LOSS: [[n * 1e5, 5.0 if n > left else 7.0] for n in range(1, 41)]}
+
+    def runs(model, lefts):
+        length = {"unigram_loss": 7.0, "tokens": 4_000_000 + len(model)}
+        return [row(model, seed=seed, curves=curve(left), **length) for seed, left in enumerate(lefts)]
+
+    results = results_of(runs("absolute", [99, 99, 99]) + runs("t5", [99, 99, 99]) + runs("rope", [99, 10, 20]))
+    found = [gain for gain in gains(results, model_claims(results)) if gain.claim.measure == ONSET]
+    assert [gain.claim.first.name for gain in found] == ["rope"]
+    unknown, larger, smaller = found[0].seeds.values
+    assert unknown == 0 and larger > smaller + 0.9e6 > 1.9e6
