@@ -126,7 +126,8 @@ def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
         }
         rows.append(row)
     named = [f"{name} ({format_average(results.averaged)})" if name == GLUE else name for name in measures]
-    own = {LOSS: "Gains in nats", ONSET: "Gains in million tokens; a run that never left counts with all its own, two of a seed as equal"}
+    resting = "a run that never left counts with all of its own, two of a seed as equal"
+    own = {LOSS: "Gains in nats", ONSET: f"Gains in million tokens; {resting}"}
     unit = own[measures[0]] if len(measures) == 1 and measures[0] in own else "Gains as in the tables of values"
     return _table(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
