@@ -192,8 +192,13 @@ def environment() -> dict[str, str]:
     return kept | own | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
+def lines(text: str) -> list[str]:
+    """Standard error, without what gloo's own threads print."""
+    return [line for line in text.splitlines() if not line.startswith("[")]
+
+
 def command_of_process(pid: int) -> bytes:
-    """A process's command line; nothing of one that has ended meanwhile."""
+    """Return a process's command line, or nothing if it has ended meanwhile."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""

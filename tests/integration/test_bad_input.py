@@ -13,7 +13,7 @@ import pytest
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.engine.device import instead_of_fp16
 from tests.conftest import TinyCorpus
-from tests.integration.launch import Result, start_ranks
+from tests.integration.launch import Result, lines, start_ranks
 
 Flags = Callable[..., list[str]]
 WRONG_ARGUMENTS, FAILURE = 2, 1
@@ -22,11 +22,11 @@ WRONG_ARGUMENTS, FAILURE = 2, 1
 def assert_refused(result: Result, exit_code: int, *words: str) -> None:
     """Every rank ends with the code; one line in all, and it holds the words."""
     assert result.exit_codes == [exit_code] * len(result.exit_codes), "\n".join(result.stderr)
-    lines = [line for stderr in result.stderr for line in stderr.splitlines() if not line.startswith("[")]
-    assert len(lines) == 1, "\n".join(lines)
-    assert lines[0].startswith("pretrain_bert.py: error: ")
+    said = [line for stderr in result.stderr for line in lines(stderr)]
+    assert len(said) == 1, "\n".join(said)
+    assert said[0].startswith("pretrain_bert.py: error: ")
     for word in words:
-        assert word in lines[0]
+        assert word in said[0]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, newest, read_state, write_state
 from megatron_ddrp.config import load_config
-from tests.integration.launch import start_ranks, training_rows
+from tests.integration.launch import lines, start_ranks, training_rows
 from tests.integration.test_bad_input import assert_refused, contents
-from tests.integration.test_faults import at_step, lines
+from tests.integration.test_faults import at_step
 
 Flags = Callable[..., list[str]]
 

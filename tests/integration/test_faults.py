@@ -19,7 +19,7 @@ import torch
 
 from megatron_ddrp.checkpoint import newest, read_state
 from megatron_ddrp.parallel.sharding import whole_name
-from tests.integration.launch import SCRIPT, TIMEOUT, environment, start_ranks, training_rows
+from tests.integration.launch import SCRIPT, TIMEOUT, environment, lines, start_ranks, training_rows
 from tests.integration.test_layout_changes import tensors
 
 Flags = Callable[..., list[str]]
@@ -48,11 +48,6 @@ def send(number: signal.Signals) -> None:
 def signal_at_step(step: int, rank: int, number: signal.Signals) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
     at_step(step, rank, functools.partial(send, number))
-
-
-def lines(text: str) -> list[str]:
-    """Standard error, without what gloo's own threads print."""
-    return [line for line in text.splitlines() if not line.startswith("[")]
 
 
 @pytest.mark.slow

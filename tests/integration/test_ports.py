@@ -31,7 +31,7 @@ def listening() -> list[str]:
 
 
 def _link(descriptor: str) -> str:
-    """What a descriptor is; nothing if another thread has closed it meanwhile."""
+    """Return what a descriptor refers to, or nothing if another thread has closed it meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return os.readlink(f"/proc/self/fd/{descriptor}")
     return ""

@@ -141,14 +141,14 @@ def gains(results: Results, claims: Iterable[Claim]) -> list[Gain]:
 def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
     """Return the gain of a claim at a budget; None without a common seed.
 
-    Of the onset nothing is known at a seed where both runs rested on the plateau to their end, which count as equal; so
-    there is no gain if that holds at every seed.
+    Two runs of a seed that both rested on the plateau to their end count as equal by the onset. If that holds at every
+    seed, nothing is known, and there is no gain.
     """
     arms = (claim.second, claim.first) if claim.measure in SMALLER_IS_BETTER else (claim.first, claim.second)
     first, second = (results.of(claim.measure, arm, budget) for arm in arms)
     if claim.measure == ONSET:
-        common = first.keys() & second.keys()
-        resting = {seed for seed in common if not any(results.left(arm, budget, seed) for arm in arms)}
+        common, pair = first.keys() & second.keys(), [results.at(budget, arm) for arm in arms]
+        resting = {seed for seed in common if all(runs[seed].onset is None for runs in pair)}
         if resting == common:
             return None
         first = {**first, **{seed: second[seed] for seed in resting}}

@@ -127,10 +127,6 @@ class Results:
             if parts and all(part in run.values for part in parts)
         }
 
-    def left(self, arm: Arm, budget: str, seed: int) -> bool:
-        """Return whether a run left the plateau."""
-        return self.at(budget, arm)[seed].onset is not None
-
     def samples(self, measure: str, arm: Arm, budget: str) -> dict[int, np.ndarray]:
         """Return seed → value on each bootstrap sample of the test items, `[samples]`, of the runs that have them."""
         parts = self._parts(measure)
