@@ -25,7 +25,7 @@ from megatron_ddrp.data.batches.loader import (
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
-from megatron_ddrp.data.batches.unigram import shared_remarks, split_remark, unigram_loss
+from megatron_ddrp.data.batches.unigram import overlap_remarks, shared_remarks, split_remark, unigram_loss
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -131,6 +131,14 @@ class Corpus:
             found[prefix] = f"{size}, SHA-256 {digest:.12}" if isinstance(digest, str) else size
         return found
 
+    @cached_property
+    def description(self) -> dict[str, str]:
+        """Name → tokenizer, weights, contents of the datasets: what all ranks must share, wherever the files lie."""
+        splits = [split for split in ("train", "valid") if has_split(self.config, split)]
+        weights = [blend_words(self.config, split).weights for split in splits]
+        numbered = {f"the content of dataset {n}": text for n, text in enumerate(self.contents.values(), 1)}
+        return {"the tokenizer": self.tokenizer.fingerprint, "the blend": str(weights), **numbered}
+
     def changes(self, before: Mapping[str, str]) -> list[str]:
         """Return a line for each dataset whose content differs from that of `contents` of an earlier run.
 
@@ -154,7 +162,8 @@ class Corpus:
             prefixes = (blend_words(self.config, split).prefixes for split in ("train", "valid"))
             return shared_remarks(*([self.sources[prefix].dataset for prefix in of_split] for of_split in prefixes))
         parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
-        return [line for training, validation in parts if (line := split_remark(training, validation))]
+        lines = [line for training, validation in parts if (line := split_remark(training, validation))]
+        return lines + overlap_remarks([source.dataset for source in self.sources.values()])
 
     def loader(self, split: str, rank: int, world_size: int, rows_for: str = "cpu") -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.
@@ -235,7 +244,7 @@ class Corpus:
             lines.append(f"  {dropped} and are not read")
         if validation:
             most, size = self.config.logging.eval_iters, self.config.training.global_batch_size
-            lines.append(f"  validation: {validation_text(most, len(validation), size)}")
+            lines.append(f"  validation: {validation_text(most, validation, size)}")
         return "\n".join(lines)
 
 

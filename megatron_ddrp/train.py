@@ -15,6 +15,7 @@ import torch
 from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.differences import settings_of_all_ranks
 from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader
@@ -36,7 +37,8 @@ from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects
+from megatron_ddrp.parallel.agreement import agree, agree_on_long_work, gather_objects, refuse_differences
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import launch
 from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
 from megatron_ddrp.run.host_memory import bound_kernel_caches, keep_freed_memory
@@ -60,7 +62,7 @@ class Trained(NamedTuple):
 def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     """Train on this rank; every rank runs the same code. The process group stays."""
     began, alone = time.monotonic(), not is_launched()
-    ranks = process_group.start(config.parallel)
+    ranks = process_group.start(config.parallel, settings_of_all_ranks(config))
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
@@ -74,6 +76,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     verified = verify_data(config, ranks.first_on_host, agree_on_long_work)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
+    refuse_differences(corpus.description)
     config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))

@@ -50,6 +50,7 @@ TOP_LEVEL = _NAMES.split()
 
 _OWN_LOADER = "our loader and model would ignore it; leave it out, and see --seq-length-phases"
 NEEDS_CPU_ADAM = "it needs DeepSpeed's own Adam, and ours is torch's; leave it out"
+_OLD_NAME = 'an old name, which would be in force unseen: give {"device": "cpu"} to'
 _OWN_ADAM = "our AdamW has no such setting; leave it out"
 SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.params.torch_adam": ((True, False), _OWN_ADAM),
@@ -75,6 +76,9 @@ SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16.fp16_master_weights_and_grads": ((False,), NEEDS_CPU_ADAM),
     "zero_optimization.offload_optimizer.ratio": ((1,), NEEDS_CPU_ADAM),
     "zero_optimization.offload_optimizer.super_offload": ((False,), NEEDS_CPU_ADAM),
+    "zero_optimization.cpu_offload": ((False,), f"{_OLD_NAME} offload_optimizer"),
+    "zero_optimization.cpu_offload_param": ((False,), f"{_OLD_NAME} offload_param"),
+    "zero_optimization.cpu_offload_use_pin_memory": ((False,), "an old name: give pin_memory in offload_optimizer"),
     "zero_optimization.compute_grad_norm": ((True,), "the norm tells steps to skip and is logged; leave it out"),
     "autotuning.enabled": ((False,), "the run would end after a few steps; leave it out"),
     "hybrid_engine.enabled": ((False,), "it generates text, which an encoder does not; leave it out"),

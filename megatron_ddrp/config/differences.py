@@ -38,6 +38,7 @@ def idle_settings(config: Config) -> dict[str, str]:
             "without --notes",
             ("notes_min_count", "notes_max_count", "notes_window", "notes_decay", "notes_mix", "notes_dtype"),
         ),
+        (config.optimizer.lr_decay_style == "constant", "with --lr-decay-style constant", ("min_lr",)),
         (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),
     )
     return {name: reason for idle, reason, names in reversed(conditions) if idle for name in names}
@@ -46,9 +47,24 @@ def idle_settings(config: Config) -> dict[str, str]:
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
-    *("bf16", "fp16", "tf32", "compile", "cuda_graphs", "decided_by_deepspeed_config"),
+    *("bf16", "fp16", "compile", "cuda_graphs", "decided_by_deepspeed_config"),
 }
 """Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
+
+
+PLACES = {
+    *("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_model", "deepspeed_config"),
+    *("index_cache_dir", "save", "load", "tensorboard_dir"),
+}
+"""Settings that name files or folders, which may lie elsewhere on another host."""
+
+
+def settings_of_all_ranks(config: Config) -> dict[str, str]:
+    """Return flag → value of the settings that all ranks must share; of files and folders, whether they are given."""
+    settings = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
+    del settings["num_threads"]
+    given = {name: settings[name] is not None for name in PLACES}
+    return {flag(name): _setting_text(value) for name, value in (settings | given).items()}
 
 
 def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[str]:

@@ -24,7 +24,8 @@ from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
-from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
+from megatron_ddrp.parallel.agreement import agree, gather_objects
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, uncut_shape
 
 Moments = tuple[str | None, ...]

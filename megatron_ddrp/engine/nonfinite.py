@@ -25,7 +25,8 @@ from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scale
 from megatron_ddrp.engine.step import StepResult, train_step
 from megatron_ddrp.errors import shared_error
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.parallel.process_group import Ranks, gather_objects
+from megatron_ddrp.parallel.agreement import gather_objects
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import local_parameters, whole_name
 
 

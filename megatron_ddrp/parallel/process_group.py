@@ -1,4 +1,4 @@
-"""Ranks: this process's place in the grid of layouts, sums over all ranks, and errors that all ranks agree on.
+"""Ranks: this process's place in the grid of layouts, and sums over all ranks.
 
 The grid has three axes. Tensor-parallel ranks share every layer, pipeline ranks pass layers' outputs on, and
 data-parallel ranks hold the same weights and see other samples. Ranks count along tensor first, then data, then
@@ -11,23 +11,17 @@ import contextlib
 import datetime
 import os
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import UserError, print_error, shared_error
+from megatron_ddrp.errors import UserError, print_error
+from megatron_ddrp.parallel.agreement import refuse_differences
 from megatron_ddrp.parallel.rendezvous import complete_environment, join
-
-T = TypeVar("T")
-
-PAUSE = 5.0
-"""Most seconds between two collective calls of ranks of which one still works."""
 
 
 class Ranks(NamedTuple):
@@ -67,10 +61,11 @@ class Ranks(NamedTuple):
         return self.is_last_stage and self.tensor_rank == 0
 
 
-def start(config: ParallelConfig) -> Ranks:
+def start(config: ParallelConfig, settings: Mapping[str, str] | None = None) -> Ranks:
     """Join the other ranks (nccl on GPUs, gloo on CPUs). Works under `deepspeed`, `torchrun`, `srun` and `python`.
 
-    Raise `UserError` if the layout does not divide the ranks, before any rank waits for another.
+    Raise `UserError` if the layout does not divide the ranks, before any rank waits for another, and on all ranks if
+    one has other `settings` (name → value) than rank 0.
     """
     complete_environment()
     config.data_parallel_size(int(os.environ["WORLD_SIZE"]))
@@ -83,6 +78,7 @@ def start(config: ParallelConfig) -> Ranks:
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         join("nccl" if device.type == "cuda" else "gloo", timeout)
+    refuse_differences(settings or {})
     return place_in_grid(device, config)._replace(first_on_host=local_rank == 0)
 
 
@@ -249,46 +245,3 @@ def largest_on_device(number: int, device: torch.device) -> Tensor:
 def largest_over_ranks(number: int, device: torch.device) -> int:
     """Return the largest number of any rank."""
     return int(largest_on_device(number, device))
-
-
-def gather_objects(item: T) -> list[T]:
-    """Return every rank's `item`, in the order of ranks; for small Python objects."""
-    items: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
-
-
-def agree(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if any rank raises a `UserError`, raise that one error on all of them.
-
-    Without this, a rank that stops alone leaves the others waiting in their next collective call until the timeout.
-    """
-    result, message = None, None
-    try:
-        result = action()
-    except UserError as error:
-        message = (str(error), error.exit_code)
-    failures = [failure for failure in gather_objects(message) if failure is not None]
-    if failures:
-        raise shared_error(*failures[0])
-    return result  # type: ignore[return-value]
-
-
-def agree_on_long_work(action: Callable[[], T]) -> T:
-    """Do as `agree` does where `action` may take longer, on some ranks or all, than a collective call may wait.
-
-    A thread runs it, and until every rank is done all of them meet again and again, so that none waits long.
-    """
-    work: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            work.set_result(action())
-        except BaseException as error:  # for the thread that waits, which raises it
-            work.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    pause = min(PAUSE, dist.distributed_c10d.default_pg_timeout.total_seconds() / 4)
-    while not all(gather_objects(bool(wait([work], pause).done))):
-        pass
-    return agree(work.result)

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.parallel.process_group import Ranks, gather_objects
+from megatron_ddrp.parallel.agreement import gather_objects
+from megatron_ddrp.parallel.process_group import Ranks
 
 FOLDER = "profile"
 """Folder in the `--save` folder."""

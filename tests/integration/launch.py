@@ -80,20 +80,23 @@ def start_ranks(
     context: Any = None,
     program: str = "pretrain_bert.py",
     timeout: float = TIMEOUT,
+    last_arguments: Sequence[object] = (),
 ) -> Result:
     """Run `pretrain_bert.py ARGUMENTS` on some ranks; a `world_size` of None is one process that no launcher started.
 
     `before`, a module's function, runs first in each of them. `during` runs here meanwhile, with the ranks' processes,
     to do them harm. `context` starts the processes: by default the fork server, whose children see no GPU. `program` is
     another script of this repository, or a module as `python -m` takes it. What runs after `timeout` seconds is killed.
+    The last rank is given the `last_arguments` too, like a host with a command of its own.
     """
     context = context or fork_server()
-    words = [str(word) for word in arguments]
     variables = [{}] if world_size is None else set_by_launcher(world_size)
+    words = [[str(word) for word in arguments] for _ in variables]
+    words[-1] += map(str, last_arguments)
     with tempfile.TemporaryDirectory() as folder:
         streams = [(Path(folder) / f"stdout{rank}", Path(folder) / f"stderr{rank}") for rank in range(len(variables))]
         ranks = [
-            context.Process(target=_run, args=(program, words, variables[rank], streams[rank], before))
+            context.Process(target=_run, args=(program, words[rank], variables[rank], streams[rank], before))
             for rank in range(len(variables))
         ]
         exit_codes = exit_codes_of(ranks, timeout, during)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.engine.device import instead_of_fp16
 from tests.conftest import TinyCorpus
 from tests.integration.launch import Result, lines, start_ranks
@@ -38,6 +39,30 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
     """Run with wrong settings; the folder of the run must not come to be."""
     assert_refused(start_ranks(flags(save=folder / "run", **changes)), exit_code, *words)
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seed", 2], "--seed is 2 on rank 1 (host"),
+        (["--tensor-model-parallel-size", 2], "--tensor-model-parallel-size is 2 on rank 1 (host"),  # another grid
+        (["--data-path", "MIXED"], "the content of dataset 1 is 600 documents"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_host_with_another_command_is_refused(
+    words: list[Any], said: str, flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path
+) -> None:
+    mixed = shuffle(tmp_path / "mixed", str(tiny_corpus.prefix), 1).prefix
+    own = [mixed if word == "MIXED" else word for word in words]
+    assert_refused(start_ranks(flags(save=tmp_path / "run"), 2, last_arguments=own), WRONG_ARGUMENTS, said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_may_keep_its_copy_of_the_data_elsewhere(flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copyfile(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"copy{suffix}")
+    start_ranks(flags(train_iters=2), 2, last_arguments=["--data-path", tmp_path / "copy"]).check()
 
 
 @pytest.mark.parametrize(

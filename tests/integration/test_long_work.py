@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
-from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel import agreement
 from tests.integration.training_runs import run_ranks
 
 TIMEOUT, MEETINGS = 8.0, 6
@@ -23,7 +23,7 @@ def _read_for_long(_: list[list[str]], __: Path) -> str:
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.distributed_c10d._set_pg_timeout(timeout, None)
     dist.distributed_c10d.default_pg_timeout = timeout  # the ranks meet four times in it
-    gather, met, enough = process_group.gather_objects, [], Event()
+    gather, met, enough = agreement.gather_objects, [], Event()
 
     def gather_and_count(item: object) -> list[object]:
         met.append(item)
@@ -31,10 +31,10 @@ def _read_for_long(_: list[list[str]], __: Path) -> str:
             enough.set()
         return gather(item)
 
-    process_group.gather_objects = gather_and_count
+    agreement.gather_objects = gather_and_count
 
     def read() -> str:
         assert enough.wait(100.0)
         return "read"
 
-    return process_group.agree_on_long_work(read if dist.get_rank() == 0 else lambda: "waited")
+    return agreement.agree_on_long_work(read if dist.get_rank() == 0 else lambda: "waited")

@@ -171,6 +171,19 @@ def test_pruning_deletes_checkpoints_alone(run):
     assert sorted(path.name for path in run.glob("iter_*")) == [*mine, "iter_0000004", "iter_0000006"]
 
 
+def test_a_run_that_goes_back_replaces_what_it_passes(run):
+    """A run was stopped at step 5, which the next one, from step 4 on, does not save."""
+    state = read_state(run / "iter_0000006")
+    (run / "iter_0000006").rename(run / "iter_0000005")
+    checkpoint.mark_latest(run, "iter_0000004")
+    (run / "iter_0000008").mkdir()
+    for step in (6, 7):
+        (temporary := run / f"iter_000000{step}.tmp").mkdir()
+        checkpoint.complete(temporary, state | {"iteration": step})
+    names = ["iter_0000008", "iter_0000007", "iter_0000006", "iter_0000004", "iter_0000002"]
+    assert [path.name for path in checkpoint.all_checkpoints(run)] == names
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "exit_code"])
 @pytest.mark.parametrize("load", [False, True])
 def test_a_run_does_not_replace_the_files_of_others(tmp_path, name, load):

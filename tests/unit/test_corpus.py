@@ -278,6 +278,23 @@ def test_documents_too_short_to_be_read_are_said(parts, tiny_corpus, tmp_path):
     assert "not read" not in summary(train_data_path=parts["a"], valid_data_path=parts["b"])
 
 
+def test_a_blend_that_validates_on_few_sequences_says_how_many(parts, tiny_corpus):
+    data = {"data_path": ("0.1", parts["a"], "0.9", parts["b"]), "split": "80,20"}
+    corpus = Corpus.open(make_config(tiny_corpus, data=data, global_batch_size=16))
+    line = corpus.summary(corpus.samples("train"), 100).splitlines()[-1]
+    samples, steps = corpus.samples("valid"), len(corpus.samples("valid")) // 16
+    loader = corpus.loader("valid", 0, 1)
+    read = [tuple(row) for step in range(steps) for batch in loader.step(step * 16) for row in read_rows(batch)]
+    assert len(read) == steps * 16 > (different := len(set(read)))
+    assert line.startswith(f"  validation: {len(read)} rows of {different} of {len(samples)} sequences, as the weights")
+
+
+def read_rows(batch: Batch) -> list[list[int]]:
+    """The text of each row, without its masks and padding."""
+    ids = np.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)
+    return [row[valid].tolist() for row, valid in zip(ids, batch.document_ids > 0, strict=True)]
+
+
 def test_training_data_that_are_also_validation_data_are_said(parts, tiny_corpus):
     def remarks(**data):
         return Corpus.open(make_config(tiny_corpus, data=data)).split_remarks()
@@ -335,6 +352,20 @@ def test_datasets_of_the_same_text_are_said_and_no_others(parts, tiny_corpus, tm
     assert remark(made("keys", tmp_path / "keys.jsonl", key="title"), made("keys", tmp_path / "keys.jsonl")) == ""
     (tmp_path / "empty.jsonl").touch()
     assert remark(made("c", a, tmp_path / "empty.jsonl"), made("d", b, tmp_path / "empty.jsonl")) == ""
+
+
+def test_datasets_of_one_split_that_share_text_are_said(parts, tiny_corpus, tmp_path):
+    def remarks(*names):
+        config = make_config(tiny_corpus, data={"data_path": names, "split": "80,20"})
+        return [line for line in Corpus.open(config).split_remarks() if "another kind" not in line]
+
+    mixed = shuffle(tmp_path / "mixed", parts["b"], 1).prefix
+    [line] = remarks(parts["a"], parts["b"], mixed)
+    assert line.startswith(f"{parts['b']}: 1 of its 1 input files (b.jsonl) is also in {mixed}, and --split divides")
+    shutil.copyfile(parts["b"] + ".bin", tmp_path / "copy.bin")
+    for suffix in (".idx", ".json"):
+        shutil.copyfile(parts["b"] + suffix, tmp_path / f"copy{suffix}")
+    assert remarks(parts["a"], parts["b"], str(tmp_path / "copy")) == []  # split at the same documents
 
 
 def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(parts, tiny_corpus):
@@ -416,7 +447,7 @@ def test_word_counts_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts,
 def test_description_names_every_weighted_corpus(parts, tiny_corpus):
     corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": ("3", parts["a"], "1", parts["b"])}))
     *lines, validation = corpus.summary(corpus.samples("train"), 1600).splitlines()
-    assert validation == "  validation: 32 of 33 sequences, the same ones each time"
+    assert validation.startswith("  validation: 32 rows of 28 of 33 sequences, as the weights read some more than once")
     assert len(lines) == 3 and "blended" in lines[0]
     assert "75.00% " + parts["a"] in lines[1] and "25.00% " + parts["b"] in lines[2]
     samples = len(corpus.samples("train").parts[1])

@@ -87,6 +87,9 @@ def read(folder: Path, text: str, zero_stage: int = 1, device_type: str = "cpu")
             '{"zero_optimization": {"compute_grad_norm": false}}',
             "compute_grad_norm is False: the norm tells",
         ),
+        ('{"zero_optimization": {"cpu_offload": true}}', 'give {"device": "cpu"} to offload_optimizer'),
+        ('{"zero_optimization": {"stage": 3, "cpu_offload_param": true}}', 'give {"device": "cpu"} to offload_param'),
+        ('{"zero_optimization": {"cpu_offload_use_pin_memory": true}}', "give pin_memory in offload_optimizer"),
         ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload_param needs --zero-stage 3"),
         (
             '{"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": true}}}',

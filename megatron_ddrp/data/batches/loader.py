@@ -79,16 +79,22 @@ class Share:
 
 
 def validation_steps(most: int, num_samples: int, global_batch_size: int) -> int:
-    """Return the global batches of a validation: at most `most`, all different samples, but at least one batch."""
+    """Return the global batches of a validation: at most `most`, at least one, and no sample twice without weights."""
     return min(most, max(1, num_samples // global_batch_size))
 
 
-def validation_text(most: int, num_samples: int, global_batch_size: int) -> str:
+def validation_text(most: int, samples: Blend, global_batch_size: int) -> str:
     """Return how much of the validation text such a validation reads, in words."""
-    read = validation_steps(most, num_samples, global_batch_size) * global_batch_size
-    if read > num_samples:
-        return f"one global batch of {read:,} from {num_samples:,} sequences, so some are read more than once"
-    return f"{read:,} of {num_samples:,} sequences, the same ones each time"
+    read = validation_steps(most, len(samples), global_batch_size) * global_batch_size
+    different = int(np.minimum(samples.count_visits(read), samples.sizes).sum())
+    if different == read:
+        return f"{read:,} of {len(samples):,} sequences, the same ones each time"
+    if read > len(samples):
+        return f"one global batch of {read:,} from {len(samples):,} sequences, so some are read more than once"
+    return (
+        f"{read:,} rows of {different:,} of {len(samples):,} sequences, as the weights read some more than once; a "
+        "lower --eval-iters reads them less often"
+    )
 
 
 class SampleReader:

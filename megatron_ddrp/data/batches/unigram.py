@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,31 @@ def _shared(training: IndexedDataset, validation: IndexedDataset) -> str:
         return "both training and validation data, so the validation loss is that of text trained on"
     if _is_copy(training, validation):
         return f"the same data as {training.prefix}, so the validation loss is that of text trained on"
-    known, inputs = (_inputs(dataset) for dataset in (training, validation))
-    if both := [name for text, name in inputs.items() if text in known]:
-        some = ", ".join(both[:NAMED_INPUTS]) + ", …" * (len(both) > NAMED_INPUTS)
-        return (
-            f"{len(both)} of its {len(inputs)} input files ({some}) {'are' if len(both) > 1 else 'is'} also in "
-            f"{training.prefix}, so the validation loss is partly that of text trained on"
-        )
+    if common := _common_inputs(training, validation):
+        return f"{common}, so the validation loss is partly that of text trained on"
     return ""
+
+
+def overlap_remarks(datasets: Sequence[IndexedDataset]) -> list[str]:
+    """Return a line for each two datasets of one split that have input files in common.
+
+    Copies are no fault: the split divides them at the same documents.
+    """
+    return [
+        f"{one.prefix}: {common}, and --split divides each on its own, so the validation text of one is partly trained "
+        "on in the other: give each file to one dataset alone"
+        for one, other in combinations(datasets, 2)
+        if (common := _common_inputs(other, one)) and not _is_copy(one, other)
+    ]
+
+
+def _common_inputs(known: IndexedDataset, dataset: IndexedDataset) -> str:
+    """Return how many input files of a dataset are also in a known one, in words; empty if none is."""
+    texts, inputs = (_inputs(one) for one in (known, dataset))
+    both = [name for text, name in inputs.items() if text in texts]
+    some = ", ".join(both[:NAMED_INPUTS]) + ", …" * (len(both) > NAMED_INPUTS)
+    verb = "are" if len(both) > 1 else "is"
+    return f"{len(both)} of its {len(inputs)} input files ({some}) {verb} also in {known.prefix}" if both else ""
 
 
 def _is_copy(one: IndexedDataset, other: IndexedDataset) -> bool:

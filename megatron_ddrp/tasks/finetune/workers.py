@@ -10,6 +10,7 @@ import torch
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, need_packages, shared_error
 from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel.agreement import agree, gather_objects
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.options import SweepOptions
@@ -67,10 +68,10 @@ def _open(
 
 
 def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
-    data = process_group.agree(lambda: options.suite.read())
-    first = process_group.gather_objects({name: task.digest for name, task in data.items()})[0]
-    process_group.agree(lambda: _check_alike(data, first))
-    return process_group.agree(lambda: _open(options, data, ranks.device, ranks))
+    data = agree(lambda: options.suite.read())
+    first = gather_objects({name: task.digest for name, task in data.items()})[0]
+    agree(lambda: _check_alike(data, first))
+    return agree(lambda: _open(options, data, ranks.device, ranks))
 
 
 def _num_workers(sweep: Sweep, store: RunStore) -> int:

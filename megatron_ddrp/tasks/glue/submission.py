@@ -23,7 +23,7 @@ import numpy as np
 from megatron_ddrp.data.atomic import atomic_file, write_text
 from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.pages.markdown import percent
-from megatron_ddrp.parallel.process_group import gather_objects
+from megatron_ddrp.parallel.agreement import gather_objects
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run

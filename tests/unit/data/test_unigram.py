@@ -139,8 +139,9 @@ def test_a_corpus_tells_it_for_each_dataset_that_split_divides(prose_then_code, 
         config = Config().replace(data=data, model={"seq_length": 48}, logging=logging or {})
         return Corpus.open(config).split_remarks()
 
-    (line,) = remarks(data_path=("1", str(tiny_corpus.prefix), "3", prose_then_code))
+    line, shared = remarks(data_path=("1", str(tiny_corpus.prefix), "3", prose_then_code))
     assert line.startswith(f"{prose_then_code}: the validation text")
+    assert "1 input files (corpus.jsonl) is also in" in shared and "--split divides each on its own" in shared
     assert remarks(data_path=(prose_then_code,), logging={"eval_interval": 0}) == []
     assert remarks(data_path=(prose_then_code,), logging={"eval_iters": 0}) == []
     (line,) = remarks(train_data_path=(str(tiny_corpus.prefix),), valid_data_path=(prose_then_code,), split=None)

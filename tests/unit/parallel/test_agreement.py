@@ -5,7 +5,7 @@ from threading import Event
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel import agreement
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def meetings(monkeypatch):
         other = answers.pop(0) if answers else (True if isinstance(own, bool) else None)
         return [own, other]
 
-    monkeypatch.setattr(process_group, "gather_objects", gather)
-    monkeypatch.setattr(process_group, "PAUSE", 0.01)
+    monkeypatch.setattr(agreement, "gather_objects", gather)
+    monkeypatch.setattr(agreement, "PAUSE", 0.01)
     return answers, seen
 
 
@@ -32,14 +32,14 @@ def test_ranks_meet_while_this_one_works(meetings):
             enough.wait(0.001)
         return "read"
 
-    assert process_group.agree_on_long_work(work) == "read"
+    assert agreement.agree_on_long_work(work) == "read"
     assert seen[:4] == [False] * 4 and seen[-2:] == [True, None]
 
 
 def test_a_rank_that_is_done_meets_those_that_work(meetings):
     answers, seen = meetings
     answers += [False, False, False]
-    assert process_group.agree_on_long_work(lambda: 3) == 3
+    assert agreement.agree_on_long_work(lambda: 3) == 3
     assert seen == [True, True, True, True, None]
 
 
@@ -50,10 +50,28 @@ def test_errors_of_both_ranks_are_raised_here(meetings):
         raise UserError("damaged", 2)
 
     with pytest.raises(UserError, match="^damaged$") as caught:
-        process_group.agree_on_long_work(refuse)
+        agreement.agree_on_long_work(refuse)
     assert caught.value.exit_code == 2 and caught.value.agreed
     answers += [True, ("of another rank", 1)]
     with pytest.raises(UserError, match="^of another rank$"):
-        process_group.agree_on_long_work(lambda: None)
+        agreement.agree_on_long_work(lambda: None)
     with pytest.raises(ZeroDivisionError):
-        process_group.agree_on_long_work(lambda: 1 // 0)
+        agreement.agree_on_long_work(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"--seed": "2", "--notes": "False"}, "--seed is 2 on rank 2 (host b) and 1 on rank 0: start all"),
+        ({"--seed": "1"}, "--notes is not given on rank 2 (host b) and False on rank 0: start all"),
+        ({"--seed": "1", "--notes": "False", "dataset 2": "x"}, "dataset 2 is x on rank 2 (host b) and not given on"),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_on_every_rank(monkeypatch, theirs, words):
+    own = {"--seed": "1", "--notes": "False"}
+    monkeypatch.setattr(agreement, "gather_objects", lambda item: [("a", own), item, ("b", theirs)])
+    with pytest.raises(UserError) as caught:
+        agreement.refuse_differences(own)
+    assert str(caught.value).startswith(words) and caught.value.exit_code == 2 and caught.value.agreed
+    monkeypatch.setattr(agreement, "gather_objects", lambda item: [("a", own), item, ("b", own)])
+    agreement.refuse_differences(own)
