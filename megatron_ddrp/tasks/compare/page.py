@@ -16,7 +16,7 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare.claims import Gain, claims_of, gains, load_claims, model_claims
 from megatron_ddrp.tasks.compare.figures import FIGURES, draw_all
 from megatron_ddrp.tasks.compare.jobs import kind_name
-from megatron_ddrp.tasks.compare.results import Results, check_places, checks_of
+from megatron_ddrp.tasks.compare.results import SAME_TEXT, Results, check_places, checks_of
 from megatron_ddrp.tasks.compare.rows import RunRow, samples_file
 from megatron_ddrp.tasks.compare.tables import (
     checks_table,
@@ -222,6 +222,11 @@ def facts(runs: Sequence[RunRow]) -> list[str]:
     lines += [f"Hardware: {line}." for line in dict.fromkeys(run.hardware for run in runs) if line]
     if len(baselines := dict.fromkeys(run.baseline for run in runs if run.baseline)) > 1:
         lines.append(f"Rows name the baselines {', '.join(baselines)}: the one whose run comes first counts.")
+    levels = sorted(run.unigram_loss for run in runs if run.unigram_loss)
+    if levels and levels[-1] - levels[0] > SAME_TEXT:
+        lines.append(
+            f"The training texts of seeds or budgets differ: unigram levels from {levels[0]:.2f} to {levels[-1]:.2f}."
+        )
     pairs = dict.fromkeys((sum(run.pairs.values()), len(run.paradigms)) for run in runs if run.paradigms)
     lines += [f"Minimal pairs: {number:,} of {kinds} paradigms." for number, kinds in pairs if len(pairs) > 1]
     versions = dict.fromkeys(", ".join(map(" ".join, run.versions.items())) for run in runs)

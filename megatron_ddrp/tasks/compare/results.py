@@ -17,12 +17,23 @@ from megatron_ddrp.tasks.glue.tasks import averaged_tasks
 from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES, ONSET
 from megatron_ddrp.tasks.statistics import BySeed
 
+SAME_TEXT = 0.05
+"""Largest difference of the unigram levels of one text, in nats. Rows of another length change it by 0.001."""
+
+
+def same_text(one: RunRow, other: RunRow) -> bool:
+    """Return whether two runs may have the same training text: by their unigram levels, if both rows have one."""
+    levels = one.unigram_loss, other.unigram_loss
+    return not all(levels) or abs(levels[0] - levels[1]) < SAME_TEXT
+
 
 def check_places(runs: Sequence[RunRow]) -> None:
     """Check that no two runs have the same model, seed and budget, and that a name means one model, of one size.
 
+    The models of a seed and budget must have the same training text, too.
+
     Raises:
-        UserError: one line that names the runs.
+        UserError: one line that names the runs or models.
     """
     places: dict[tuple[object, ...], RunRow] = {}
     models: dict[tuple[str, str], Arm] = {}
@@ -47,6 +58,26 @@ def check_places(runs: Sequence[RunRow]) -> None:
                 f"the runs {like.run} and {run.run} of {run.arm.label}, {run.budget}, have {like.parameters:,} and "
                 f"{run.parameters:,} parameters: they are not one model; delete the rows of one, or rename it"
             )
+    for results in (Results(runs), *checks_of(runs)):
+        _check_texts(results.runs)
+
+
+def _check_texts(runs: Sequence[RunRow]) -> None:
+    groups: dict[tuple[str, int], list[RunRow]] = {}
+    for run in runs:
+        if run.unigram_loss:
+            groups.setdefault((run.budget, run.seed), []).append(run)
+    for (budget, seed), group in groups.items():
+        parts = [[run for run in group if same_text(run, group[0]) is same] for same in (True, False)]
+        if parts[1]:
+            told = [
+                f"{', '.join(run.arm.label for run in part)} (unigram level {part[0].unigram_loss:.2f})"
+                for part in parts
+            ]
+            raise UserError(
+                f"seed {seed}, {budget}: {' and '.join(told)} were trained on different texts or "
+                "vocabularies and cannot be judged against each other: give the rows of one text at a time"
+            )
 
 
 class Results:
@@ -55,14 +86,16 @@ class Results:
     def __init__(self, runs: Sequence[RunRow], check: str = "", baseline: str = ""):
         """Take the runs of the check, with `baseline` those that name it or none. Its own runs from elsewhere join it.
 
-        They have the same budget, seed and common flags: otherwise the flags, not the model, may make the difference.
+        They have the same budget, seed, common flags and training text: otherwise these, not the model, may make the
+        difference.
         """
         own = [run for run in runs if run.check == check and (not baseline or run.baseline in ("", baseline))]
         self._named = {run.baseline for run in own}
         if check:
-            settings, taken = [_setting(run) for run in own], {run.run for run in own}
+            taken = {run.run for run in own}
             others = [run for run in runs if run.run not in taken and not run.arm.half and run.arm.name in self._named]
-            own = [*(replace(run, check=check) for run in others if _setting(run) in settings), *own]
+            like = [run for run in others if any(_setting(run) == _setting(one) and same_text(run, one) for one in own)]
+            own = [*(replace(run, check=check) for run in like), *own]
         self.check, self.runs = check, own
         tokens: dict[str, int] = {}
         for run in own:

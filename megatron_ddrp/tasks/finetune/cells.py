@@ -1,7 +1,7 @@
 """Cells of a table: the runs of one encoder on one task at the best grid point, one per seed.
 
 A grid point is every setting of a run except its seed. The best point is the one with the highest median of the last
-epoch's scores among the points with the most seeds. An undefined score counts as 0 (`runs.count_undefined`).
+epoch's scores among the points with the most seeds. An undefined score counts as `Metric.undefined`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def undefined(self) -> int:
-        """Number of undefined scores, which count as 0."""
+        """Number of undefined scores, which count as `Metric.undefined`."""
         return sum(row["undefined"] for row in self.rows)
 
     @property
@@ -79,13 +79,16 @@ def best_cells(
 ) -> dict[str, Cells]:
     """Return encoder's name → task → cell at the best grid point, tasks in `order`, others after them.
 
-    A cell has only runs with the `conditions` of the encoder's newest run on the task. The runs `asked` count as newer
-    than all others.
+    A cell has only runs with the `conditions` of the encoder's newest run on the task. If some of its runs are `asked`
+    for, it has no others.
     """
     known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
+    wanted = {run for run in asked if run in known}
+    places = {(run.encoder, run.task) for run in wanted}
+    known = {run: row for run, row in known.items() if run in wanted or (run.encoder, run.task) not in places}
     names: dict[str, set[str]] = {}
     # One median must not mix scores from different data, row lengths, numbers of training rows or scales of labels.
-    newest = {(run.encoder, run.task): _conditions(run) for run in (*known, *(run for run in asked if run in known))}
+    newest = {(run.encoder, run.task): _conditions(run) for run in known}
     loads = {run.encoder: row["load"] for run, row in known.items()}  # the newest path of each encoder
     for encoder, load in loads.items():
         names.setdefault(load, set()).add(encoder)

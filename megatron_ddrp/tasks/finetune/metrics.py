@@ -8,7 +8,8 @@ All models see the same samples of a file, so that their differences are paired.
 A metric is undefined if a prediction is not finite (training diverged), F1 if neither labels nor predictions have a
 positive, Matthews' correlation if the predictions or the labels are all of one class, Pearson's and Spearman's if
 either side is constant; predictions are constant if they differ by rounding alone. A run counts such a score as 0, as
-scikit-learn does for a constant guess, and marks it as undefined; in a sample it is 0.
+scikit-learn does for a constant guess, and marks it as undefined; in a sample it is 0. The metric of a plug-in may give
+a trained model a negative score, so it counts as `WORST` if it is undefined.
 
 The tests compare the metrics with scikit-learn, scipy, seqeval and SQuAD's script.
 
@@ -41,6 +42,10 @@ _ROUNDING = 1e-5
 """Relative error of predictions. One guess for all rows differs by less: float32 and padding change its last digits."""
 _TOGETHER = 2**18
 """Number of counts that are scored at a time."""
+WORST, BEST = -1.0, 1.0
+"""Range of a plug-in's metric."""
+_ABOVE_BEST = 1e-6
+"""Distance outside the range that counts as rounding."""
 
 Terms = tuple[np.ndarray, np.ndarray]
 """Input of a score: two arrays `[rows]` or `[rows, classes]`."""
@@ -53,15 +58,22 @@ class Metric(NamedTuple):
     """Function from (answers, finite predictions) to the terms."""
     score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
     """Function from (counts of the rows `[samples, rows]`, both terms) to the metric `[samples]`, nan if undefined."""
+    undefined: float = 0.0
+    """Score that an undefined value counts as."""
 
     def value(self, answers: Any, predictions: Any) -> float | None:
         """Return the metric of all rows; None if it is undefined."""
         score = self._scores(np.ones((1, len(answers)), np.uint8), answers, predictions)[0]
         return None if math.isnan(score) else float(score)
 
+    def counted(self, answers: Any, predictions: Any) -> float:
+        """Return the metric of all rows; `undefined` if it is undefined."""
+        score = self.value(answers, predictions)
+        return self.undefined if score is None else score
+
     def samples(self, drawn: np.ndarray, answers: Any, predictions: Any) -> np.ndarray:
-        """Return the metric with each of the counts `drawn`, uint8 `[samples, rows]`; 0 if it is undefined."""
-        return np.nan_to_num(self._scores(drawn, answers, predictions))
+        """Return the metric with each of the counts `drawn`, uint8 `[samples, rows]`, `undefined` if undefined."""
+        return np.nan_to_num(self._scores(drawn, answers, predictions), nan=self.undefined)
 
     def _scores(self, drawn: np.ndarray, answers: Any, predictions: Any) -> np.ndarray:
         if not len(answers) or not _is_finite(predictions):
@@ -75,9 +87,10 @@ class Metric(NamedTuple):
 def metrics_of_plugins(kind: str) -> dict[str, Metric]:
     """Return the metrics of plug-ins for a kind of task, by name.
 
-    Each is a function of (labels, predictions), whose attribute `kinds` names its kinds of tasks. It returns a
-    fraction, or None if the score is undefined, and does not depend on the order of the rows. Labels and predictions
-    have one value per row: class numbers, numbers, 0 and 1 per label, answers, or the tags of a sentence by name.
+    Each is a function of (labels, predictions), whose attribute `kinds` names its kinds of tasks. It returns a number
+    from -1 to 1, where larger is better, or None if the score is undefined, and does not depend on the order of the
+    rows. Labels and predictions have one value per row: class numbers, numbers, 0 and 1 per label, answers, or the tags
+    of a sentence by name.
     """
     functions = {name: METRICS.find(name) for name in METRICS}
     return {name: _of_function(name, function) for name, function in functions.items() if kind in function.kinds}
@@ -97,10 +110,15 @@ def _of_function(name: str, function: Callable[[Any, Any], float | None]) -> Met
             value = function(take(labels, rows), take(predictions, rows))
             if not isinstance(value, (int, float, np.number, type(None))):
                 raise UserError(f"--metric {name} gave {value!r:.60}: expected a number, or None if it is undefined")
+            if value is not None and abs(value) > BEST + _ABOVE_BEST:
+                raise UserError(
+                    f"--metric {name} gave {value:.6g}: expected a number from -1 to 1, where larger is better; for an "
+                    "error, return 1 / (1 + error)"
+                )
             found.append(math.nan if value is None else float(value))
         return np.array(found)
 
-    return Metric(terms, score)
+    return Metric(terms, score, undefined=WORST)
 
 
 def _is_finite(predictions: Any) -> bool:

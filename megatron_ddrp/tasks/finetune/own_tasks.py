@@ -26,7 +26,8 @@ class OwnTasks(Suite):
     title = "Fine-tuning scores"
     about = (
         "Each score is the last epoch's on the validation rows at the best grid point, the median over seeds, x 100. "
-        "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0 and is marked."
+        "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0, by a "
+        "plug-in's metric as -100, and is marked."
     )
 
     def read(self) -> dict[str, TaskData]:

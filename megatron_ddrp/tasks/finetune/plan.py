@@ -139,7 +139,7 @@ class ResultLines:
             self.number += 1
             eta = self.forecast.eta(self.store.missing(self.sweep.runs), self.workers)
             encoder = f"{self.sweep.encoders[run.encoder].name}, " if len(self.sweep.encoders) > 1 else ""
-            undefined = " (undefined, counts as 0)" if row["undefined"] else ""
+            undefined = f" (undefined, counts as {100 * row['score']:g})" if row["undefined"] else ""
             print(
                 f"[{self.number}/{self.total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} "
                 f"epochs {run.epochs} seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "

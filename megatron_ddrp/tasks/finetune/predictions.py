@@ -107,7 +107,7 @@ def _disagreement(row: dict[str, Any], content: bytes, suite: Suite) -> str | No
         return "changed since the run wrote it (its sum does not match)"
     try:
         found = read_predictions(content, task)
-        scores = {name: KINDS[task.kind].score(task.metric, *sides) or 0.0 for name, sides in found.items()}
+        scores = {name: KINDS[task.kind].metrics[task.metric].counted(*sides) for name, sides in found.items()}
     except ValueError as error:
         return f"no predictions of {suite.program} ({error})"
     others = row.get("other_scores", {})

@@ -1,7 +1,7 @@
 """Report of a sweep: table.md, table.json, tables/ and table.png with the medians over seeds, one row per encoder.
 
-Each median is at a task's best grid point. The table marks undefined scores, which count as 0. It shows an average only
-if all of its tasks are there.
+Each median is at a task's best grid point. The table marks undefined scores (`Metric.undefined`). It shows an average
+only if all of its tasks are there.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def write_report(
     """Write table.md, table.json, tables/ and, with matplotlib, table.png into `folder`; return the text to show.
 
     `runs` has the lines of runs.jsonl by output folder. `damage` has sentences about runs that are left out or could
-    not be checked; table.md ends with them. `asked` are the runs of this command; the table shows them even if newer
-    runs had other data, lengths or numbers of rows.
+    not be checked; table.md ends with them. `asked` are the runs of this command: an encoder's score on a task
+    comes from them alone if there are any.
     """
     rows = (row | {"folder": str(place)} for place, of_folder in runs.items() for row in of_folder)
     encoders, items = best_cells(rows, suite.order, asked), Items(suite)
@@ -154,8 +154,8 @@ def page(encoders: dict[str, Cells], suite: Suite, tables: dict[str, Table | Non
 def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -> None:
     """Draw the result of `best_cells`, with the tasks in this order.
 
-    An undefined score counts as 0 in the median. It stands at the lower edge as a cross, so that it does not stretch
-    the axis to 0.
+    An undefined score stands at the lower edge as a cross, so that it does not stretch the axis to 0, or to the -1 of a
+    plug-in's metric.
     """
     plt = pyplot()
     width = max(LEAST_WIDTH, ENDS + len(tasks) * max(1.15, 0.3 * len(encoders)))
@@ -171,8 +171,10 @@ def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -
     grey = {"color": GREY, "linestyle": ""}
     handles["seed"] = plt.Line2D([], [], marker="o", alpha=0.5, **grey)
     handles["median"] = plt.Line2D([], [], marker="_", markersize=16, markeredgewidth=3, **grey)
-    if any(cell.undefined for cells in encoders.values() for cell in cells.values()):
-        handles["undefined, counts as 0"] = plt.Line2D([], [], marker="x", markersize=8, markeredgewidth=2, **grey)
+    rows = [row for cells in encoders.values() for cell in cells.values() for row in cell.rows]
+    if counts := sorted({row["score"] for row in rows if row["undefined"]}):
+        label = f"undefined, counts as {' or '.join(f'{100 * score:g}' for score in counts)}"
+        handles[label] = plt.Line2D([], [], marker="x", markersize=8, markeredgewidth=2, **grey)
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_xlim(-0.5, len(tasks) - 0.5)
     axes.margins(y=0.1)

@@ -4,7 +4,7 @@ One line is one finished run. Everything that affects its score (weights, data, 
 run. So a restarted sweep repeats nothing, and new weights under an old name are never mistaken for the old ones.
 
 An undefined score counts as 0 in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
-with four collapsed seeds is worse than five seeds at 0.45.
+with four collapsed seeds is worse than five seeds at 0.45. By the metric of a plug-in it counts as -1, the worst score.
 """
 
 from __future__ import annotations
@@ -110,18 +110,18 @@ _KINDS: dict[str, Any] = {
 """Required keys of a line and their types."""
 
 
-def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with undefined scores (null) replaced by 0 and marked.
+def count_undefined(row: dict[str, Any], undefined: float = 0.0) -> dict[str, Any]:
+    """Return a row with undefined scores (null) replaced by the score `undefined` and marked.
 
     `undefined` marks `score`; `other_undefined` lists the files with undefined `other_scores`. A row that was converted
     before stays the same. Raises KeyError, TypeError or ValueError if the row is not a finished run.
     """
     if wrong := [key for key, kind in _KINDS.items() if not isinstance(row[key], kind)]:
         raise TypeError(f"{wrong[0]} is {row[wrong[0]]!r}")
-    epochs = [_count(score) for score in row["epoch_scores"]]
+    epochs = [_count(score, undefined) for score in row["epoch_scores"]]
     best = max(epochs)
     counted = row | {
-        "score": _count(row["score"]),
+        "score": _count(row["score"], undefined),
         "undefined": bool(row.get("undefined", row["score"] is None)),
         "best_epoch_score": best,
         "best_epoch": epochs.index(best) + 1,
@@ -129,14 +129,14 @@ def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
     }
     if "other_scores" in row:
         others = row["other_scores"]
-        counted["other_scores"] = {file: _count(score) for file, score in others.items()}
+        counted["other_scores"] = {file: _count(score, undefined) for file, score in others.items()}
         counted["other_undefined"] = row.get("other_undefined", [file for file in others if others[file] is None])
     return counted
 
 
-def _count(score: Any) -> float:
+def _count(score: Any, undefined: float) -> float:
     if score is None:
-        return 0.0
+        return undefined
     if not math.isfinite(score):
         raise ValueError(f"a score is {score}")
     return float(score)

@@ -96,7 +96,7 @@ class Sweep:
             row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
-        row = count_undefined(row)
+        row = count_undefined(row, kind.metrics[task.metric].undefined)
         if self.options.suite.keeps_model(run.task) and self.speaks:
             keep_if_best(
                 self.options.output_dir, self.encoders[run.encoder], self.data[run.task], run, result.model, row

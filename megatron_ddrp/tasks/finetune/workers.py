@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def run(options: SweepOptions) -> int:
 def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
     """Do the sweep and its next stages, each on all ranks of a launcher if there are `ranks`, and write the report."""
     lines: list[str] = []
+    asked: list[Run] = []
     stage: SweepOptions | None = options
     while stage is not None:
         sweep, store = _open_on_ranks(stage, ranks) if ranks else _open(stage, stage.suite.read(), device_of(0))
@@ -53,9 +54,10 @@ def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
                 print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
             break
         following = stage.suite.next_stage(sweep, store)  # after the runs, which choose the folders of kept models
+        asked += sweep.runs
         if not stage.machine.dry_run:
             if sweep.speaks:
-                report(sweep, store, shown=following is None)
+                report(sweep, store, asked, shown=following is None)
             lines += stage.suite.finish(sweep, store)
         stage = following
     print("\n".join(lines), end="\n" * bool(lines))
@@ -93,12 +95,15 @@ def _do_runs(sweep: Sweep, store: RunStore, workers: int) -> bool:
     return not store.missing(sweep.runs)
 
 
-def report(sweep: Sweep, store: RunStore, shown: bool) -> None:
-    """Write the tables, before anything that may fail; print them if `shown`. Only one command writes at a time."""
+def report(sweep: Sweep, store: RunStore, asked: Sequence[Run], shown: bool) -> None:
+    """Write the tables, before anything that may fail; print them if `shown`. Only one command writes at a time.
+
+    `asked` are the runs of this stage and of those before it.
+    """
     output = sweep.options.output_dir
     with one_at_a_time(output, "report"):
         store.refresh()
-        text = write_report({output: store}, output, sweep.options.suite, asked=sweep.runs)
+        text = write_report({output: store}, output, sweep.options.suite, asked=asked)
     if shown:
         print(text, flush=True)
 

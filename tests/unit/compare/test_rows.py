@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from megatron_ddrp.tasks.compare.results import Results, check_places
 from megatron_ddrp.tasks.compare.rows import as_run, read_rows, samples_file, write_samples
 from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
+
+LADDER = Path(__file__).resolve().parents[3] / "docs" / "ladder"
 
 
 def row(model="absolute", seed=1, loss=6.0, **other):
@@ -112,6 +115,44 @@ def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path
         other.write_bytes(content)
         with pytest.raises(UserError, match=rf"{re.escape(other.name)}: damaged, or not the samples of its run"):
             read_rows([path])
+
+
+LEVELS = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
+
+
+def test_models_of_different_training_texts_are_refused():
+    first, like, other = LEVELS
+    runs = [row(**first), row("ddrp", **like), row("rope", **other), row("nope", run="older"), row("t5", **other)]
+    with pytest.raises(UserError) as refused:
+        check_places([as_run(run) for run in runs])
+    assert str(refused.value).startswith(
+        "seed 1, 4,194,304 tokens: absolute, ddrp (unigram level 7.01) and rope, t5 (unigram level 6.50) were trained "
+        "on different texts or vocabularies"
+    )
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [row("ddrp", **LEVELS[1]), row("ddrp", seed=2, **LEVELS[2]), row("ddrp", check="novels", **LEVELS[2]), row("ddrp")],
+    ids=["the level of other row lengths", "another seed", "a check", "a row without a level"],
+)
+def test_texts_that_are_not_compared_may_differ(second):
+    check_places([as_run(row(**LEVELS[0])), as_run(second)])
+
+
+def test_a_baseline_on_another_text_does_not_join_a_check():
+    own = row("ddrp", check="novels", **LEVELS[2])
+    for level, joined in ((LEVELS[2], ["absolute", "ddrp"]), (LEVELS[0], ["ddrp"])):
+        runs = [as_run(one) for one in (row(**level), own)]
+        check_places(runs)
+        assert [run.model for run in Results(runs, "novels").runs] == joined
+
+
+def test_rows_of_the_ladder_are_of_one_text_per_file():
+    for name in ("rows", "plateau", "fast", "novels"):
+        check_places(runs := read_rows([LADDER / f"{name}.jsonl"]))
+        assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
 
 
 def test_the_same_name_may_mean_another_model_in_a_check(write_rows):

@@ -156,6 +156,19 @@ def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folde
         main(arguments(three_tasks, bert_folder, out, *more))
 
 
+def test_the_tables_show_the_settings_of_the_last_command_at_both_stages(three_tasks, bert_folder, tmp_path):
+    out = tmp_path / "out"
+    tasks = ["--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI", "--epochs", "1"]
+    for rate, seeds in (("1e-2", 2), ("1e-5", 1)):
+        main(arguments(three_tasks, bert_folder, out, *tasks, "--lr", rate, "--seeds", str(seeds)))
+        cells = json.loads((out / "table.json").read_text())["encoders"][str(bert_folder)]["tasks"]
+        shown = {task: (cell["point"]["lr"], len(cell["scores"])) for task, cell in cells.items()}
+        assert shown == {task: (float(rate), seeds) for task in ("CoLA", "MNLI")}
+    assert main(["--report", str(out), "--output-dir", str(tmp_path / "all")]) == 0  # chooses among all runs
+    cells = json.loads((tmp_path / "all" / "table.json").read_text())["encoders"][str(bert_folder)]["tasks"]
+    assert [len(cell["scores"]) for cell in cells.values()] == [2, 2]
+
+
 def test_no_task_to_start_is_refused(glue_dir, bert_folder, tmp_path):
     reason = "--start-from-task MNLI: --tasks must name at least one of RTE, MRPC, STS-B"
     with pytest.raises(UserError, match=reason):

@@ -299,6 +299,14 @@ def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0(monkeypatc
     assert 60 < axes.get_ylim()[0] < 80
 
 
+def test_the_legend_says_as_what_an_undefined_score_counts(monkeypatch):
+    undefined = [row(score=None), row(score=0.8, seed=2)]
+    worst = [row("CoLA", -1.0, undefined=True), row("CoLA", -0.5, seed=2)]
+    for rows, value in ((undefined, "0"), (worst, "-100"), (undefined + worst, "-100 or 0")):
+        (legend,) = drawn(rows, monkeypatch).legends
+        assert legend.get_texts()[-1].get_text() == f"undefined, counts as {value}"
+
+
 def test_every_mark_is_inside_the_axes(monkeypatch):
     names = [f"runs/model-{number}/export" for number in range(9)]
     rows = [
@@ -325,6 +333,19 @@ def test_runs_that_were_asked_for_decide_the_conditions_of_a_cell():
     rows = [row(score=0.2, data="a"), row(score=0.7, data="b")]
     assert best_cells(rows)["base"]["RTE"].scores == [0.7]
     assert best_cells(rows, asked=[Run.of_row(rows[0])])["base"]["RTE"].scores == [0.2]
+
+
+def test_a_cell_has_only_the_runs_that_were_asked_for_if_there_are_any():
+    old = [row(score=0.7, seed=seed) for seed in (1, 2, 3)]
+    new = [row(score=0.2, seed=seed, lr=2e-5) for seed in (1, 2)]
+    beside = [row("CoLA", 0.3), row("CoLA", 0.4, lr=2e-5), row(score=0.6, load="other", encoder="o" * 16)]
+    rows = [*old, *new, *beside]
+    assert best_cells(rows)["base"]["RTE"].scores == [0.7] * 3
+    cells = best_cells(rows, asked=map(Run.of_row, new))
+    assert cells["base"]["RTE"].scores == [0.2] * 2 and cells["base"]["RTE"].rows[0]["lr"] == 2e-5
+    assert (cells["base"]["CoLA"].scores, cells["other"]["RTE"].scores) == ([0.4], [0.6])
+    assert best_cells(rows, asked=[Run.of_row(old[0])])["base"]["RTE"].scores == [0.7]
+    assert best_cells(rows, asked=[Run.of_row(row(lr=9.0))])["base"]["RTE"].scores == [0.7] * 3  # not done yet
 
 
 def test_encoders_with_other_files_are_not_compared_in_silence():

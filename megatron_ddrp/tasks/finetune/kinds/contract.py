@@ -175,14 +175,15 @@ class Kind(ABC):
         `counts` has the number of training rows per label. Return None for kinds without such a prediction.
         """
         guess = self.constant(task, answers, task.most_frequent(counts)) if task.labels else None
-        return None if guess is None else self.score(task.metric, answers, guess) or 0.0
+        return None if guess is None else self.metrics[task.metric].counted(answers, guess)
 
     def constant_guess(self, task: Task, answers: Any) -> float | None:
         """Return the score of the most frequent answer for all rows, of runs that did not record their `baseline`.
 
-        For numbers it is 0, which the undefined correlation with a constant counts as. None for kinds without one.
+        For numbers it is 0, which the undefined correlation with a constant counts as. None for kinds without one, and
+        for the metric of a plug-in.
         """
-        return 0.0 if self.predicts_numbers else None
+        return 0.0 if self.predicts_numbers and task.metric in self.own_metrics else None
 
     def num_outputs(self, task: Task) -> int:
         """Return the width of the head's last layer: one per label, 2 for an answer's first and last piece."""
@@ -226,7 +227,7 @@ class Kind(ABC):
         return self.metrics[metric].value(answers, predictions)
 
     def resampled_scores(self, task: Task, answers: Any, predictions: Any) -> np.ndarray:
-        """Return the task's metric on every bootstrap sample of its rows, `[samples]`; 0 if it is undefined."""
+        """Return the task's metric on every bootstrap sample of its rows, `[samples]`."""
         return self.metrics[task.metric].samples(drawn_rows(task.name, len(answers)), answers, predictions)
 
     def beside(self, task: Task) -> tuple[str, ...]:
