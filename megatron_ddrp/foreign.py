@@ -51,6 +51,26 @@ def reading(path: object, line: str | Callable[[], str] = "cannot be read: {erro
         raise UserError(f"{path}: {words.replace('{error}', reason)}") from None
 
 
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Let transformers log only errors and show no progress bar in the block: we account for weights ourselves."""
+    from huggingface_hub import utils
+    from transformers import logging
+
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_has_bars = not utils.are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+        if not hub_has_bars:
+            utils.disable_progress_bars()
+
+
 def read_bytes(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     """Return a file's content. Raises `UserError` if it cannot be read or has more than `most` bytes."""
     with reading(path), open(path, "rb") as stream:

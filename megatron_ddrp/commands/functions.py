@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -187,8 +187,11 @@ def minimal_pairs(**settings: Any) -> Results:
 @takes_flags_of("compare", plugins=False)
 def compare(plan: Any, **settings: Any) -> Results:
     """Train and score the models of a plan, or take files of rows, and write one page."""
-    plans = [plan] if isinstance(plan, (str, os.PathLike)) else plan
-    return results_of("compare", settings, "page.md", "rows.jsonl", "results.json", map(os.fspath, plans))
+    plans = [os.fspath(each) for each in ([plan] if isinstance(plan, (str, os.PathLike)) else plan)]
+    found = results_of("compare", settings, "page.md", "rows.jsonl", "results.json", plans)
+    files = [file for file in plans if file.endswith(".jsonl")] or [*filter(None, [settings.get("rows")])]
+    rows = {row["run"]: row for file in files for row in rows_in(Path(file))}  # a later row of a run is its new one
+    return replace(found, rows=list(rows.values())) if files else found
 
 
 @takes_flags_of("report")
@@ -209,13 +212,18 @@ def results_of(
         raise UserError(f"{name} is for one process: on ranks, start the command {PROGRAM} {name} by the launcher")
     run_command(name, settings, words)
     folder = Path(settings["output_dir"])
-    text, lines, numbers = ((folder / file) for file in (page, rows, summary))
+    text, numbers = folder / page, folder / summary
     return Results(
         folder,
         text.read_text(encoding="utf-8") if text.exists() else "",
-        [parse_json(line) for line in lines.read_bytes().splitlines() if line] if lines.exists() else [],
+        rows_in(folder / rows),
         read_json(numbers) if numbers.exists() else {},
     )
+
+
+def rows_in(path: Path) -> Rows:
+    """Return the rows of a file of JSON lines; none if there is no such file."""
+    return [parse_json(line) for line in path.read_bytes().splitlines() if line] if path.exists() else []
 
 
 def run_command(name: str, settings: Mapping[str, Any], words: Iterable[str] = ()) -> Any:

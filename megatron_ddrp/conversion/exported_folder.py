@@ -28,7 +28,7 @@ from megatron_ddrp.data.atomic import atomic_folder
 from megatron_ddrp.data.sealed import file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
-from megatron_ddrp.foreign import read_object
+from megatron_ddrp.foreign import quiet_transformers, read_object
 from megatron_ddrp.model import Encoder
 
 TOLERANCE = 1e-4
@@ -55,10 +55,6 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
         if ENCODINGS[config.position_encoding] in PLUGINS:
             raise
         return "not checked: transformers is not installed"
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
     mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
     pad, ids = tokenizer.pad_id, place * torch.tensor([[1], [2]]) % config.vocab_size
@@ -67,7 +63,7 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     inputs = {"input_ids": ids, "attention_mask": mask}
     inputs |= {"token_type_ids": segments} if config.num_segments > 1 else {}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), quiet_transformers():
             loaded, report = exported_class(folder, class_name).from_pretrained(folder, output_loading_info=True)
             output = loaded.eval()(**inputs, output_hidden_states=True)
     except Exception as error:  # a plug-in's code may raise any error

@@ -15,7 +15,7 @@ from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.wordpiece import read_vocab
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import parse_json, read_bytes, read_object, reading
+from megatron_ddrp.foreign import parse_json, quiet_transformers, read_bytes, read_object, reading
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
@@ -133,10 +133,9 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
         f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
     with tempfile.TemporaryDirectory() as written:
-        with reading(folder, refused):
-            from transformers import AutoTokenizer, logging
+        with reading(folder, refused), quiet_transformers():
+            from transformers import AutoTokenizer
 
-            logging.set_verbosity_error()
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
             loaded.save_pretrained(written)
         try:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
+from megatron_ddrp.config.registry import ENCODINGS, load_plugin, plugins_forgotten_after
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
 from megatron_ddrp.conversion.huggingface_folder import check_rows
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
@@ -53,7 +54,8 @@ class Encoder:
     max_length: int
     """Longest sequence that the encoder has positions for, in tokens."""
     fingerprint: str
-    """Hash of the weights; of a Hugging Face folder, which users edit, also of its tokenizer and settings."""
+    """Hash of the weights and of the code of a plug-in's encoding; of a Hugging Face folder, which users edit, also of
+    its tokenizer and settings."""
     origin: str
     """Sentence for the user about loaded, missing and unused weights and about skipped damage."""
     rebuild: Callable[[], nn.Module] | None = None
@@ -64,6 +66,8 @@ class Encoder:
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     warning: str = ""
     """Line about skipped damaged checkpoints and the loaded one, by `check_rows`, or about padding; often empty."""
+    plugins: tuple[Path, ...] = ()
+    """Plug-ins that were loaded for this encoder alone."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """Return a copy to fine-tune, with the loaded weights or with random weights drawn from `seed`."""
@@ -93,15 +97,23 @@ class NoMaskedLM(UserError):
         self.reason = reason
 
 
-def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
+def load_encoder(
+    folder: Path, random_init: bool = False, masked_lm: bool = False, plugins: tuple[Path, ...] = ()
+) -> Encoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
-    A training checkpoint always brings its masked-LM head; with `masked_lm` a Hugging Face folder does too.
+    A training checkpoint always brings its masked-LM head; with `masked_lm` a Hugging Face folder does too. The process
+    forgets the `plugins` afterwards.
 
     Raises:
         UserError: the folder is of neither kind or cannot be loaded, its tokenizer does not fit its model, or with
             `masked_lm` it lacks the weights of that head (`NoMaskedLM`).
     """
+    if plugins:
+        with plugins_forgotten_after():
+            for file in plugins:
+                load_plugin(file)
+            return replace(load_encoder(folder, random_init, masked_lm), plugins=plugins)
     path = folder / "config.json"
     if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
         raise UserError(
@@ -138,6 +150,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
+    encoding = config.model.position_encoding
     return Encoder(
         with_random_weights(str(folder)) if random_init else str(folder),
         folder,
@@ -145,7 +158,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         tokenizer,
         config.model.hidden_size,
         config.model.seq_length,
-        _fingerprint(model, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
+        _fingerprint(model, encoding, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
         _origin(len(names) - len(unused), unused, random_init, masked_lm),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
@@ -174,7 +187,9 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     encoder = HuggingFaceEncoder(found.model)
     names = [name for name, _ in encoder.model.named_parameters()]
     is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
-    fingerprint = _fingerprint(encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None)
+    encoding = found.config.position_encoding if is_ours else ""
+    drawn = f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None
+    fingerprint = _fingerprint(encoder, encoding, drawn)
     if not random_init:
         settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
         facts = f"{fingerprint} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
@@ -228,9 +243,13 @@ def _settings(config: Any) -> str:
     return json.dumps({key: known[key] for key in sorted(known.keys() - {"_name_or_path", "transformers_version"})})
 
 
-def _fingerprint(model: nn.Module, random_settings: str | None) -> str:
-    """Return a hash of the weights; for random weights, of the settings and the shapes."""
+def _fingerprint(model: nn.Module, encoding: str, random_settings: str | None) -> str:
+    """Return a hash of the weights; for random weights, of the settings and the shapes.
+
+    The code of a plug-in that brought the `encoding` enters it too.
+    """
     digest = hashlib.sha256(b"" if random_settings is None else f"random weights {random_settings}".encode())
+    digest.update("".join(ENCODINGS.code(encoding)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if random_settings is None:

@@ -6,6 +6,7 @@ Our classes load folders that megatron-ddrp convert wrote; the classes of transf
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
-from megatron_ddrp.foreign import reading
+from megatron_ddrp.foreign import quiet_transformers, reading
 
 ROBERTA_FAMILY = (
     *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet"),
@@ -64,8 +65,10 @@ class HuggingFaceEncoder(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        if _pooler_weights(model):
-            model.base_model.pooler = nn.Identity()  # every run creates its own pooler
+        base = model.base_model
+        if _pooler_weights(model):  # every run creates its own pooler
+            has_switch = "add_pooling_layer" in inspect.signature(type(base)).parameters
+            base.pooler = None if has_switch else nn.Identity()
         self.model = model
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -149,26 +152,18 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
         UserError: one line, if the folder cannot be loaded, or if its weights do not fit its config.json.
     """
     need_packages(f"--load {folder} is a Hugging Face folder, which", "transformers")
-    _silence_transformers()
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
     with transformers_reading(folder):
         return _load(folder, values, masked_lm, random_init)
 
 
-def _silence_transformers() -> None:
-    """Let transformers print neither a table of weights, which we account for ourselves, nor a progress bar."""
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
 @contextmanager
 def transformers_reading(folder: Path) -> Iterator[None]:
-    """Let transformers load a folder in the block; any error, also a lack of memory, is one line."""
+    """Let transformers load a folder in the block, in silence; any error, also a lack of memory, is one line."""
     advice = f"--load {folder} describes a larger model than this machine can hold: check the sizes in its config.json"
-    with reading(f"--load {folder}", "transformers cannot load it: {error}"), allocations_as_user_errors(advice):
+    refused = reading(f"--load {folder}", "transformers cannot load it: {error}")
+    with refused, allocations_as_user_errors(advice), quiet_transformers():
         yield
 
 
@@ -208,7 +203,6 @@ def load_with_head(folder: Path, model_type: str, form: HeadForm) -> tuple[Any, 
     Raises:
         UserError: as in `load_folder`.
     """
-    _silence_transformers()
     with transformers_reading(folder):
         config = _read_config(folder, model_type)
         return *fill(folder, config, lambda known: _model_with_head(known, form), finite=False), _longest(config)

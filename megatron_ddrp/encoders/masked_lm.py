@@ -20,13 +20,13 @@ SAME_LOGITS = 1e-3
 """Largest difference between two computations of the same logits."""
 
 
-def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
+def load_masked_lm(folder: Path, random_init: bool = False, plugins: tuple[Path, ...] = ()) -> Encoder:
     """Load a training checkpoint or Hugging Face folder with its masked-LM head.
 
     Raises:
         UserError: as in `load_encoder`, and for a run that trained a discriminator (`NoMaskedLM`).
     """
-    encoder = load_encoder(folder, random_init, masked_lm=True)
+    encoder = load_encoder(folder, random_init, masked_lm=True, plugins=plugins)
     if isinstance(encoder.module, TrainedEncoder) and not isinstance(encoder.module.model, Bert):
         raise NoMaskedLM(
             folder,
@@ -53,7 +53,7 @@ class HuggingFaceLogits(nn.Module):
     """Logits for one place per row, of a masked LM of transformers; its head gets the states of that place alone.
 
     Hooks cut the hidden states before the head. If the head of a model reads them from elsewhere, the logits of the
-    first rows differ, and the model then computes the logits of all places.
+    first rows differ, and the model then computes the logits of all places. Only one thread may use the model.
     """
 
     def __init__(self, model: Any) -> None:

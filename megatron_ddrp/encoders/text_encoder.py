@@ -12,7 +12,7 @@ A text is a string, or a tuple of two strings for a pair; several texts come as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -23,17 +23,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ddrp.config.registry import load_plugin
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders import encoder as loading
 from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
 from megatron_ddrp.encoders.layers import layer_states
-from megatron_ddrp.encoders.masked_lm import (
-    HuggingFaceLogits,
-    PieceLogits,
-    TrainedLogits,
-    load_masked_lm,
-)
+from megatron_ddrp.encoders.masked_lm import TrainedLogits, load_masked_lm
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
 from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pool_rows, rows_of
 from megatron_ddrp.errors import UserError
@@ -64,19 +58,17 @@ def load_encoder(
             any Hugging Face folder of a BERT-class encoder. Nothing is downloaded, and no code in the folder is run.
         device: such as "cpu" or "cuda:0"; by default the GPU if there is one, else the CPU.
         dtype: float32 by default; "bfloat16" or "float16" halve the memory. Results are float32 arrays in any case.
-        plugins: files that the run was given as `--plugin`. Their code is run.
+        plugins: files that the run was given as `--plugin`. Their code is run, for this encoder alone.
 
     Raises:
         UserError: one line that names the folder's fault.
     """
-    for file in plugins:
-        load_plugin(Path(file))
     chosen = _device(device)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
     try:
-        encoder = loading.load_encoder(Path(path).expanduser())
+        encoder = loading.load_encoder(Path(path).expanduser(), plugins=tuple(map(Path, plugins)))
     except UserError as error:
         raise UserError(str(error).removeprefix("--load "), error.exit_code) from None
     loading.warn_of(encoder)
@@ -258,8 +250,9 @@ class TextEncoder:
         if len(ids) > self.max_length:
             raise UserError(f"the text has {len(ids)} pieces, and the encoder knows {self.max_length}: shorten it")
         row = torch.tensor([ids] * len(places), device=self.device)  # one row per mask, all of them equal
+        logits_of = self._piece_logits  # loaded here, since weights of inference mode would be useless elsewhere
         with torch.inference_mode():
-            logits = self._piece_logits(row, torch.tensor(places, device=self.device))  # [masks, vocab]
+            logits = logits_of(row, torch.tensor(places, device=self.device))  # [masks, vocab]
             shares = logits.float().softmax(-1)[:, : tokenizer.vocab_size]
             best = shares.topk(min(top_k, tokenizer.vocab_size))
         return [
@@ -268,17 +261,21 @@ class TextEncoder:
         ]
 
     @cached_property
-    def _piece_logits(self) -> PieceLogits:
-        """The masked LM. A Hugging Face folder is read once more for its head, and both share the encoder's weights."""
+    def _piece_logits(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Function from equal rows `[masks, length]` and a place in each to logits `[masks, vocab]`.
+
+        A Hugging Face folder is read once more for its head, and both share the encoder's weights. Threads share them
+        too, so that no hook may cut the states, as in `HuggingFaceLogits`.
+        """
         if isinstance(self.model, Bert):
             return TrainedLogits(self.model)
         folder = self._encoder.folder
         try:
-            module: Any = self._ready(load_masked_lm(folder).module)
+            module: Any = self._ready(load_masked_lm(folder, plugins=self._encoder.plugins).module)
         except loading.NoMaskedLM as error:
             raise UserError(f"{folder}: fill_mask needs a masked-LM head; {error.reason}") from None
         self._module = HuggingFaceEncoder(module.model.base_model)
-        return HuggingFaceLogits(module.model)
+        return lambda rows, places: module.model(rows[:1]).logits[0, places]
 
     def _states(
         self, rows: Encoded, layers: list[int] | None, batch_size: int, progress: bool

@@ -25,7 +25,7 @@ POOLINGS = ("mean", "cls", "max")
 def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | None) -> tuple[Encoded, bool]:
     """Return the rows of the texts, cut to `max_length` pieces, and whether it is a single text.
 
-    Warns the caller's caller when texts were cut. Raises `UserError` for anything but texts.
+    Warns the caller's caller when texts were cut or have no known piece. Raises `UserError` for anything but texts.
     """
     is_one = isinstance(texts, (str, tuple))
     if not isinstance(texts, Iterable):
@@ -44,15 +44,23 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
             f"max_length={longest!r:.60}: expected {SHORTEST} to {encoder.max_length}, which the encoder knows"
         )
     separators, writer, lengths = encoder.pair_separators, RowWriter(encoder.tokenizer.pad_id), []
+    num_unknown, unknown = 0, encoder.tokenizer.unk_id
     pieces = iter(encoder.tokenizer.encode_batch([side for row in sides for side in row]))
     for row in sides:
         own = [next(pieces) for _ in row]
         lengths.append(whole_length(own, separators))
+        num_unknown += {piece for side in own for piece in side} == {unknown}
         writer.add(*text_row(own, encoder.tokenizer, longest, separators))
     if cut := sum(length > longest for length in lengths):
         warnings.warn(
             f"{cut} of {len(lengths)} texts had more than {longest} pieces and were cut (the longest has "
             f"{max(lengths)}); split long texts to keep all of them",
+            stacklevel=3,
+        )
+    if num_unknown:
+        warnings.warn(
+            f"{num_unknown} of {len(lengths)} texts had no piece but {encoder.tokenizer.pieces[unknown]}: the "
+            "vocabulary knows nothing in them; use an encoder of their language",
             stacklevel=3,
         )
     return writer.rows(np.zeros(len(sides))), is_one

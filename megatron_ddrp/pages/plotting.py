@@ -8,6 +8,7 @@ import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_ddrp.data.atomic import write_bytes
@@ -37,23 +38,32 @@ SETTINGS: dict[Any, Any] = {
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, set up to draw into files. Raises `UserError` if matplotlib is not installed."""
+    """Return what our figures need of pyplot, and set `SETTINGS`, which `run.guest` sets back.
+
+    Figures are only written into files, so pyplot itself is not imported: its backend and its list of figures are the
+    user's. Raises `UserError` if matplotlib is not installed.
+    """
     need_packages("a figure", "matplotlib")
     import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
+    def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any = None, **settings: Any) -> Any:
+        figure = Figure(figsize=figsize, layout=layout)
+        return figure, figure.subplots(rows, columns, **settings)
 
-    matplotlib.pyplot.rcParams.update(SETTINGS)
-    return matplotlib.pyplot
+    matplotlib.rcParams.update(SETTINGS)
+    return SimpleNamespace(
+        figure=Figure, subplots=subplots, Line2D=Line2D, LogLocator=LogLocator, MaxNLocator=MaxNLocator
+    )
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as `path`, its .png, and as .pdf and .svg beside it; close it. A failure leaves no half a file."""
+    """Write a figure as `path`, its .png, and as .pdf and .svg beside it. A failure leaves no half a file."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the layout is computed once, for all files
     contents = {path.with_suffix(ending): render(figure, ending) for ending in FORMATS}
-    pyplot().close(figure)
     for file, content in contents.items():
         write_bytes(file, content)
 

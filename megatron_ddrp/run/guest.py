@@ -24,7 +24,7 @@ from megatron_ddrp.run.launch import SIGNALS, is_launched
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """Leave the process as it was: environment, plug-ins, random numbers, signals, settings of torch, process groups.
+    """Leave the process as it was: environment, plug-ins, random numbers, signals, process groups, matplotlib, torch.
 
     The ranks of a launcher stay in their process group until their process ends: they can meet only once.
 
@@ -46,6 +46,7 @@ def guest() -> Iterator[None]:
         for name in ("DeepSpeed", "deepspeed"):
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
+        _keep_matplotlib(stack)
         _keep_torch(stack, alone)
         yield
 
@@ -54,6 +55,19 @@ def _restore_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+def _keep_matplotlib(stack: ExitStack) -> None:
+    """Let a stack set matplotlib's settings back, without its import, which many commands do not need."""
+    if loaded := sys.modules.get("matplotlib"):
+        stack.enter_context(loaded.rc_context())
+    else:
+        stack.callback(_forget_settings_of_matplotlib)
+
+
+def _forget_settings_of_matplotlib() -> None:
+    if loaded := sys.modules.get("matplotlib"):
+        loaded.rc_file_defaults()
 
 
 def _keep_torch(stack: ExitStack, alone: bool) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import megatron_ddrp
-from megatron_ddrp import preprocess, pretrain, train_tokenizer
+from megatron_ddrp import preprocess, pretrain, report, train_tokenizer
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.callbacks import Callback, StopTraining
@@ -271,6 +271,29 @@ def test_a_vocabulary_and_a_run_from_texts_alone(tmp_path: Path) -> None:
     with torch.random.fork_rng():
         assert run.load_encoder().encode("A text.").shape[1] == TINY["hidden_size"]
     assert pretrain(texts=documents(), vocab_file=vocabulary, **settings).rows == []
+
+
+def test_figures_leave_the_settings_of_matplotlib_as_they_were(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    run = pretrain(**settings | {"save": tmp_path / "run"})
+    with matplotlib.rc_context({"font.size": 20, "figure.dpi": 60}):
+        before = matplotlib.rcParams.copy()
+        report(load=run.path, output_dir=tmp_path / "report")
+        assert matplotlib.rcParams.copy() == before
+
+    from megatron_ddrp.pages.plotting import pyplot
+    from megatron_ddrp.run.guest import guest
+
+    with matplotlib.rc_context():
+        matplotlib.rc_file_defaults()
+        before = matplotlib.rcParams.copy()
+        monkeypatch.delitem(sys.modules, "matplotlib")
+        with guest():  # whose block imports it first
+            monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+            pyplot()
+        assert matplotlib.rcParams.copy() == before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_ddrp import __main__
+from megatron_ddrp import __main__, compare
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.page import NAMES, Page
@@ -54,6 +54,18 @@ def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_p
     assert (out / "tables" / "claims.tex").is_file() and (out / "tables" / "scores-2.csv").is_file()
 
 
+def test_the_function_returns_the_rows_of_its_files_and_the_last_row_of_each_run(write_rows, tmp_path):
+    rows = gain_rows({"rope": (0.05, 0.05)})
+    newer = make_row("rope", rows[-1]["seed"], rows[-1]["tokens"], {LOSS: 1.25})
+    assert newer["run"] == rows[-1]["run"]
+    files = [write_rows(rows, "one.jsonl"), write_rows([newer], "two.jsonl")]
+    found = compare(iter(files), output_dir=tmp_path / "out")
+    assert [row["run"] for row in found.rows] == [row["run"] for row in rows]
+    assert {key: found.rows[-1][key] for key in newer} == newer and "## Scores" in found.page
+    (only,) = compare(files[1], output_dir=tmp_path / "out").rows
+    assert only == found.rows[-1]
+
+
 def test_sections_stand_in_the_order_of_a_reader_and_those_without_data_are_left_out(page_of):
     page = page_of(full_rows())
     text = text_of(page)
@@ -68,6 +80,14 @@ def test_sections_stand_in_the_order_of_a_reader_and_those_without_data_are_left
     page = page_of(gain_rows({"rope": (0.05, 0.05)}))
     assert {name for name in NAMES if page.blocks[name]} == {"runs", "models", "scores"}
     assert re.findall(r"^## (.*)$", text_of(page), re.M) == ["Models over the baseline", "Scores"]
+
+
+def test_training_texts_that_differ_by_seed_are_told(page_of):
+    rows = gain_rows({"ddrp": (0.05,)}, seeds=(2,))
+    assert "training texts" not in text_of(page_of([one | {"unigram_loss": 7.0} for one in rows]))
+    rows = [one | {"unigram_loss": 7.0 - 0.5 * one["seed"]} for one in rows]
+    told = "The training texts of seeds or budgets differ: unigram levels from 6.50 to 7.00."
+    assert told in text_of(page_of(rows))
 
 
 def test_one_seed_has_no_word(page_of):

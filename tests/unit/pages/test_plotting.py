@@ -81,6 +81,21 @@ def test_the_same_figure_has_the_same_bytes_another_day(tmp_path: Path, monkeypa
     assert save(tmp_path / "b.png") == first
 
 
+def test_pyplot_and_its_figures_stay_the_users(tmp_path: Path) -> None:
+    import matplotlib
+    from matplotlib import pyplot as users
+
+    before = matplotlib.get_backend()
+    users.switch_backend("svg")
+    drawn = users.figure()
+    try:
+        save(tmp_path / "a.png")
+        assert matplotlib.get_backend() == "svg" and users.get_fignums() == [drawn.number]
+    finally:
+        users.close(drawn)
+        users.switch_backend(before)
+
+
 def test_a_removed_figure_leaves_no_file_and_others_alone(tmp_path: Path) -> None:
     save(tmp_path / "speed.png")
     (tmp_path / "speed.json").write_text("{}")
