@@ -15,8 +15,9 @@ import torch
 from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.deepspeed_values import load_file
 from megatron_ddrp.config.differences import settings_of_all_ranks
-from megatron_ddrp.config.registry import OPTIMIZERS
+from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, plugin_files
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine, release
@@ -76,7 +77,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     verified = verify_data(config, ranks.first_on_host, agree_on_long_work)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
-    refuse_differences(corpus.description)
+    refuse_differences(corpus.description | contents_of_files(config))
     config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
@@ -162,6 +163,13 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
     place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))
     validation = corpus.loader("valid", *place) if config.logging.validates else None
     return corpus, corpus.loader("train", *place), validation
+
+
+def contents_of_files(config: Config) -> dict[str, str]:
+    """Return name → content of the DeepSpeed file and sums of the plug-ins, which all ranks must share."""
+    path, plugins = config.parallel.deepspeed_config, plugin_files()
+    read = {"the content of --deepspeed_config": str(load_file(path))} if path else {}
+    return read | {f"the code of plug-in {number}": code_sum(file) for number, file in enumerate(plugins, 1)}
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:

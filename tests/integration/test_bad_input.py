@@ -18,6 +18,7 @@ from tests.integration.launch import Result, lines, start_ranks
 
 Flags = Callable[..., list[str]]
 WRONG_ARGUMENTS, FAILURE = 2, 1
+PLUGIN = Path(__file__).with_name("plugin_encoding.py")
 
 
 def assert_refused(result: Result, exit_code: int, *words: str) -> None:
@@ -47,6 +48,7 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
         (["--seed", 2], "--seed is 2 on rank 1 (host"),
         (["--tensor-model-parallel-size", 2], "--tensor-model-parallel-size is 2 on rank 1 (host"),  # another grid
         (["--data-path", "MIXED"], "the content of dataset 1 is 600 documents"),
+        (["--plugin", PLUGIN], "the code of plug-in 1 is"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -57,6 +59,14 @@ def test_a_host_with_another_command_is_refused(
     own = [mixed if word == "MIXED" else word for word in words]
     assert_refused(start_ranks(flags(save=tmp_path / "run"), 2, last_arguments=own), WRONG_ARGUMENTS, said)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_host_with_another_deepspeed_file_is_refused(flags: Flags, tmp_path: Path) -> None:
+    for name, size in (("one", 1000), ("two", 2000)):
+        (tmp_path / name).write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
+    one, two = (["--deepspeed_config", tmp_path / name] for name in ("one", "two"))
+    ended = start_ranks([*flags(save=tmp_path / "run"), *one], 2, last_arguments=two)
+    assert_refused(ended, WRONG_ARGUMENTS, "the content of --deepspeed_config is {'zero_optimization': ")
 
 
 def test_a_host_may_keep_its_copy_of_the_data_elsewhere(flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
