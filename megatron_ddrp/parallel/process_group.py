@@ -78,7 +78,8 @@ def start(config: ParallelConfig, settings: Mapping[str, str] | None = None) -> 
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         join("nccl" if device.type == "cuda" else "gloo", timeout)
-    refuse_differences(settings or {})
+    if settings:
+        refuse_differences(settings)
     return place_in_grid(device, config)._replace(first_on_host=local_rank == 0)
 
 

@@ -63,6 +63,7 @@ def check_places(runs: Sequence[RunRow]) -> None:
 
 
 def _check_texts(runs: Sequence[RunRow]) -> None:
+    """Refuse runs of one seed and budget, judged together, that had different training texts."""
     groups: dict[tuple[str, int], list[RunRow]] = {}
     for run in runs:
         if run.unigram_loss:

@@ -1,4 +1,4 @@
-"""What `load_encoder` leaves in its process, and what the threads of a process share."""
+"""`load_encoder` leaves its process as it was, and threads that share an encoder do not disturb each other."""
 
 import threading
 import warnings
