@@ -14,9 +14,9 @@ from megatron_ddrp.pages.plotting import (
     FONT_SIZE,
     GREY,
     draw_band,
+    figure_tools,
     legend_below,
     panel_grid,
-    pyplot,
     run_handles,
     run_style,
     save_figure,
@@ -71,7 +71,7 @@ def _by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
     """Draw each model's share of sentences with the up-down triangle effect over its layers."""
-    figure, axis = pyplot().subplots(figsize=(8, 4.4), layout="constrained")
+    figure, axis = figure_tools().subplots(figsize=(8, 4.4), layout="constrained")
     for number, values in enumerate(shares.values()):
         axis.plot(np.arange(1, len(values) + 1), 100 * np.asarray(values), **run_style(number))
     longest = max(map(len, shares.values()))
@@ -87,7 +87,7 @@ def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int, path: Pa
     """Draw the share of masked places whose piece is among the first guesses of each model, and of frequent pieces."""
     shares = {row["run"]: row["found"] / row["places"] for row in rows}
     shares["most frequent pieces"] = rows[0]["found_by_frequency"] / rows[0]["places"]
-    figure, axis = pyplot().subplots(figsize=(8, 1.6 + 0.5 * len(shares)), layout="constrained")
+    figure, axis = figure_tools().subplots(figsize=(8, 1.6 + 0.5 * len(shares)), layout="constrained")
     bars = axis.barh(list(shares), [100 * share for share in shares.values()], color=COLORS[0])
     axis.bar_label(bars, fmt="%.0f%%", padding=3)
     axis.invert_yaxis()
@@ -97,7 +97,7 @@ def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int, path: Pa
 
 def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the probe's accuracy over the distance: per model a solid line for text, a dashed one for shuffled text."""
-    plt = pyplot()
+    plt = figure_tools()
     figure, axis = plt.subplots(figsize=(8, 4.8), layout="constrained")
     for number, row in enumerate(rows):
         style = run_style(number)
@@ -151,7 +151,7 @@ def _draw_known(axis: Any, points: Sequence[tuple[float | None, float | None]], 
 
 def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
-    plt = pyplot()
+    plt = figure_tools()
     figure, axes = panel_grid(2, 2, 5.5, 4.4)
     left, right = axes.flat
     for number, row in enumerate(rows):

@@ -179,9 +179,9 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.pages.plotting import COLORS, pyplot, save_figure, thousands, wrap_title
+    from megatron_ddrp.pages.plotting import COLORS, figure_tools, save_figure, thousands, wrap_title
 
-    plt = pyplot()
+    plt = figure_tools()
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
     bars = axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])

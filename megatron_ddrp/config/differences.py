@@ -36,7 +36,10 @@ def idle_settings(config: Config) -> dict[str, str]:
         (
             not objective.notes,
             "without --notes",
-            ("notes_min_count", "notes_max_count", "notes_window", "notes_decay", "notes_mix", "notes_dtype"),
+            (
+                *("notes_min_count", "notes_max_count", "notes_window", "notes_decay", "notes_mix", "notes_dtype"),
+                "index_cache_dir",
+            ),
         ),
         (config.optimizer.lr_decay_style == "constant", "with --lr-decay-style constant", ("min_lr",)),
         (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),

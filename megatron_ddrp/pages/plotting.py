@@ -37,7 +37,7 @@ SETTINGS: dict[Any, Any] = {
 """Text stays text: a PDF carries its fonts as TrueType, an SVG names them and can be edited."""
 
 
-def pyplot() -> Any:
+def figure_tools() -> Any:
     """Return what our figures need of pyplot, and set `SETTINGS`, which `run.guest` sets back.
 
     Figures are only written into files, so pyplot itself is not imported: its backend and its list of figures are the
@@ -104,7 +104,7 @@ def legend_below(figure: Any, handles: Mapping[str, Any]) -> None:
 
 def run_handles(labels: Iterable[str]) -> dict[str, Any]:
     """Return label → line for the legend of some runs, in their order, each in its `run_style`."""
-    return {label: pyplot().Line2D([], [], **run_style(number)) for number, label in enumerate(labels)}
+    return {label: figure_tools().Line2D([], [], **run_style(number)) for number, label in enumerate(labels)}
 
 
 def draw_band(axis: Any, points: Sequence[tuple[float, float, float, float]], style: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ def panel_grid(
     """
     rows = -(-count // columns)
     size = (width * columns + margins[0], height * rows + margins[1])
-    figure, axes = pyplot().subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **settings)
+    figure, axes = figure_tools().subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **settings)
     for axis in list(axes.flat)[count:]:
         axis.set_axis_off()
     return figure, axes

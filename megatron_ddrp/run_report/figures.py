@@ -13,9 +13,9 @@ import numpy as np
 from megatron_ddrp.pages.plotting import (
     COLORS,
     GREY,
+    figure_tools,
     legend_below,
     panel_grid,
-    pyplot,
     remove_figure,
     run_style,
     save_figure,
@@ -146,7 +146,7 @@ MOST_DECIMALS = 4
 
 def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Path) -> None:
     """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
-    plt = pyplot()
+    plt = figure_tools()
     lower = learning_panels(runs)
     columns = _columns(len(lower))
     lines = -(-len(lower) // columns)
@@ -177,7 +177,7 @@ def draw_speed(runs: Mapping[str, MetricsRows], path: Path) -> bool:
     remove_figure(path)
     if not panels:
         return False
-    plt, looks = pyplot(), _looks(runs)
+    plt, looks = figure_tools(), _looks(runs)
     columns = _columns(len(panels))
     figure, axes = panel_grid(len(panels), columns, WIDTH / columns, LOWER)
     for axis, panel in zip(axes.flat, panels, strict=False):

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.pages.plotting import (
     GREY,
+    figure_tools,
     legend_below,
     panel_grid,
-    pyplot,
     remove_figure,
     run_handles,
     run_style,
@@ -58,7 +58,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
     if not drawn:
         return None
-    plt = pyplot()
+    plt = figure_tools()
     columns = 2 if len(drawn) == 4 else min(len(drawn), PANELS_PER_ROW)
     figure, axes = panel_grid(len(drawn), columns, 4.4, 3.6, (0.8, 1), sharex=True)
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))

@@ -283,7 +283,7 @@ def test_figures_leave_the_settings_of_matplotlib_as_they_were(
         report(load=run.path, output_dir=tmp_path / "report")
         assert matplotlib.rcParams.copy() == before
 
-    from megatron_ddrp.pages.plotting import pyplot
+    from megatron_ddrp.pages.plotting import figure_tools
     from megatron_ddrp.run.guest import guest
 
     with matplotlib.rc_context():
@@ -292,7 +292,7 @@ def test_figures_leave_the_settings_of_matplotlib_as_they_were(
         monkeypatch.delitem(sys.modules, "matplotlib")
         with guest():  # whose block imports it first
             monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-            pyplot()
+            figure_tools()
         assert matplotlib.rcParams.copy() == before
 
 

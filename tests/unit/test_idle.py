@@ -25,6 +25,7 @@ def remarks(words: str) -> tuple[str, ...]:
         ("--objective mlm --tcd-tokens 20", "--tcd-tokens 20 (without TCD (--tcd-weight 0))"),
         ("--hcd-weight 0 --hcd-heads 4", "--hcd-heads 4 (without HCD (--hcd-weight 0))"),
         ("--notes-window 8", "--notes-window 8 (without --notes)"),
+        ("--index-cache-dir counts", "--index-cache-dir counts (without --notes)"),
         ("--lr-decay-style constant --min-lr 1e-5", "--min-lr 1e-05 (with --lr-decay-style constant)"),
         ("--profile-step-start 3", "--profile-step-start 3 (without --profile)"),
     ],

@@ -75,7 +75,7 @@ def test_a_script_of_79_flags_is_refused_for_one_of_them_with_the_reason() -> No
     refused = re.findall(r"--[\w-]+", error.partition(";")[0])
     assert refused == ["--short-seq-prob"] and "no sequence is cut short at random" in error
     arguments = read(SCRIPT.replace("--short-seq-prob 0.1", ""))
-    without, renamed, defaults = arguments.remarks
+    without, renamed, defaults, idle = arguments.remarks
     assert without.startswith("taken from Megatron-LM and without effect here: --attention-softmax-in-fp32, --no-query")
     assert all(words in without for words in ("--DDP-impl local", "--max-position-embeddings 512", "--kv-channels 64"))
     assert renamed == (
@@ -89,6 +89,7 @@ def test_a_script_of_79_flags_is_refused_for_one_of_them_with_the_reason() -> No
         "defaults here that are not Megatron-LM's: --objective mth (there mlm, and next-sentence prediction unless "
         "--bert-no-binary-head), --masking whole-word (there ngram), --layernorm-position post (there pre)"
     )
+    assert idle == "without effect: --index-cache-dir cache (without --notes)"
     config = arguments.config
     assert (config.model.position_encoding, config.model.num_segments, config.model.layernorm_epsilon) == (
         "absolute",

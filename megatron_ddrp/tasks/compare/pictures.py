@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import draw_cells, pyplot, run_style, wrap_title
+from megatron_ddrp.pages.plotting import draw_cells, figure_tools, run_style, wrap_title
 from megatron_ddrp.tasks.compare.claims import Gain
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.rows import Arm, RunRow
@@ -28,7 +28,7 @@ def styles(results: Results) -> dict[Arm, dict[str, Any]]:
 
 def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
     """Draw a panel per measure and budget with one row per claim: seeds, mean, intervals over seeds and over items."""
-    plt, look = pyplot(), styles(results)
+    plt, look = figure_tools(), styles(results)
     measures = list(dict.fromkeys(gain.claim.measure for gain in found))
     budgets = [budget for budget in results.budgets if any(gain.budget == budget for gain in found)]
     claims = {name: list(dict.fromkeys(g.claim for g in found if g.claim.measure == name)) for name in measures}
@@ -84,7 +84,7 @@ def draw_pairs(results: Results) -> Any:
         for name, arms in budgets.items()
     }
     widest = max(1.0, *(float(np.nanmax(np.abs(table - 50))) for table in values.values()))
-    plt = pyplot()
+    plt = figure_tools()
     heights = [len(arms) for arms in budgets.values()]
     size = (4.6 + 0.7 * len(groups), 2.2 + 0.5 * len(budgets) + 0.34 * sum(heights))
     figure, axes = plt.subplots(

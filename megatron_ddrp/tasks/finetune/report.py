@@ -17,7 +17,15 @@ from typing import Any
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import FAILURE, UserError
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names, wrap_title
+from megatron_ddrp.pages.plotting import (
+    GREY,
+    figure_tools,
+    legend_below,
+    run_style,
+    save_figure,
+    short_names,
+    wrap_title,
+)
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
@@ -157,7 +165,7 @@ def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -
     An undefined score stands at the lower edge as a cross, so that it does not stretch the axis to 0, or to the -1 of a
     plug-in's metric.
     """
-    plt = pyplot()
+    plt = figure_tools()
     width = max(LEAST_WIDTH, ENDS + len(tasks) * max(1.15, 0.3 * len(encoders)))
     figure, axes = plt.subplots(figsize=(width, 4.4), layout="constrained")
     slot = 0.8 / len(encoders)

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table, percent
-from megatron_ddrp.pages.plotting import draw_cells, pyplot, save_figure, short_names
+from megatron_ddrp.pages.plotting import draw_cells, figure_tools, save_figure, short_names
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
@@ -244,7 +244,7 @@ def draw_heat_map(
     `levels` has a column each: name → paradigm → accuracy; the first `num_own` are encoders, and a line follows them.
     `fields` has the paradigms' fields, in the order of the rows.
     """
-    plt = pyplot()
+    plt = figure_tools()
     uids = list(fields)
     accuracies = np.array([[100 * level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
     names = short_names(list(levels))

@@ -9,7 +9,7 @@ import pytest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.plotting import (
     FORMATS,
-    pyplot,
+    figure_tools,
     remove_figure,
     run_style,
     save_figure,
@@ -58,7 +58,7 @@ def test_a_long_title_keeps_all_its_words() -> None:
 
 def save(path: Path) -> dict[str, bytes]:
     """Save one figure, and return the content of its files by ending."""
-    plt = pyplot()
+    plt = figure_tools()
     figure, axis = plt.subplots(figsize=(3, 2), layout="constrained")
     axis.plot([0, 1], [0, -1], label="ddrp & mth")
     axis.set(title="σ of 3 seeds", xlabel="tokens")
