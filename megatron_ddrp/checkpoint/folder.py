@@ -113,32 +113,24 @@ def mark_latest(folder: Path, name: str) -> None:
     write_text(folder / LATEST, f"{name}\n")
 
 
-def complete(temporary: Path, state: dict[str, Any]) -> Path:
+def complete(temporary: Path, state: dict[str, Any], since: int) -> Path:
     """Turn a folder DIR/iter_N.tmp with complete tensors into the newest checkpoint, DIR/iter_N.
 
-    Checkpoints between the one that `latest` names and this one are those of a run that was abandoned: they go.
+    `since` is the step at which this process resumed or last saved. Checkpoints of the steps between the two are damaged
+    or those of a run that was abandoned: they go, when the new one is in place.
     """
     write_state(temporary, state)
     path = temporary.with_suffix("")
-    for abandoned in _between_latest_and(path):
-        shutil.rmtree(abandoned, ignore_errors=True)
     if path.exists():  # damaged, or from a run that was abandoned
         replaced = path.with_suffix(".old.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     temporary.rename(path)
     mark_latest(path.parent, path.name)
+    for passed in all_checkpoints(path.parent):
+        if since < iteration_of(passed.name) < iteration_of(path.name):
+            shutil.rmtree(passed, ignore_errors=True)
     return path
-
-
-def _between_latest_and(path: Path) -> list[Path]:
-    """Return the checkpoints of steps after that of `latest` and before that of `path`; none if `latest` is damaged."""
-    pointer = path.parent / LATEST
-    named, wrong = _named_by_latest(pointer) if os.path.lexists(pointer) else ("", "is missing")
-    if wrong:
-        return []
-    begin, end = iteration_of(named), iteration_of(path.name)
-    return [other for other in all_checkpoints(path.parent) if begin < iteration_of(other.name) < end]
 
 
 def refuse_folders(save: Path | None, load: Path | None) -> None:

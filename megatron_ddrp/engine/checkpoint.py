@@ -128,9 +128,11 @@ def save_checkpoint(
     config: Config,
     ranks: Ranks,
     beside: Mapping[str, Tensor] = MappingProxyType({}),
+    since: int = 0,
 ) -> Path:
     """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is stored unchanged, equal on all ranks.
 
+    `since` is the step at which this process resumed or last saved.
     Raise `UserError` on every rank if the system refuses, as on a full disk; earlier checkpoints stay unchanged.
     """
     temporary = folder / f"{files.tag(progress.iteration)}.tmp"
@@ -145,7 +147,7 @@ def save_checkpoint(
             "files": _write_files(temporary, HeldState(engine, config, ranks), beside, ranks),
             "config": config.to_dict(),
         }
-        agree(lambda: _complete(temporary, state, config.checkpoint) if ranks.rank == 0 else None)
+        agree(lambda: _complete(temporary, state, since, config.checkpoint) if ranks.rank == 0 else None)
     except UserError:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -180,9 +182,9 @@ def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ra
     return {name: facts for part in gather_objects(own_files) for name, facts in part.items()}
 
 
-def _complete(temporary: Path, state: dict[str, Any], settings: CheckpointConfig) -> None:
+def _complete(temporary: Path, state: dict[str, Any], since: int, settings: CheckpointConfig) -> None:
     with refusals_as_user_errors(temporary):
-        files.complete(temporary, state)
+        files.complete(temporary, state, since)
     files.prune(temporary.parent, settings.keep_last, temporary.stem, settings.milestone_interval)
 
 

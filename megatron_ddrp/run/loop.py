@@ -73,7 +73,7 @@ class TrainingRun:
                 self.show_step(self.numbers_of(result, after, clock), clock)
             return replace(after, since_logged={}) if logged else after
 
-        request = 0
+        request, saved_at = 0, begin.iteration
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
         to_do = config.training.train_iters - begin.iteration
         stream = iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)
@@ -96,7 +96,7 @@ class TrainingRun:
             stops = self.ends(progress.iteration) or request
             if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
                 with clock.pause():
-                    self.save(self.folder, progress, must=bool(stops))
+                    saved_at = self.save(self.folder, progress, saved_at, must=bool(stops))
             if stops:
                 self.say(profile.stop_early(progress.iteration))
                 break
@@ -166,19 +166,24 @@ class TrainingRun:
         line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
         self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
-    def save(self, folder: Path, progress: Progress, must: bool) -> None:
-        """Save a checkpoint. If that fails and `must` is false, report it and continue: the earlier ones are whole."""
+    def save(self, folder: Path, progress: Progress, since: int, must: bool) -> int:
+        """Save a checkpoint. If that fails and `must` is false, report it and continue: the earlier ones are whole.
+
+        Return the step of this process's last checkpoint, which was `since`.
+        """
         notes = {} if self.notes is None else note_tensors(self.notes)
         try:
             agree(self._restore)
-            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes)
+            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes, since)
             self.log.say(f"saved {saved}")
             self.log.callbacks.tell("on_checkpoint", saved)
+            return progress.iteration
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:
                 raise shared_error(f"{line}; start the same command again to resume from there") from error
             self.log.say(f"{line}; training continues")
+            return since
 
     def _restore(self) -> None:
         """Write deleted files of the `--save` folder again, on rank 0, and report it."""

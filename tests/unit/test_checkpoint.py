@@ -171,17 +171,30 @@ def test_pruning_deletes_checkpoints_alone(run):
     assert sorted(path.name for path in run.glob("iter_*")) == [*mine, "iter_0000004", "iter_0000006"]
 
 
-def test_a_run_that_goes_back_replaces_what_it_passes(run):
-    """A run was stopped at step 5, which the next one, from step 4 on, does not save."""
+@pytest.mark.parametrize("named", ["iter_0000004", "iter_1", "iter_0000002", ""])
+def test_a_run_that_goes_back_replaces_what_it_passes(run, named):
+    """A run was stopped at step 5, which the next one, from step 4 on, does not save, whatever `latest` says then."""
     state = read_state(run / "iter_0000006")
     (run / "iter_0000006").rename(run / "iter_0000005")
-    checkpoint.mark_latest(run, "iter_0000004")
+    checkpoint.mark_latest(run, named)
     (run / "iter_0000008").mkdir()
-    for step in (6, 7):
+    for since, step in ((4, 6), (6, 7)):
         (temporary := run / f"iter_000000{step}.tmp").mkdir()
-        checkpoint.complete(temporary, state | {"iteration": step})
+        checkpoint.complete(temporary, state | {"iteration": step}, since)
     names = ["iter_0000008", "iter_0000007", "iter_0000006", "iter_0000004", "iter_0000002"]
     assert [path.name for path in checkpoint.all_checkpoints(run)] == names
+
+
+def test_a_save_that_fails_removes_no_older_checkpoint(run, monkeypatch):
+    (run / "iter_0000007.tmp").mkdir()
+    monkeypatch.setattr(checkpoint.folder, "mark_latest", refuse)
+    with pytest.raises(OSError, match="full"):
+        checkpoint.complete(run / "iter_0000007.tmp", read_state(run / "iter_0000006"), 2)
+    assert {"iter_0000004", "iter_0000006"} <= {path.name for path in checkpoint.all_checkpoints(run)}
+
+
+def refuse(*_):
+    raise OSError("disk full")
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "exit_code"])

@@ -46,13 +46,14 @@ class Training:
         self.asks_after = 0
         self.is_quiet = False
         self.lines: list[str] = []
+        self.saves: list[tuple[int, int]] = []
         monkeypatch.setattr(nonfinite, "train_step", self.train_step)
         monkeypatch.setattr(nonfinite, "gather_objects", lambda item: [item])
         monkeypatch.setattr(loop, "reads_late", lambda config, ranks: late)
         monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, *_: ([] for _ in range(steps)))
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
-        monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, progress, must: self.save(progress))
+        monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, *given, must: self.save(*given))
         log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks(), is_quiet=lambda: self.is_quiet)
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
         self.run = loop.TrainingRun(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
@@ -76,8 +77,10 @@ class Training:
         if "finite" in line:
             self.events.append(line.split(":")[0])
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, since: int) -> int:
         self.events.append(f"save {progress.iteration}")
+        self.saves.append((since, progress.iteration))
+        return progress.iteration
 
     def __call__(self) -> tuple[Progress, int]:
         return self.run.steps(SimpleNamespace(), None, Progress(), self.requests)  # type: ignore[arg-type]
@@ -92,6 +95,7 @@ def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(mo
     assert made() == (Progress(6, 12, 30), 0)
     assert made.events[:7] == ["launch 1", "launch 2", "row 1", "launch 3", "row 2", "launch 4", "row 3"]
     assert made.events[7:] == ["row 4", "save 4", "launch 5", "launch 6", "row 5", "row 6", "save 6"]
+    assert made.saves == [(0, 4), (4, 6)]
 
 
 def test_a_profile_begins_and_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_betw
     launch, save = made.train_step, made.save
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(nonfinite, "train_step", lambda *given: (pass_time(2), launch(*given))[1])
-    monkeypatch.setattr(made, "save", lambda progress: (pass_time(100), save(progress)))
+    monkeypatch.setattr(made, "save", lambda *given: (pass_time(100), save(*given))[1])
     made.run = loop.replace(
         made.run, config=CONFIG.replace(logging={"log_interval": 6}, checkpoint={"save_interval": 5})
     )
