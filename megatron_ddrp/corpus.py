@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.config.schedules import phase_at
-from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
+from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend, whole_weights
 from megatron_ddrp.data.batches.loader import (
     ROW_MULTIPLE,
     VALIDATION_SEED,
@@ -131,13 +131,16 @@ class Corpus:
             found[prefix] = f"{size}, SHA-256 {digest:.12}" if isinstance(digest, str) else size
         return found
 
-    @cached_property
+    @property
     def description(self) -> dict[str, str]:
-        """Name → tokenizer, weights, contents of the datasets: what all ranks must share, wherever the files lie."""
-        splits = [split for split in ("train", "valid") if has_split(self.config, split)]
-        weights = [blend_words(self.config, split).weights for split in splits]
-        numbered = {f"the content of dataset {n}": text for n, text in enumerate(self.contents.values(), 1)}
-        return {"the tokenizer": self.tokenizer.fingerprint, "the blend": str(weights), **numbered}
+        """Name → tokenizer, and datasets of each split: what ranks must share, wherever their copies of it lie."""
+        found = {"the tokenizer": self.tokenizer.fingerprint}
+        for split in filter(partial(has_split, self.config), ("train", "valid")):
+            prefixes, weights = blend_words(self.config, split)
+            shares = [f"{count} x " for count in whole_weights(weights)] if weights else [""] * len(prefixes)
+            texts = [self.sources[prefix].dataset.description for prefix in prefixes]
+            found[f"the {SPLITS[split]} data"] = "; ".join(map("".join, zip(shares, texts, strict=True)))
+        return found
 
     def changes(self, before: Mapping[str, str]) -> list[str]:
         """Return a line for each dataset whose content differs from that of `contents` of an earlier run.
@@ -269,21 +272,18 @@ def dataset_prefixes(config: Config) -> list[str]:
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
-def verify_data(
-    config: Config, here: bool = True, agreed: Callable[[Callable[[], None]], None] = lambda check: check()
-) -> tuple[str, ...]:
+def verify_data(config: Config) -> tuple[str, ...]:
     """Compare every dataset with its manifest's SHA-256 under `--verify-data`; return a line for the log.
 
-    All ranks call this together: `here` is true on ranks that read the files, and `agreed` raises the error of one rank
-    on all of them, dataset by dataset. Raises `UserError` for the first file that differs.
+    Raises `UserError` for the first file that differs.
     """
     if not config.data.verify_data:
         return ()
     prefixes = dataset_prefixes(config)
     paths = [dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
-    with reading_progress([path for path in paths if path.is_file()], "verifying the data", show=here) as progress:
+    with reading_progress([path for path in paths if path.is_file()], "verifying the data") as progress:
         for prefix in prefixes:
-            agreed(partial(check_sums, prefix, progress.update) if here else lambda: None)
+            check_sums(prefix, progress.update)
     return (f"data verified: {', '.join(prefixes)} as in the manifest{'s' * (len(prefixes) > 1)}",)
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.deepspeed_values import load_file
+from megatron_ddrp.config.deepspeed_values import flatten_keys, load_file
 from megatron_ddrp.config.differences import settings_of_all_ranks
 from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, plugin_files
 from megatron_ddrp.corpus import Corpus, verify_data
@@ -34,7 +34,7 @@ from megatron_ddrp.engine.device import (
     rows_for,
     unused_devices,
 )
-from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors
+from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors, refusals_as_user_errors
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
@@ -74,10 +74,10 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     own_callbacks = agree(lambda: callbacks_of(config.logging))
-    verified = verify_data(config, ranks.first_on_host, agree_on_long_work)
+    verified = agree_on_long_work(partial(verify_data, config) if ranks.first_on_host else tuple)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
-    refuse_differences(corpus.description | contents_of_files(config))
+    refuse_differences(agree(lambda: corpus.description | contents_of_files(config)))
     config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
@@ -166,10 +166,15 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
 
 
 def contents_of_files(config: Config) -> dict[str, str]:
-    """Return name → content of the DeepSpeed file and sums of the plug-ins, which all ranks must share."""
+    """Return what all ranks must share: name → value of each key of the DeepSpeed file, and the plug-ins' sums.
+
+    The keys of paths are left out: a node may have its own disk.
+    """
     path, plugins = config.parallel.deepspeed_config, plugin_files()
-    read = {"the content of --deepspeed_config": str(load_file(path))} if path else {}
-    return read | {f"the code of plug-in {number}": code_sum(file) for number, file in enumerate(plugins, 1)}
+    keys = flatten_keys(load_file(path)) if path else {}
+    read = {f"{key} of --deepspeed_config": str(value) for key, value in keys.items() if not key.endswith("_path")}
+    with refusals_as_user_errors():
+        return read | {f"the code of plug-in {number}": code_sum(file) for number, file in enumerate(plugins, 1)}
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:

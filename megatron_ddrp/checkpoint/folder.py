@@ -116,8 +116,8 @@ def mark_latest(folder: Path, name: str) -> None:
 def complete(temporary: Path, state: dict[str, Any], since: int) -> Path:
     """Turn a folder DIR/iter_N.tmp with complete tensors into the newest checkpoint, DIR/iter_N.
 
-    `since` is the step at which this process resumed or last saved. Checkpoints of the steps between the two are damaged
-    or those of a run that was abandoned: they go, when the new one is in place.
+    `since` is the step at which this process resumed or last saved. Checkpoints of the steps between the two are
+    damaged, or of a run that was abandoned: they go, when the new one is in place.
     """
     write_state(temporary, state)
     path = temporary.with_suffix("")

@@ -57,16 +57,17 @@ NOT_OF_THE_RESULT = {
 
 PLACES = {
     *("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_model", "deepspeed_config"),
-    *("index_cache_dir", "save", "load", "tensorboard_dir"),
+    *("index_cache_dir", "tensorboard_dir"),
 }
-"""Settings that name files or folders, which may lie elsewhere on another host."""
+"""Settings that name files or folders, which may lie elsewhere on another host. A run's own folder is one for all."""
 
 
 def settings_of_all_ranks(config: Config) -> dict[str, str]:
     """Return flag → value of the settings that all ranks must share; of files and folders, whether they are given."""
     settings = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
-    del settings["num_threads"]
-    given = {name: settings[name] is not None for name in PLACES}
+    for own in ("num_threads", "exit_duration_in_mins"):  # the ranks stop by the first of their limits
+        del settings[own]
+    given = {name: "not given" if settings[name] is None else "given" for name in PLACES}
     return {flag(name): _setting_text(value) for name, value in (settings | given).items()}
 
 

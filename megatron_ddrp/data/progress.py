@@ -44,10 +44,10 @@ def show_phase(bar: tqdm, words: str) -> None:
     bar.set_description(words, refresh=is_shown)
 
 
-def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
+def reading_progress(paths: Sequence[AnyPath], doing: str | None = None) -> tqdm:
     """Return a progress bar over the bytes of the files on disk."""
     total = sum(map(os.path.getsize, paths)) if all(map(os.path.isfile, paths)) else None  # unknown for pipes
-    return progress("B", total, doing, show, scale=True)
+    return progress("B", total, doing, scale=True)
 
 
 def track(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T]:

@@ -64,7 +64,7 @@ class Ranks(NamedTuple):
 def start(config: ParallelConfig, settings: Mapping[str, str] | None = None) -> Ranks:
     """Join the other ranks (nccl on GPUs, gloo on CPUs). Works under `deepspeed`, `torchrun`, `srun` and `python`.
 
-    Raise `UserError` if the layout does not divide the ranks, before any rank waits for another, and on all ranks if
+    Raise `UserError` if the layout does not divide the ranks, before this rank waits for another, and on all ranks if
     one has other `settings` (name → value) than rank 0.
     """
     complete_environment()

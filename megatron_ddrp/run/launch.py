@@ -84,19 +84,26 @@ def first_rank_speaks() -> Iterator[None]:
 def run_rank(main: Callable[[], object]) -> NoReturn:
     """Run a command's `main` on one of several ranks and end the process as `run_command` does.
 
-    An error that every rank raises alike is printed once, by rank 0.
+    An error that every rank of a host raises alike, before the ranks meet, is printed once per host, whose command may
+    be its own.
     """
 
-    def silent_beside_rank_0() -> object:
+    def silent_beside_the_first() -> object:
         try:
             return main()
         except UserError as error:
-            if _speaks() or not error.agreed:
+            if _is_first_on_host() or not error.agreed:
                 raise
             sys.exit(error.exit_code)
 
     with exit_without_teardown():
-        run_command(silent_beside_rank_0)
+        run_command(silent_beside_the_first)
+
+
+def _is_first_on_host() -> bool:
+    """Return whether this is the first rank of its host, or rank 0 where no launcher counts the ranks of a host."""
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    return _speaks() if local_rank is None else local_rank == "0"
 
 
 @contextlib.contextmanager

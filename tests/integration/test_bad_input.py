@@ -47,7 +47,8 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
     [
         (["--seed", 2], "--seed is 2 on rank 1 (host"),
         (["--tensor-model-parallel-size", 2], "--tensor-model-parallel-size is 2 on rank 1 (host"),  # another grid
-        (["--data-path", "MIXED"], "the content of dataset 1 is 600 documents"),
+        (["--data-path", "MIXED"], "the training data is 600 documents"),
+        (["--save", "elsewhere"], "--save is elsewhere on rank 1 (host"),
         (["--plugin", PLUGIN], "the code of plug-in 1 is"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -66,11 +67,21 @@ def test_a_host_with_another_deepspeed_file_is_refused(flags: Flags, tmp_path: P
         (tmp_path / name).write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
     one, two = (["--deepspeed_config", tmp_path / name] for name in ("one", "two"))
     ended = start_ranks([*flags(save=tmp_path / "run"), *one], 2, last_arguments=two)
-    assert_refused(ended, WRONG_ARGUMENTS, "the content of --deepspeed_config is {'zero_optimization': ")
+    assert_refused(
+        ended, WRONG_ARGUMENTS, "zero_optimization.reduce_bucket_size of --deepspeed_config is 2000 on rank 1"
+    )
+
+
+def test_hosts_with_other_numbers_of_datasets_are_refused_while_both_are_verified(
+    flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path
+) -> None:
+    both = [tiny_corpus.prefix, shuffle(tmp_path / "mixed", str(tiny_corpus.prefix), 1).prefix]
+    ended = start_ranks(flags(verify_data=True, eval_interval=0), 2, last_arguments=["--data-path", *both])
+    assert_refused(ended, WRONG_ARGUMENTS, "the training data is 600 documents")
 
 
 def test_a_host_may_keep_its_copy_of_the_data_elsewhere(flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
-    for suffix in (".bin", ".idx", ".json"):
+    for suffix in (".bin", ".idx"):
         shutil.copyfile(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"copy{suffix}")
     start_ranks(flags(train_iters=2), 2, last_arguments=["--data-path", tmp_path / "copy"]).check()
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.errors import WRONG_ARGUMENTS
 from tests.integration.launch import ROOT, command_of_process, run_command, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -173,6 +174,13 @@ def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
     assert result.returncode != 0
     assert result.stderr.count("label '7', expected one of 0, 1") == 1
     assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+def test_ranks_with_other_runs_are_refused(folder, tmp_path):
+    words = command(folder, tmp_path / "out", "--tasks", "CoLA")
+    ended = start_ranks(words, 2, program="tasks.glue", last_arguments=["--lr", "0.25"])
+    assert ended.exit_codes == [WRONG_ARGUMENTS] * 2, ended.stderr
+    assert "-lr0.25-" in "".join(ended.stderr) and "".join(ended.stderr).count("run 1 is CoLA-") == 1
 
 
 def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):

@@ -93,6 +93,13 @@ def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank() -> None
     assert end(agreed, RANK="1")[0] == 1
 
 
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])
+def test_a_refusal_is_told_once_on_every_host(variable: str) -> None:
+    """Its command may be wrong where that of rank 0 is not."""
+    told = [end("fail(UserError('wrong', 2))", RANK="2", **{variable: number})[2] for number in "01"]
+    assert told == ["tool: error: wrong\n", ""]
+
+
 @pytest.mark.parametrize(("code", "save", "says"), [(0, "my run", True), (75, "my run", False), (0, None, False)])
 def test_a_finished_run_says_what_is_next(
     code: int, save: str | None, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import torch
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, need_packages, shared_error
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.agreement import agree, gather_objects
+from megatron_ddrp.parallel.agreement import agree, refuse_differences
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.options import SweepOptions
@@ -71,9 +71,9 @@ def _open(
 
 def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
     data = agree(lambda: options.suite.read())
-    first = gather_objects({name: task.digest for name, task in data.items()})[0]
-    agree(lambda: _check_alike(data, first))
-    return agree(lambda: _open(options, data, ranks.device, ranks))
+    sweep, store = agree(lambda: _open(options, data, ranks.device, ranks))
+    refuse_differences({f"run {number}": run.name for number, run in enumerate(sweep.runs, 1)})
+    return sweep, store
 
 
 def _num_workers(sweep: Sweep, store: RunStore) -> int:
@@ -110,18 +110,13 @@ def report(sweep: Sweep, store: RunStore, asked: Sequence[Run], shown: bool) -> 
 
 def _work(number: int, options: SweepOptions, digests: dict[str, str]) -> None:
     data = options.suite.read()
-    _check_alike(data, digests)
-    sweep, store = _open(options, data, device_of(number))
-    drain(sweep.runs, store, sweep.perform, wait=options.machine.wait)
-
-
-def _check_alike(data: dict[str, TaskData], digests: dict[str, str]) -> None:
-    """Raise `UserError` if a task was read from other files than in the process that has these `digests`."""
     if changed := [name for name in digests if data[name].digest != digests[name]]:
         raise UserError(
             f"{changed[0]}: its files changed after this command had read them; finished runs are kept; run the same "
             "command again to go on with the new rows, or put the old files back first"
         )
+    sweep, store = _open(options, data, device_of(number))
+    drain(sweep.runs, store, sweep.perform, wait=options.machine.wait)
 
 
 def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> bool:
