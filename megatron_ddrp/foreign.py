@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import RLock
 from typing import Any, NoReturn
 
 import yaml
@@ -29,6 +30,8 @@ MOST_DIGITS = 308
 """Largest number of digits of a whole number: a longer one is no floating-point number either."""
 MOST_LENIENT_DIGITS = 4300
 """Largest number of digits in lenient JSON: Python itself reads no longer numbers."""
+_QUIET = RLock()
+"""Lock of the thread in `quiet_transformers`."""
 
 
 @contextlib.contextmanager
@@ -53,22 +56,25 @@ def reading(path: object, line: str | Callable[[], str] = "cannot be read: {erro
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Let transformers log only errors and show no progress bar in the block: we account for weights ourselves."""
+    """Let transformers log only errors and show no progress bar in the block: we account for weights ourselves.
+
+    Threads take turns, as these are settings of the process.
+    """
     from huggingface_hub import utils
     from transformers import logging
 
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_has_bars = not utils.are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
-        if not hub_has_bars:
-            utils.disable_progress_bars()
+    with _QUIET:
+        level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        hub_has_bars = not utils.are_progress_bars_disabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if has_bars:
+                logging.enable_progress_bar()
+            (utils.enable_progress_bars if hub_has_bars else utils.disable_progress_bars)()
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:

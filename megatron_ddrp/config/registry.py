@@ -14,15 +14,18 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 PLUGINS: dict[str, Path] = {}
 """Place in a table that a plug-in added → the plug-in's file."""
+_LOADING = RLock()
+"""Lock of a thread whose plug-ins are in the tables for a while."""
 
 
 class NotRegistered(UserError):
@@ -172,13 +175,23 @@ def plugin_files() -> tuple[Path, ...]:
 def plugins_forgotten_after() -> Iterator[None]:
     """Forget at the end of the block the plug-ins that it loads."""
     tables: tuple[dict[str, Any], ...] = (PLUGINS, *TABLES.values())
-    before = [dict(table) for table in tables]
+    before = [set(table) for table in tables]
     try:
         yield
     finally:
-        for table, entries in zip(tables, before, strict=True):
-            table.clear()
-            table.update(entries)
+        with _LOADING:
+            for table, names in zip(tables, before, strict=True):
+                for name in table.keys() - names:
+                    del table[name]
+
+
+@contextmanager
+def plugins_within(files: Iterable[Path]) -> Iterator[None]:
+    """Load plug-ins for the block alone. Threads take turns, as the tables are those of the process."""
+    with _LOADING, plugins_forgotten_after():
+        for file in files:
+            load_plugin(file)
+        yield
 
 
 def _at(place: str) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
-from megatron_ddrp.config.registry import ENCODINGS, load_plugin, plugins_forgotten_after
+from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
 from megatron_ddrp.conversion.huggingface_folder import check_rows
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
@@ -66,8 +66,6 @@ class Encoder:
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     warning: str = ""
     """Line about skipped damaged checkpoints and the loaded one, by `check_rows`, or about padding; often empty."""
-    plugins: tuple[Path, ...] = ()
-    """Plug-ins that were loaded for this encoder alone."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """Return a copy to fine-tune, with the loaded weights or with random weights drawn from `seed`."""
@@ -97,23 +95,15 @@ class NoMaskedLM(UserError):
         self.reason = reason
 
 
-def load_encoder(
-    folder: Path, random_init: bool = False, masked_lm: bool = False, plugins: tuple[Path, ...] = ()
-) -> Encoder:
+def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
-    A training checkpoint always brings its masked-LM head; with `masked_lm` a Hugging Face folder does too. The process
-    forgets the `plugins` afterwards.
+    A training checkpoint always brings its masked-LM head; with `masked_lm` a Hugging Face folder does too.
 
     Raises:
         UserError: the folder is of neither kind or cannot be loaded, its tokenizer does not fit its model, or with
             `masked_lm` it lacks the weights of that head (`NoMaskedLM`).
     """
-    if plugins:
-        with plugins_forgotten_after():
-            for file in plugins:
-                load_plugin(file)
-            return replace(load_encoder(folder, random_init, masked_lm), plugins=plugins)
     path = folder / "config.json"
     if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
         raise UserError(

@@ -20,13 +20,13 @@ SAME_LOGITS = 1e-3
 """Largest difference between two computations of the same logits."""
 
 
-def load_masked_lm(folder: Path, random_init: bool = False, plugins: tuple[Path, ...] = ()) -> Encoder:
+def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
     """Load a training checkpoint or Hugging Face folder with its masked-LM head.
 
     Raises:
         UserError: as in `load_encoder`, and for a run that trained a discriminator (`NoMaskedLM`).
     """
-    encoder = load_encoder(folder, random_init, masked_lm=True, plugins=plugins)
+    encoder = load_encoder(folder, random_init, masked_lm=True)
     if isinstance(encoder.module, TrainedEncoder) and not isinstance(encoder.module.model, Bert):
         raise NoMaskedLM(
             folder,

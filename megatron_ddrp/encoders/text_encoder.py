@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ddrp.config.registry import plugins_within
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders import encoder as loading
 from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
@@ -57,7 +58,7 @@ def load_encoder(
         path: the `--save` folder of a run (a warning names damaged checkpoints), one DIR/iter_N in it, our export, or
             any Hugging Face folder of a BERT-class encoder. Nothing is downloaded, and no code in the folder is run.
         device: such as "cpu" or "cuda:0"; by default the GPU if there is one, else the CPU.
-        dtype: float32 by default; "bfloat16" or "float16" halve the memory. Results are float32 arrays in any case.
+        dtype: float32, or "bfloat16" or "float16", which halve the memory. Results are float32 arrays in any case.
         plugins: files that the run was given as `--plugin`. Their code is run, for this encoder alone.
 
     Raises:
@@ -67,12 +68,14 @@ def load_encoder(
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
+    files = [Path(file).resolve() for file in plugins]
     try:
-        encoder = loading.load_encoder(Path(path).expanduser(), plugins=tuple(map(Path, plugins)))
+        with plugins_within(files):
+            encoder = loading.load_encoder(Path(path).expanduser())
     except UserError as error:
         raise UserError(str(error).removeprefix("--load "), error.exit_code) from None
     loading.warn_of(encoder)
-    return TextEncoder(encoder, chosen, kind)
+    return TextEncoder(encoder, chosen, kind, files)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -93,14 +96,16 @@ def _device(device: str | torch.device | None) -> torch.device:
 class TextEncoder:
     """An encoder with its tokenizer on one device. Make one with `load_encoder`."""
 
-    def __init__(self, encoder: loading.Encoder, device: torch.device, dtype: torch.dtype = torch.float32):
-        """Move `encoder` to `device` in precision `dtype`, in place."""
-        self._encoder, self.device, self.dtype = encoder, device, dtype
-        self._module = self._ready(encoder.module)
+    def __init__(
+        self, encoder: loading.Encoder, device: torch.device, dtype: torch.dtype, plugins: Sequence[Path] = ()
+    ):
+        """Move `encoder` to `device` in precision `dtype`, in place. `plugins` were loaded for it alone."""
+        self._encoder, self.device, self.dtype, self._plugins = encoder, device, dtype, plugins
+        self._module = self._ready(encoder)
 
-    def _ready(self, module: Any) -> Any:
-        loading.cast_parameters(module, self.dtype)
-        return module.to(self.device).eval()
+    def _ready(self, encoder: loading.Encoder) -> Any:
+        loading.cast_parameters(encoder.module, self.dtype)
+        return encoder.module.to(self.device).eval()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -271,7 +276,8 @@ class TextEncoder:
             return TrainedLogits(self.model)
         folder = self._encoder.folder
         try:
-            module: Any = self._ready(load_masked_lm(folder, plugins=self._encoder.plugins).module)
+            with plugins_within(self._plugins):
+                module = self._ready(load_masked_lm(folder))
         except loading.NoMaskedLM as error:
             raise UserError(f"{folder}: fill_mask needs a masked-LM head; {error.reason}") from None
         self._module = HuggingFaceEncoder(module.model.base_model)
@@ -281,9 +287,7 @@ class TextEncoder:
         self, rows: Encoded, layers: list[int] | None, batch_size: int, progress: bool
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield row numbers and their states `[layers, rows, seq, hidden]` in float32, the longest rows first."""
-        with tqdm(
-            total=len(rows), unit="text", leave=False, delay=BAR_AFTER, mininterval=0.5, disable=not progress
-        ) as bar:
+        with tqdm(total=len(rows), unit="text", leave=False, delay=BAR_AFTER, disable=not progress) as bar:
             for which in reversed(dev_order(rows, batch_size)):
                 batch = pad_batch(rows, which).map(lambda field: torch.from_numpy(field).to(self.device))
                 with torch.inference_mode():

@@ -49,7 +49,7 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
     for row in sides:
         own = [next(pieces) for _ in row]
         lengths.append(whole_length(own, separators))
-        num_unknown += {piece for side in own for piece in side} == {unknown}
+        num_unknown += any(own) and all(piece == unknown for side in own for piece in side)
         writer.add(*text_row(own, encoder.tokenizer, longest, separators))
     if cut := sum(length > longest for length in lengths):
         warnings.warn(

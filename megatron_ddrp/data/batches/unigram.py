@@ -37,6 +37,9 @@ MIN_SHIFT, MIN_RATIO = 0.2, 2.0
 NAMED_INPUTS = 3
 """Number of input files that the line about shared ones names."""
 
+Inputs = dict[tuple[str, Any], str]
+"""SHA-256 and JSON key of input files → their names."""
+
 
 def unigram_loss(samples: Blend, special_ids: ArrayLike, seq_length: int) -> float:
     """Return the entropy in nats of the pieces of some samples, read in the shares in which training reads its corpora.
@@ -85,7 +88,7 @@ def _shared(training: IndexedDataset, validation: IndexedDataset) -> str:
         return "both training and validation data, so the validation loss is that of text trained on"
     if _is_copy(training, validation):
         return f"the same data as {training.prefix}, so the validation loss is that of text trained on"
-    if common := _common_inputs(training, validation):
+    if common := _in_common(_inputs(validation), _inputs(training), training.prefix):
         return f"{common}, so the validation loss is partly that of text trained on"
     return ""
 
@@ -95,21 +98,21 @@ def overlap_remarks(datasets: Sequence[IndexedDataset]) -> list[str]:
 
     Copies are no fault: the split divides them at the same documents.
     """
+    inputs = {each.prefix: _inputs(each) for each in datasets}
     return [
         f"{one.prefix}: {common}, and --split divides each on its own, so the validation text of one is partly trained "
         "on in the other: give each file to one dataset alone"
         for one, other in combinations(datasets, 2)
-        if (common := _common_inputs(other, one)) and not _is_copy(one, other)
+        if (common := _in_common(inputs[one.prefix], inputs[other.prefix], other.prefix)) and not _is_copy(one, other)
     ]
 
 
-def _common_inputs(known: IndexedDataset, dataset: IndexedDataset) -> str:
-    """Return how many input files of a dataset are also in a known one, in words; empty if none is."""
-    texts, inputs = (_inputs(one) for one in (known, dataset))
-    both = [name for text, name in inputs.items() if text in texts]
+def _in_common(inputs: Inputs, others: Inputs, prefix: str) -> str:
+    """Return how many input files are also among the `others` of the dataset `prefix`, in words; empty if none is."""
+    both = [name for text, name in inputs.items() if text in others]
     some = ", ".join(both[:NAMED_INPUTS]) + ", …" * (len(both) > NAMED_INPUTS)
     verb = "are" if len(both) > 1 else "is"
-    return f"{len(both)} of its {len(inputs)} input files ({some}) {verb} also in {known.prefix}" if both else ""
+    return f"{len(both)} of its {len(inputs)} input files ({some}) {verb} also in {prefix}" if both else ""
 
 
 def _is_copy(one: IndexedDataset, other: IndexedDataset) -> bool:
@@ -123,8 +126,8 @@ def _is_copy(one: IndexedDataset, other: IndexedDataset) -> bool:
     return all(filecmp.cmp(first, second, shallow=False) for first, second in files)
 
 
-def _inputs(dataset: IndexedDataset) -> dict[tuple[str, Any], str]:
-    """Return SHA-256 and JSON key of each input file of a dataset that holds text → its name, by the manifest."""
+def _inputs(dataset: IndexedDataset) -> Inputs:
+    """Return the input files of a dataset that hold text, by the manifest."""
     manifest = dataset.manifest or {}
     return {
         (file["sha256"], manifest.get("json_key")): file.get("name", "")

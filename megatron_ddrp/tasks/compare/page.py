@@ -223,7 +223,7 @@ def facts(runs: Sequence[RunRow]) -> list[str]:
     if len(baselines := dict.fromkeys(run.baseline for run in runs if run.baseline)) > 1:
         lines.append(f"Rows name the baselines {', '.join(baselines)}: the one whose run comes first counts.")
     levels = sorted(run.unigram_loss for run in runs if run.unigram_loss)
-    if levels and levels[-1] - levels[0] > SAME_TEXT:
+    if levels and levels[-1] - levels[0] >= SAME_TEXT:
         lines.append(
             f"The training texts of seeds or budgets differ: unigram levels from {levels[0]:.2f} to {levels[-1]:.2f}."
         )

@@ -71,7 +71,7 @@ class Recording:
         self.curves[measure] = [(round(step * per_step), round(value, DIGITS)) for step, value in by_step]
 
     def add_score(self, task: str, cell: Cell) -> None:
-        """Add a task's score, the sizes of its data, and the number of undefined runs, which count as 0."""
+        """Add a task's score, the sizes of its data, and the number of undefined runs."""
         self.values[task] = cell.median
         facts = {key: cell.rows[0][key] for key in ("train_examples", "dev_examples")} | {"undefined": cell.undefined}
         self.more.setdefault("tasks", {})[task] = facts

@@ -60,10 +60,17 @@ class Metric(NamedTuple):
     """Function from (counts of the rows `[samples, rows]`, both terms) to the metric `[samples]`, nan if undefined."""
     undefined: float = 0.0
     """Score that an undefined value counts as."""
+    plugin: str = ""
+    """Name of a plug-in's metric, which may leave its range."""
 
     def value(self, answers: Any, predictions: Any) -> float | None:
-        """Return the metric of all rows; None if it is undefined."""
+        """Return the metric of all rows; None if it is undefined. Raises `UserError` if it is out of its range."""
         score = self._scores(np.ones((1, len(answers)), np.uint8), answers, predictions)[0]
+        if self.plugin and abs(score) > BEST + _ABOVE_BEST:
+            raise UserError(
+                f"--metric {self.plugin} gave {score:.6g}: expected a number from -1 to 1, where larger is better; for "
+                "an error, return 1 / (1 + error)"
+            )
         return None if math.isnan(score) else float(score)
 
     def counted(self, answers: Any, predictions: Any) -> float:
@@ -72,8 +79,11 @@ class Metric(NamedTuple):
         return self.undefined if score is None else score
 
     def samples(self, drawn: np.ndarray, answers: Any, predictions: Any) -> np.ndarray:
-        """Return the metric with each of the counts `drawn`, uint8 `[samples, rows]`, `undefined` if undefined."""
-        return np.nan_to_num(self._scores(drawn, answers, predictions), nan=self.undefined)
+        """Return the metric with each of the counts `drawn`, uint8 `[samples, rows]`, `undefined` if undefined.
+
+        Few of the rows may have a value out of the range, such as R² below -1: it counts as the end of the range.
+        """
+        return np.nan_to_num(self._scores(drawn, answers, predictions), nan=self.undefined).clip(WORST, BEST)
 
     def _scores(self, drawn: np.ndarray, answers: Any, predictions: Any) -> np.ndarray:
         if not len(answers) or not _is_finite(predictions):
@@ -110,15 +120,10 @@ def _of_function(name: str, function: Callable[[Any, Any], float | None]) -> Met
             value = function(take(labels, rows), take(predictions, rows))
             if not isinstance(value, (int, float, np.number, type(None))):
                 raise UserError(f"--metric {name} gave {value!r:.60}: expected a number, or None if it is undefined")
-            if value is not None and abs(value) > BEST + _ABOVE_BEST:
-                raise UserError(
-                    f"--metric {name} gave {value:.6g}: expected a number from -1 to 1, where larger is better; for an "
-                    "error, return 1 / (1 + error)"
-                )
             found.append(math.nan if value is None else float(value))
         return np.array(found)
 
-    return Metric(terms, score, undefined=WORST)
+    return Metric(terms, score, undefined=WORST, plugin=name)
 
 
 def _is_finite(predictions: Any) -> bool:

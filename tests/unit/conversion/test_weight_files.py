@@ -333,7 +333,7 @@ def test_a_masked_lm_needs_no_pooler(hf, vocab, family):
     drop(hf, ".pooler.")
     without = load_encoder(hf), load_encoder(hf, masked_lm=True)
     assert [encoder.fingerprint for encoder in without] == [encoder.fingerprint for encoder in with_pooler]
-    assert len(TextEncoder(without[0], torch.device("cpu"), torch.float32).pool("red cat").shape) == 1
+    assert len(TextEncoder(without[0], torch.device("cpu"), torch.float32, ()).pool("red cat").shape) == 1
 
 
 def test_a_masked_lm_that_lacks_a_bias_of_its_head_is_no_classifier(tmp_path, hf, vocab):

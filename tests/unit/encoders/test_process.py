@@ -9,7 +9,7 @@ import torch
 
 from megatron_ddrp import load_encoder
 from megatron_ddrp.config import load_plugin
-from megatron_ddrp.config.registry import PLUGINS, TABLES, plugins_forgotten_after
+from megatron_ddrp.config.registry import PLUGINS, TABLES, plugins_forgotten_after, plugins_within
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders import encoder as loading
 from megatron_ddrp.encoders.masked_lm import load_masked_lm
@@ -86,11 +86,12 @@ def test_plug_ins_are_forgotten_and_their_new_code_is_read(folder, plugin):
 
 def test_the_code_of_an_encoding_is_part_of_the_fingerprint(folder, plugin):
     def fingerprints():
-        return [
-            load(folder, is_random, plugins=(plugin,)).fingerprint
-            for load in (loading.load_encoder, load_masked_lm)
-            for is_random in (False, True)
-        ]
+        with plugins_within([plugin]):
+            return [
+                load(folder, is_random).fingerprint
+                for load in (loading.load_encoder, load_masked_lm)
+                for is_random in (False, True)
+            ]
 
     first = fingerprints()
     assert fingerprints() == first
@@ -116,18 +117,45 @@ def test_a_thread_that_fills_a_mask_leaves_the_states_of_another_alone(tmp_path)
     encoder.model(torch.tensor([[2, 6, 3]])).last_hidden_state.sum().backward()  # the user's model still trains
 
 
+def test_threads_take_turns_with_their_plug_ins(tmp_path):
+    """A thread that ends its block leaves another's names, and a block that began before both leaves none."""
+    found, first_is_in, second_began = [], threading.Event(), threading.Event()
+
+    def load(name):
+        path = tmp_path / f"{name}.py"
+        path.write_text(CODE.replace('"tilt"', f'"{name}"'))
+        with plugins_within([path]):
+            first_is_in.set()
+            assert second_began.wait(60)
+            if name == "one":
+                threads[1].join(0.05)  # which waits for this block
+            found.append([other for other in ("one", "two") if other in TABLES["ENCODINGS"]])
+
+    before = tables()
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("one", "two")]
+    with plugins_forgotten_after():
+        threads[0].start()
+        assert first_is_in.wait(60)
+        threads[1].start()
+        second_began.set()
+    for thread in threads:
+        thread.join()
+    assert found == [["one"], ["two"]] and tables() == before
+
+
+@pytest.mark.parametrize("hub_has_bars", [True, False])
 @pytest.mark.parametrize("has_bars", [True, False])
-def test_transformers_speaks_as_before_a_load(has_bars, tmp_path):
+def test_transformers_speaks_as_before_a_load(has_bars, hub_has_bars, tmp_path):
     logging, hub = transformers.logging, huggingface_hub.utils
     folder = in_folder(tmp_path, "BertForMaskedLM")
     before = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
     logging.set_verbosity_info()
     (logging.enable_progress_bar if has_bars else logging.disable_progress_bar)()
-    hub.disable_progress_bars()
+    (hub.enable_progress_bars if hub_has_bars else hub.disable_progress_bars)()
     try:
         load_encoder(folder, device="cpu").fill_mask("the [MASK]")
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, has_bars)
-        assert hub.are_progress_bars_disabled()
+        assert hub.are_progress_bars_disabled() is not hub_has_bars
     finally:
         logging.set_verbosity(before[0])
         (logging.enable_progress_bar if before[1] else logging.disable_progress_bar)()

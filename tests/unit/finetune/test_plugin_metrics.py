@@ -50,9 +50,16 @@ def test_a_value_out_of_range_is_refused(plugin, name, value):
     with pytest.raises(UserError, match=rf"--metric {name} gave {value}: expected a number from -1 to 1") as refused:
         metric.value(LABELS, LABELS + 2)
     assert "1 / (1 + error)" in str(refused.value) and "\n" not in str(refused.value)
-    with pytest.raises(UserError, match=rf"--metric {name} gave {value}"):
-        metric.samples(np.ones((2, 4), np.uint8), LABELS, LABELS + 2)
     assert abs(metric.value(LABELS, LABELS + 1)) == 1
+
+
+def test_a_value_out_of_range_on_some_of_the_rows_counts_as_the_end_of_the_range(plugin):
+    """All rows together are in the range; without this no table could be made of finished runs."""
+    metric = KINDS["regression"].metrics["negative"]
+    predictions = LABELS + [2.0, 0.0, 0.0, 0.0]
+    assert metric.value(LABELS, predictions) == -1
+    drawn = np.array([[4, 0, 0, 0], [2, 2, 0, 0], [0, 2, 2, 0], [1, 3, 0, 0]], np.uint8)
+    assert metric.samples(drawn, LABELS, predictions).tolist() == [-1, -1, -1, -1]  # -2, -√2, undefined, -1
 
 
 def test_rounding_is_in_range_and_nan_is_undefined(plugin):
