@@ -5,7 +5,7 @@
 #   hardware   whatever the command needs
 #   time       until the last step
 #   result     exit code 0 if training is done; 75 if it was stopped by a signal (the same command resumes); 2 for wrong
-#              arguments; 1 if it failed MAX_FAILURES times without a new checkpoint
+#              arguments (torchrun says 1); 1 if it failed MAX_FAILURES times without a new checkpoint
 #
 #   [MAX_FAILURES=5] [BACKOFF=10] [GRACE=120] \
 #       bash examples/run_forever.sh deepspeed --quiet --num_gpus 8 pretrain_bert.py … --save D --load D

@@ -226,6 +226,8 @@ def _throughput_lines(row: dict[str, Any]) -> list[str]:
 
 def report_notes(arguments: argparse.Namespace) -> None:
     """Report the contents of a run's note dictionary."""
+    if arguments.output and arguments.output.suffix != ".json":
+        raise UserError(f"--output {arguments.output}: expected a name that ends in .json", WRONG_ARGUMENTS)
     result = analyze_notes(
         arguments.load, arguments.data_path, arguments.words, arguments.neighbours, arguments.documents
     )

@@ -90,7 +90,7 @@ class Shown(Section):
     documents: int = option(3, "documents to show", within="[0, 2147483648)")
     tokens: int = option(64, "tokens to show of each", within="[0, 2147483648)")
     output: Path | None = option(
-        None, "also write the counts, .json, or draw the lengths, .png (.pdf, .svg)", metavar="FILE"
+        None, "also write the counts, .json, or draw the lengths, .png (with .pdf and .svg)", metavar="FILE"
     )
 
     def __post_init__(self) -> None:

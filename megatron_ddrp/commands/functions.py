@@ -23,6 +23,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_ddrp.arguments import Arguments
 from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
 from megatron_ddrp.commands.pretrain import read_arguments, rehearse
@@ -117,10 +118,13 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
     `callbacks` are objects of classes derived from `megatron_ddrp.run.callbacks.Callback`.
     """
     words = given_words(settings)
+    if texts is not None and settings.get("data_path") is not None:
+        raise UserError("texts and data_path exclude each other: give one of them", WRONG_ARGUMENTS)
     with as_command("pretrain", words), ExitStack() as stack:
+        arguments = read_arguments(words if texts is None else [*words, "--data-path", "texts"])
         if texts is not None:
-            words += ["--data-path", *stack.enter_context(dataset_of(texts, settings))]
-        arguments = read_arguments(words)
+            made = stack.enter_context(dataset_of(texts, arguments))
+            arguments = replace(arguments, config=arguments.config.replace(data={"data_path": tuple(made)}))
         if arguments.dry_run:
             rehearse(arguments)
             return Run(None, 0, False, [])
@@ -267,15 +271,15 @@ def input_of(texts: Iterable[Any] | None, settings: Mapping[str, Any]) -> Iterat
 
 
 @contextmanager
-def dataset_of(texts: Iterable[Any], settings: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the prefixes of the preprocessed texts, beside `save` or in a temporary folder."""
-    if settings.get("data_path") is not None:
-        raise UserError("texts and data_path exclude each other: give one of them", WRONG_ARGUMENTS)
+def dataset_of(texts: Iterable[Any], arguments: Arguments) -> Iterator[list[str]]:
+    """Yield the prefixes of the preprocessed texts, with the tokenizer of the run.
+
+    They lie beside `save`; without it, or for a dry run, in a temporary folder.
+    """
     if is_launched():
         raise UserError("texts are for one process: before the launch, call preprocess and give its data_path")
-    with ExitStack() as stack:
-        save = settings.get("save")
-        prefix = f"{save}-texts" if save else f"{stack.enter_context(tempfile.TemporaryDirectory())}/texts"
-        tokenizer = ("vocab_file", "tokenizer_type", "tokenizer_model")
-        own = {name: settings[name] for name in tokenizer if settings.get(name) is not None}
-        yield preprocess(texts=texts, output_prefix=prefix, overwrite=True, **own)
+    save, data = arguments.config.checkpoint.save, arguments.config.data
+    with tempfile.TemporaryDirectory() as temporary:
+        prefix = f"{temporary}/texts" if arguments.dry_run or not save else f"{Path(save)}-texts"
+        tokenizer = {name: getattr(data, name) for name in ("vocab_file", "tokenizer_type", "tokenizer_model")}
+        yield preprocess(texts=texts, output_prefix=prefix, overwrite=True, **tokenizer)

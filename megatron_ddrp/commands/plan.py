@@ -16,6 +16,7 @@ megatron-ddrp preprocess prints the tokens of a dataset. English text has about 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
@@ -28,7 +29,9 @@ UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def read_number(text: str) -> float:
-    """Return 50M as 50,000,000."""
+    """Return 50M, or 50,000,000, as a number."""
+    if re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+", text):
+        text = text.replace(",", "")
     try:
         return float(text[:-1]) * UNITS[text[-1].upper()] if text[-1:].upper() in UNITS else float(text)
     except ValueError:

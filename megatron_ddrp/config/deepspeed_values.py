@@ -153,8 +153,8 @@ def global_batch_of(
         return {}
     if world_size is None:
         refuse_file(path, "gradient_accumulation_steps depend on the number of ranks: set train_batch_size as well")
-    ranks = world_size // (settings["tensor_model_parallel_size"] * settings["pipeline_model_parallel_size"])
-    size = settings["micro_batch_size"] * steps * ranks
+    model_ranks = settings["tensor_model_parallel_size"] * settings["pipeline_model_parallel_size"]
+    size = settings["micro_batch_size"] * steps * max(1, world_size // model_ranks)  # the layout is checked later
     return {"global_batch_size": Decision(size, "gradient_accumulation_steps")}
 
 

@@ -31,6 +31,7 @@ def idle_settings(config: Config) -> dict[str, str]:
         (encoding != "ddrp" and not foreign, words, ("direction_init",)),
         (encoding in WITHOUT_TABLE and not foreign, words, ("relative_table",)),
         (own_objective and not objective.generates, under, ("rtd_weight", "generator_size")),
+        (objective.objective == "rtd", under, ("generator_size",)),
         (own_objective and not objective.tcd_weight, "without TCD (--tcd-weight 0)", ("tcd_tokens", "tcd_squared")),
         (own_objective and not objective.hcd_weight, "without HCD (--hcd-weight 0)", ("hcd_heads",)),
         (

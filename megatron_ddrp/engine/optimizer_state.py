@@ -45,14 +45,15 @@ def check_moments(engine: Any, chosen: type[Optimizer]) -> None:
     Its state is created, as `create_moments` does.
     """
     create_moments(engine)
-    for state in _states(engine):
+    states = ((tensor, state) for tensor, state in _inner_optimizer(engine).state.items() if state)
+    for tensor, state in states:
         found = set(state) - {"step"}
-        wrong = sorted(found ^ set(chosen.moments)) or [name for name in found if bool(state[name].any())]
-        if wrong:
+        odd = (name for name in found if state[name].shape != tensor.shape or bool(state[name].any()))
+        if wrong := sorted(found ^ set(chosen.moments)) or list(odd):
             raise UserError(
                 f"--optimizer: {chosen.__name__}.moments is {chosen.moments}, but it keeps {', '.join(sorted(found))}, "
-                f"and after a step with rate 0 and gradients of 0 {wrong[0]} is missing, more, or not 0: name all "
-                "tensors that a checkpoint must have, each 0 at first"
+                f"and after a step with rate 0 and gradients of 0 {wrong[0]} is missing, more, not 0, or not of the "
+                "weight's shape: name all tensors that a checkpoint must have, each of that shape and 0 at first"
             )
 
 

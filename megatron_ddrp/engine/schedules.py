@@ -19,7 +19,7 @@ WSD_DECAY_SHARE = 0.1
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
     """Return the learning rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then decay to `min_lr`.
 
-    Once `decay_steps` steps are done, the rate stays at `min_lr`, unless it is constant.
+    After step `decay_steps` + 1 the rate stays at `min_lr`, as in Megatron-LM, unless it is constant.
     """
     warmup, last = config.warmup_steps(total_steps), config.decay_steps(total_steps)
     if step <= warmup:

@@ -273,6 +273,20 @@ def test_a_vocabulary_and_a_run_from_texts_alone(tmp_path: Path) -> None:
     assert pretrain(texts=documents(), vocab_file=vocabulary, **settings).rows == []
 
 
+def test_texts_are_read_when_the_settings_are_known(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    """Nothing is written for a wrong keyword or a dry run, and a file of settings may have the folder and the
+    vocabulary."""
+    lines = {"save": str(tmp_path / "run") + "/", "vocab-file": str(tiny_corpus.vocab_file)}
+    (tmp_path / "run.yaml").write_text(json.dumps(lines), encoding="utf-8")
+    own = TINY | {"config": tmp_path / "run.yaml"}
+    with pytest.raises(UserError, match="num.layer"):
+        pretrain(texts=documents(), num_layer=2, **own)
+    pretrain(texts=documents(), dry_run=True, **own)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    pretrain(texts=documents(), **own | {"train_iters": 1})
+    assert {"run", "run-texts_text_document.bin"} <= {path.name for path in tmp_path.iterdir()}
+
+
 def test_figures_leave_the_settings_of_matplotlib_as_they_were(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,23 +202,25 @@ class Forgetful(Optimizer):
     def update(self):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["average"] = parameter.clone()
+                self.state[parameter]["average"] = AVERAGE
 OPTIMIZERS = {"forgetful": Forgetful}
 """
 
 
 @pytest.mark.parametrize(
-    ("moments", "stage", "message"),
+    ("moments", "average", "stage", "message"),
     [
-        ("()", 1, "Forgetful.moments is .*, but it keeps average"),
-        ("('average',)", 0, "average is missing, more, or not 0"),
-        ("('average',)", 2, "--optimizer forgetful with --zero-stage 2: .*; use --zero-stage 0 or 1"),
+        ("()", "parameter.clone()", 1, "Forgetful.moments is .*, but it keeps average"),
+        ("('average',)", "parameter.clone()", 0, "average is missing, more, not 0, or not of the weight's shape"),
+        ("('average',)", "torch.zeros(1)", 0, "average is missing, more, not 0, or not of the weight's shape"),
+        ("('average',)", "0", 2, "--optimizer forgetful with --zero-stage 2: .*; use --zero-stage 0 or 1"),
     ],
 )
 def test_an_optimizer_that_a_checkpoint_cannot_hold_is_refused(
-    moments: str, stage: int, message: str, settings: Settings, tmp_path: Path
+    moments: str, average: str, stage: int, message: str, settings: Settings, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(FORGETFUL.replace("MOMENTS", moments), encoding="utf-8")
+    code = FORGETFUL.replace("MOMENTS", moments).replace("AVERAGE", average)
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
     own = {"plugin": str(tmp_path / "own.py"), "optimizer": "forgetful", "masking": "token", "lr_decay_style": "linear"}
     with pytest.raises(UserError, match=message) as refused:
         pretrain(**settings | own | {"zero_stage": stage})

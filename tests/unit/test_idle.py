@@ -22,6 +22,7 @@ def remarks(words: str) -> tuple[str, ...]:
         ("--position-encoding t5 --direction-init free", "--direction-init free (with --position-encoding t5)"),
         ("--position-encoding rope --relative-table per-layer", "per-layer (with --position-encoding rope)"),
         ("--generator-size 0.5", "--generator-size 0.5 (with --objective mth)"),
+        ("--objective rtd --generator-size 0.5", "--generator-size 0.5 (with --objective rtd)"),
         ("--objective mlm --tcd-tokens 20", "--tcd-tokens 20 (without TCD (--tcd-weight 0))"),
         ("--hcd-weight 0 --hcd-heads 4", "--hcd-heads 4 (without HCD (--hcd-weight 0))"),
         ("--notes-window 8", "--notes-window 8 (without --notes)"),

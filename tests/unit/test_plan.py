@@ -108,6 +108,7 @@ def test_shapes_that_do_not_fit_are_counted(
     [
         ("--device l4", "--tokens"),
         ("--tokens many --device l4", "a number such as 50M"),
+        ("--tokens 2,5M --device l4", "a number such as 50M"),
         ("--tokens 0 --device l4", "--tokens is 0.0"),
         ("--tokens 50M --device rtx-306", "rtx-3060"),
         ("--tokens 50M --world-size 2", "--world-size needs --device"),

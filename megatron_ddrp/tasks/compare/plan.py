@@ -10,9 +10,9 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES
 from megatron_ddrp.config.option import COUNT, POSITIVE, SEED, option, refuse
-from megatron_ddrp.config.reading import Option, Place, options_of, read_value
+from megatron_ddrp.config.reading import Option, Place, read_value
 from megatron_ddrp.tasks.compare.rows import Arm
 from megatron_ddrp.tasks.compare.scoring import (
     Flags,
@@ -27,7 +27,6 @@ from megatron_ddrp.tasks.compare.scoring import (
 FIRST_SEED = 1234
 NUM_SEEDS = 3
 """Default number of seeds; with fewer, the spread over seeds is unreliable."""
-TOKENIZER = options_of(DataConfig)["tokenizer_type"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,9 @@ class CorpusPlan:
     data_path: tuple[str, ...] = option((), "prefixes of indexed datasets")
     vocab_file: str | None = option(None, "vocabulary")
     vocab_size: int | None = option(None, "number of pieces of a vocabulary to build", within="[100, 2147483648)")
-    tokenizer_type: str = option("BertWordPieceLowerCase", "tokenizer", choices=TOKENIZER.rules["choices"])
+    tokenizer_type: str = option(
+        "BertWordPieceLowerCase", "tokenizer", choices=("BertWordPieceLowerCase", "BertWordPieceCase")
+    )
     workers: int = option(1, "processes of megatron-ddrp preprocess", within=COUNT)
     shuffle: bool = option(False, "documents of the texts in a random order, so that validation has each kind of text")
 

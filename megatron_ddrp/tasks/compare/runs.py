@@ -130,6 +130,8 @@ LOGGED = 100
 EVAL_ITERS = 20
 PROBE_STEPS, PROBE_WARM_UP = 40, 8
 PROBE_SCHEDULE = {"log_interval": 4, "eval_interval": 0, "save_interval": PROBE_STEPS}
+_OF_ALL_STEPS = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters")
+"""Settings that a run's steps must hold, and a probe's few need not."""
 
 _NO_MATTER = {
     "checkpoint": ("save", "load", "keep_last"),
@@ -254,6 +256,8 @@ def _plan_run(
         **schedule,
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
+    if kind == PROBE:
+        settings = {name: value for name, value in settings.items() if name not in _OF_ALL_STEPS}
     config = make_config(settings, f"{plan.file}: {model.name}")
     code = [code_sum(Path(file)) for file in plan.plugins]
     name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])

@@ -104,7 +104,7 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         *encoder_lines(sweep),
     ]
     if not missing:
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {name}: {fact}" for name, data in sweep.data.items() for fact in data.facts)])
     forecast = RunForecast(sweep, store)
     for task, count in Counter(run.task for run in missing).items():
         data = sweep.data[task]

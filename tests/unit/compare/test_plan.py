@@ -207,6 +207,7 @@ def test_a_budget_of_tokens_knows_the_encoding_of_each_model(values, open_work):
 
 def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
     values["budget"] = {"minutes": 0.5}
+    values["training"] = {**values.get("training", {}), "lr-warmup-iters": 60}  # more than a probe's steps
     work = open_work(values)
     assert work.steps == {} and work.runs == []
     assert [job.kind for job in experiment_of(work).first_jobs()] == ["probe", "probe"]
