@@ -236,6 +236,8 @@ def test_the_mark_of_rows_without_a_label_is_no_silent_class(read, labels, is_to
     """SNLI has it; three labels from -1 may be a scale from negative to positive."""
     told = "WARNING, label -1 is how Hugging Face's datasets mark rows without a label; it is a class here: remove "
     assert (f"{told}these rows" in read(labels.split()).facts) == is_told
+    told_of_a_scale = told.replace("remove", "unless the labels are a scale, remove") + "these rows"
+    assert (told_of_a_scale in read(labels.split()).facts) == (set(labels.split()) == {"-1", "0", "1"})
 
 
 @pytest.mark.parametrize(

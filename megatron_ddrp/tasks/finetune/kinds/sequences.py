@@ -153,10 +153,11 @@ class Classification(SequenceKind):
     def remarks(self, task: Task, labels: Mapping[str, Sequence[Any]]) -> Iterator[str]:
         """Yield warnings, also of a label -1 beside 0, 1, 2, …; the three labels from -1 to 1 may be a scale."""
         yield from super().remarks(task, labels)
-        if len(task.labels) > 3 and task.labels == tuple(map(str, range(-1, len(task.labels) - 1))):
+        if len(task.labels) > 2 and task.labels == tuple(map(str, range(-1, len(task.labels) - 1))):
+            condition = "unless the labels are a scale, " * (len(task.labels) == 3)
             yield (
                 "WARNING, label -1 is how Hugging Face's datasets mark rows without a label; it is a class here: "
-                "remove these rows"
+                f"{condition}remove these rows"
             )
 
     def score_name(self, task: Task) -> str:
