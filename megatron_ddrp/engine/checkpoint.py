@@ -127,12 +127,12 @@ def save_checkpoint(
     progress: Progress,
     config: Config,
     ranks: Ranks,
+    since: int,
     beside: Mapping[str, Tensor] = MappingProxyType({}),
-    since: int = 0,
 ) -> Path:
     """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is stored unchanged, equal on all ranks.
 
-    `since` is the step at which this process resumed or last saved.
+    `since` is the step at which this process resumed or last saved: checkpoints of the steps between go.
     Raise `UserError` on every rank if the system refuses, as on a full disk; earlier checkpoints stay unchanged.
     """
     temporary = folder / f"{files.tag(progress.iteration)}.tmp"

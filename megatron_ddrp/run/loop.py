@@ -174,7 +174,7 @@ class TrainingRun:
         notes = {} if self.notes is None else note_tensors(self.notes)
         try:
             agree(self._restore)
-            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes, since)
+            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, since, notes)
             self.log.say(f"saved {saved}")
             self.log.callbacks.tell("on_checkpoint", saved)
             return progress.iteration

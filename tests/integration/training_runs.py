@@ -66,7 +66,7 @@ def train_run(config: Config) -> Rows:
     if rows:
         rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks, notes)
     if files.save:
-        save_checkpoint(engine, Path(files.save), Progress(end), config, ranks)
+        save_checkpoint(engine, Path(files.save), Progress(end), config, ranks, begin)
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()
