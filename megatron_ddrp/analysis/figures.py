@@ -180,7 +180,7 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     """Draw mean attention maps side by side on one logarithmic colour scale."""
-    figure, axes = panel_grid(len(maps), min(len(maps), 4), 4.2, 4.6, (1.2, 0.4))
+    figure, axes = panel_grid(len(maps), 4, 4.2, 4.6, (1.2, 0.4))
     from matplotlib.colors import LogNorm
 
     values = np.concatenate([panel.map.ravel() for panel in maps])

@@ -138,9 +138,11 @@ def panel_grid(
 ) -> tuple[Any, Any]:
     """Return a figure and the axes `[rows, columns]` of `count` panels of a width and height in inches.
 
-    Axes after the last panel are hidden. `margins` are the width and height of what stands beside the panels.
+    There are at most `columns`, and no more than the rows need: four panels in three columns are two rows of two. Axes
+    after the last panel are hidden. `margins` are the width and height of what stands beside the panels.
     """
     rows = -(-count // columns)
+    columns = -(-count // rows)
     size = (width * columns + margins[0], height * rows + margins[1])
     figure, axes = figure_tools().subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **settings)
     for axis in list(axes.flat)[count:]:

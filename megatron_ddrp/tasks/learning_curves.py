@@ -59,8 +59,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     if not drawn:
         return None
     plt = figure_tools()
-    columns = 2 if len(drawn) == 4 else min(len(drawn), PANELS_PER_ROW)
-    figure, axes = panel_grid(len(drawn), columns, 4.4, 3.6, (0.8, 1), sharex=True)
+    figure, axes = panel_grid(len(drawn), PANELS_PER_ROW, 4.4, 3.6, (0.8, 1), sharex=True)
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
     for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
         for run, curve in curves.items():

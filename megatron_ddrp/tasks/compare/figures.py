@@ -158,7 +158,7 @@ def _shares(lines: Sequence[_Line]) -> Iterator[Sequence[_Line]]:
 def _draw(results: Results, panels: Sequence[_Panel]) -> Any:
     """Draw panels of lines with their bands over tokens, those of differences around 0."""
     size, unit = unit_of_tokens(results)
-    figure, axes = panel_grid(len(panels), min(COLUMNS, len(panels)), 5.8, 4.2)
+    figure, axes = panel_grid(len(panels), COLUMNS, 5.8, 4.2)
     for axis, panel in zip(axes.flat, panels, strict=False):
         for _, look, points in panel.lines:
             draw_band(axis, points, {**look, "markevery": max(1, len(points) // 8)})
