@@ -294,7 +294,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         "measures": 20,
         "paper": 38,
         "ladder": 194,
-        "plateau": 102,
+        "plateau": 103,
         "fast": 72,
         "novels": 6,
     }
