@@ -77,7 +77,8 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     verified = agree_on_long_work(partial(verify_data, config) if ranks.first_on_host else tuple)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
-    refuse_differences(agree(lambda: corpus.description | contents_of_files(config)))
+    if ranks.world_size > 1:
+        refuse_differences(agree(lambda: corpus.description | contents_of_files(config)))
     config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))

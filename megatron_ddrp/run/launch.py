@@ -103,7 +103,7 @@ def run_rank(main: Callable[[], object]) -> NoReturn:
 def _is_first_on_host() -> bool:
     """Return whether this is the first rank of its host, or rank 0 where no launcher counts the ranks of a host."""
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    return _speaks() if local_rank is None else local_rank == "0"
+    return local_rank == "0" if local_rank else _speaks()
 
 
 @contextlib.contextmanager

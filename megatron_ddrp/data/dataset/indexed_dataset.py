@@ -98,7 +98,7 @@ class IndexedDataset(DatasetIndex):
             digest.update(np.ascontiguousarray(self[int(sequence)]).tobytes())
         return digest.hexdigest()
 
-    @property
+    @cached_property
     def description(self) -> str:
         """Numbers of documents and tokens, and the begin of `sample_digest`: the same for every copy of the files."""
         return f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, digest {self.sample_digest:.12}"

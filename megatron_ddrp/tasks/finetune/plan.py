@@ -92,9 +92,9 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
     """Return the text of the plan: the missing runs, the origin of each encoder, and the expected time."""
     missing = store.missing(sweep.runs)
     to_do = f"{len(missing)} of {len(sweep.runs)} runs to do"
+    tasks = dict.fromkeys(run.task for run in missing or sweep.runs)
+    facts = [f"  {task}: {fact}" for task in tasks for fact in sweep.data[task].facts]
     if sweep.ranks:  # no forecast, since a probe would need all ranks
-        tasks = dict.fromkeys(run.task for run in missing)
-        facts = [f"  {task}: {fact}" for task in tasks for fact in sweep.data[task].facts]
         return "\n".join([f"plan: {to_do}, each on {sweep.ranks.world_size} ranks", *encoder_lines(sweep), *facts])
     options = sweep.options
     lines = [
@@ -104,7 +104,7 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         *encoder_lines(sweep),
     ]
     if not missing:
-        return "\n".join([*lines, *(f"  {name}: {fact}" for name, data in sweep.data.items() for fact in data.facts)])
+        return "\n".join([*lines, *facts])
     forecast = RunForecast(sweep, store)
     for task, count in Counter(run.task for run in missing).items():
         data = sweep.data[task]

@@ -460,6 +460,15 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     ]
 
 
+def test_a_dry_run_of_finished_runs_says_what_was_read(topics, bert_folder, tmp_path, capsys):
+    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run")
+    main(command[:-1])
+    capsys.readouterr()
+    main(command)
+    said = capsys.readouterr().out
+    assert "0 of 1 runs to do" in said and "  topics: valid: animal 4, colour 8, other 9" in said
+
+
 def test_a_mended_tokenizer_is_another_encoder(topics, bert_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = words(topics, bert_folder, out, *GLANCE, "--dry-run")
