@@ -53,7 +53,7 @@ lint: $(STAMP) ## lint, format and types
 docs: $(STAMP) ## the documentation as a site, in site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: $(STAMP) ## the whole test suite, 13 to 28 minutes on 2 cores
+test: $(STAMP) ## the whole test suite, 13 to 30 minutes on 2 cores
 	$(PYTEST) $(TESTS)
 
 check: lint docs ## lint, format, types, the documentation's links and the fast tests
