@@ -23,7 +23,7 @@ from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.compatibility import changed_tokenizer
-from megatron_ddrp.engine.deepspeed_file import read_settings
+from megatron_ddrp.engine.deepspeed_file import read_settings, refuse_old_deepspeed
 from megatron_ddrp.engine.device import (
     allow_tf32,
     check_device,
@@ -34,6 +34,7 @@ from megatron_ddrp.engine.device import (
     rows_for,
     unused_devices,
 )
+from megatron_ddrp.engine.gradient_proof import GradientProof
 from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors, refusals_as_user_errors
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
@@ -70,6 +71,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
         keep_freed_memory()
         bound_kernel_caches()
     allow_tf32(config.training.tf32, ranks.device)
+    agree(refuse_old_deepspeed)
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
@@ -115,6 +117,8 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
             log.say(line)
         log.say(where_we_start(config, resumed))
         agree(lambda: listeners.start(config, progress.iteration, engine.module))
+        if config.training.gradient_proof:
+            GradientProof(engine, config, ranks, log.say)
         run = TrainingRun(config, ranks, engine, log, folder, home, notes)
         progress, request = run.steps(loader, validation, progress, requests)
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0

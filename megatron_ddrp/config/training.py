@@ -57,6 +57,13 @@ class TrainingConfig(Section):
         within=COUNT,
     )
 
+    gradient_proof: bool = option(
+        True,
+        "in the first step of a run, and of a resumed one, compare the gradients that DeepSpeed steps with with the "
+        "sums of what the backward passes gave, for one parameter of each kind, and end the run if they differ by more "
+        "than rounding; --no-gradient-proof trains on with them",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "seq_length_phases", as_tuple(self.seq_length_phases))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,6 +23,10 @@ from megatron_ddrp.config.deepspeed_values import (
     refuse_file,
 )
 from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+LOWEST_DEEPSPEED = "0.19.8"
+"""Lowest version that sums gradients rightly in every layout; pyproject.toml has the same."""
 
 NEVER = 2**62
 """`steps_per_print` of a run whose file gives none: DeepSpeed prints no lines of its own."""
@@ -37,11 +43,8 @@ def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
     loaded = load_file(path)
     _refuse_for_run(path, loaded, config.zero_stage, device_type)
     import_quietly()
-    try:
-        _check_models(path, loaded, config.zero_stage)
-        _check_plain_sections(path, loaded)
-    except ImportError as error:
-        refuse_file(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
+    _check_models(path, loaded, config.zero_stage)
+    _check_plain_sections(path, loaded)
     sums = loaded.get("data_types")
     if isinstance(sums, dict) and sums.get("grad_accum_dtype") == "fp32" and not adds_up_in_fp32(config, loaded):
         refuse_file(
@@ -79,6 +82,22 @@ def settings_without_optimizer(config: Config, from_file: Mapping[str, Any]) -> 
     resolved = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
     check_against(path, decisions(path, adam, options_of(*concerns().values())), resolved)
     return {key: value for key, value in from_file.items() if key != "optimizer"}
+
+
+def deepspeed_version() -> str:
+    """Return the version of the installed DeepSpeed, without importing it."""
+    return importlib.metadata.version("deepspeed")
+
+
+def refuse_old_deepspeed() -> None:
+    """Raise `UserError` for a DeepSpeed that sums gradients wrongly, even if pip was told to install it."""
+    found, lowest = (re.findall(r"\d+", version)[:3] for version in (deepspeed_version(), LOWEST_DEEPSPEED))
+    if list(map(int, found)) < list(map(int, lowest)):
+        raise UserError(
+            f"DeepSpeed {deepspeed_version()} loses gradients in some layouts: pip install "
+            f"'deepspeed>={LOWEST_DEEPSPEED}'",
+            WRONG_ARGUMENTS,
+        )
 
 
 def import_quietly() -> None:

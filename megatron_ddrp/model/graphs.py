@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import Config
@@ -24,7 +24,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.fused import is_nvidia
-from megatron_ddrp.model.stages import Inputs, Layout, State, run_stage
+from megatron_ddrp.model.stages import Inputs, Layout, State, copies_of_weights, run_stage
 
 MOST_SHAPES = 4
 """Shapes of micro-batches that have graphs at the same time; all others run without."""
@@ -96,8 +96,7 @@ class LayerGraph:
     def __init__(self, part: LayerGraphs, layer: EncoderLayer, state: State, is_first: bool) -> None:
         """Capture the forward pass on the memory of `state` and of the weights."""
         self.parameters = tuple(layer.parameters())
-        # DeepSpeed's hooks hold nodes that take the weights' gradients on its first stream, which no capture may reach.
-        leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in layer.named_parameters()}
+        leaves = copies_of_weights(layer)
         self.inputs, self.leaves, self.is_first = state.learned, tuple(leaves.values()), is_first
         self.kept = [part.buffer(name, leaf) for name, leaf in leaves.items()]
         self.forward, self.backward = part.recorder.graph(), part.recorder.graph()
@@ -209,9 +208,8 @@ class LayerGraphs:
         tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in read(state))
         shape = (tensors, layout.full, layout.restarts)
         if shape in self.captured:
-            captured = self.captured[shape]
-            captured.last_use = self.passes
-            return captured.replay(state)
+            self.captured[shape].last_use = self.passes
+            return self.captured[shape].replay(state)
         if shape not in self.seen:  # the first pass compiles its kernels
             self.seen.add(shape)
         elif self._make_room() and not any(layer.attention.reads_runs(layout.full) for layer in self.layers):
@@ -248,8 +246,11 @@ class LayerGraphs:
 
     def _warm_up(self, fixed: State) -> None:
         """Run a forward and a backward pass without effects."""
-        after = self._run_plainly(fixed)
-        leaves = [x for x in (*fixed.learned, *self.tensors) if x.requires_grad]
+        after, leaves = fixed, [x for x in fixed.learned if x.requires_grad]
+        for layer in self.layers:  # on copies: hooks of the weights themselves would run
+            copies = copies_of_weights(layer)
+            leaves += (x for x in copies.values() if x.requires_grad)
+            after = run_stage(layer, after, self.compute_dtype, copies)
         torch.autograd.grad(after.hidden.sum() + after.head_cosine, leaves, allow_unused=True)
 
     def _capture(self, state: State) -> tuple[State, list[LayerGraph]]:

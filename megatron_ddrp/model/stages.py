@@ -234,6 +234,14 @@ def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
     return states.masked_fill(~inside.unsqueeze(-1), 0.0).sum(1) / inside.sum(1, keepdim=True)
 
 
+def copies_of_weights(stage: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters in the memory of a stage's own, without their hooks.
+
+    DeepSpeed's hooks hold nodes that take the weights' gradients on its first stream, which no capture may reach.
+    """
+    return {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in stage.named_parameters()}
+
+
 def run_stage(
     stage: nn.Module, given: Any, compute_dtype: torch.dtype | None, weights: Mapping[str, Tensor] | None = None
 ) -> Any:

@@ -1,9 +1,10 @@
-"""How far the gradients that engines step with are from the exact sums of what their backward passes gave."""
+"""How far the gradients that engines step with are from the exact sums of what their backward passes gave, and what a
+run says of engines whose gradients were changed on the way."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.gradient_proof import GradientProof
 from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
 from megatron_ddrp.parallel.sharding import local_parameters
@@ -33,13 +37,7 @@ def _first_steps(command_lines: list[list[str]], _: Path) -> list[float]:
 
 def error_of_first_step(config: Config) -> float:
     """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters; Σ adds up each micro-batch's gradient in float64."""
-    ranks = place_in_grid(torch.device("cpu"), config.parallel)
-    corpus = Corpus.open(config)
-    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
-    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
-    torch.manual_seed(0)
-    model = build_model(config.model, objective=config.objective)
-    engine = build_engine(model, config, ranks, loader.num_micro_batches)
+    engine, loader, config, ranks = _built(config)
     is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
     assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
     parameters = local_parameters(engine.module)
@@ -56,6 +54,65 @@ def error_of_first_step(config: Config) -> float:
     engine.destroy()
     forget_layout()
     return found[0]
+
+
+def _built(config: Config) -> tuple[Any, BatchLoader, Config, Ranks]:
+    """Return the engine of this rank, its samples, the whole configuration and the place of the rank."""
+    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    corpus = Corpus.open(config)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    torch.manual_seed(0)
+    model = build_model(config.model, objective=config.objective)
+    return build_engine(model, config, ranks, loader.num_micro_batches), loader, config, ranks
+
+
+class Proved(NamedTuple):
+    """What a proof said of a step, and of the next one, of whose gradients one was changed."""
+
+    lines: list[str]
+    error: str
+    compared: list[str]
+    """Names of this rank's compared parameters."""
+
+
+def proofs_by(world_size: int, runs: list[tuple[list[str], str]]) -> list[list[Proved]]:
+    """For each run, `pretrain_bert.py ARGUMENTS` and the parameter to change, what each rank's proof says."""
+    by_rank = run_ranks(world_size, _all_proofs, runs, TIMEOUT)
+    return [[Proved(*proved) for proved in of_ranks] for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _all_proofs(runs: list[tuple[list[str], str]], _: Path) -> list[Proved]:
+    return [_proofs(parse_arguments(words).config, changed) for words, changed in runs]
+
+
+def _proofs(config: Config, changed: str) -> Proved:
+    engine, loader, config, ranks = _built(config)
+    inputs = training_inputs(loader.step(0), config, 1, ranks.device)
+    parameters, lines = local_parameters(engine.module), []
+    hooks = {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
+    proof = GradientProof(engine, config, ranks, lines.append)
+    train_step(engine, inputs, config, ranks, 1)
+    assert "_take_model_step" not in vars(engine) or engine._take_model_step == proof.take_step
+    assert hooks == {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
+    GradientProof(engine, config, ranks, lines.append)
+    seen: list[int] = []
+
+    def lose_a_tenth(gradient: Tensor) -> Tensor:
+        """Change the first micro-batch's gradient, as an engine might; the proof's own hook has run before."""
+        seen.append(1)
+        return gradient * 0.9 if len(seen) == 1 else gradient
+
+    if changed in parameters and ranks.rank == ranks.world_size - 1:
+        parameters[changed].register_hook(lose_a_tenth)
+    error = ""
+    try:
+        train_step(engine, inputs, config, ranks, 2)
+    except UserError as refusal:
+        error = str(refusal) if refusal.agreed else ""
+    engine.destroy()
+    forget_layout()
+    return Proved(lines, error, list(proof.parameters))
 
 
 def _exact_sum(parameter: Tensor) -> Tensor:

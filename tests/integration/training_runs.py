@@ -23,6 +23,7 @@ from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.gradient_proof import GradientProof
 from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import evaluate, train_step
 from megatron_ddrp.model import build_model
@@ -58,6 +59,8 @@ def train_run(config: Config) -> Rows:
     resumed = load_checkpoint(engine, Path(files.load), config, ranks) if files.load else None
     begin = resumed.progress.iteration if resumed else 0
     end = files.exit_interval or config.training.train_iters
+    if config.training.gradient_proof:
+        GradientProof(engine, config, ranks, print)
     for step in range(begin + 1, end + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
         inputs = training_inputs(micro_batches, config, step, ranks.device)

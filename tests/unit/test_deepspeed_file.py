@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,15 @@ from megatron_ddrp import memory
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.config.deepspeed_values import TOP_LEVEL
+from megatron_ddrp.engine import deepspeed_file
 from megatron_ddrp.engine.build import deepspeed_settings
-from megatron_ddrp.engine.deepspeed_file import import_quietly, offload_device, read_settings
+from megatron_ddrp.engine.deepspeed_file import (
+    LOWEST_DEEPSPEED,
+    import_quietly,
+    offload_device,
+    read_settings,
+    refuse_old_deepspeed,
+)
 from megatron_ddrp.errors import UserError
 
 
@@ -141,11 +148,23 @@ def test_a_section_is_checked_at_the_stage_of_the_run(
     assert seen == [2]
 
 
-def test_a_deepspeed_without_these_models_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import_quietly()
-    monkeypatch.setitem(sys.modules, "deepspeed.runtime.precision_config", None)
-    with pytest.raises(UserError, match="this DeepSpeed is too old to check it .*: pip install --upgrade deepspeed"):
-        read(tmp_path, '{"bf16": {"enabled": true}}')
+@pytest.mark.parametrize("version", ["0.17.6", "0.19.7+cu128", "0.9.10"])
+def test_an_older_deepspeed_is_refused_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_file, "deepspeed_version", lambda: version)
+    with pytest.raises(UserError, match=f"DeepSpeed {re.escape(version)} .*: pip install 'deepspeed>=0.19.8'") as error:
+        refuse_old_deepspeed()
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.20.0.dev1", "1.0"])
+def test_a_newer_deepspeed_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_file, "deepspeed_version", lambda: version)
+    refuse_old_deepspeed()
+
+
+def test_the_lowest_deepspeed_is_that_of_the_package() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"deepspeed>={LOWEST_DEEPSPEED}"' in text
 
 
 def test_offload_wants_a_stage_that_shards(tmp_path: Path) -> None:
