@@ -66,11 +66,31 @@ def shared_error(message: str, exit_code: int = FAILURE) -> UserError:
 
 
 @contextlib.contextmanager
+def code_of_others() -> Iterator[None]:
+    """Mark what the block raises as the error of somebody else's code, which nothing here puts into other words.
+
+    The block calls a callback, the source of some texts, or a plug-in's function. As a decorator it marks a function.
+    """
+    try:
+        yield
+    except BaseException as error:
+        error.__dict__.update(is_of_others=True, agreed=False)  # no other rank need raise it
+        raise
+
+
+def is_of_others(error: BaseException) -> bool:
+    """Return whether `code_of_others` has marked an error."""
+    return "is_of_others" in error.__dict__
+
+
+@contextlib.contextmanager
 def refusals_as_user_errors(path: object = None, advice: str = "") -> Iterator[None]:
     """Raise every `OSError` of the block (a full disk, a missing right) as a `UserError` about `path` with `advice`."""
     try:
         yield
     except OSError as error:
+        if is_of_others(error):
+            raise
         raise UserError("; ".join(filter(None, (_refusal(error, path), advice)))) from error
 
 
@@ -101,8 +121,9 @@ def allocations_as_user_errors(advice: str | Callable[[], str] = NEED_LESS) -> I
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error says that the host or a GPU has no memory left."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+    """Return whether an error of ours says that the host or a GPU has no memory left."""
+    says_so = isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    return (says_so or isinstance(error, MemoryError)) and not is_of_others(error)
 
 
 def _short_reason(error: BaseException) -> str:
@@ -151,14 +172,14 @@ def _code_of(main: Callable[[], object], program: str | None) -> int | str:
     except KeyboardInterrupt:
         print_error("interrupted", program)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone (`… | head`)
-        return FAILURE
-    except OSError as error:
-        if error.errno not in _REFUSALS:
+    except (OSError, RuntimeError) as error:
+        if is_of_others(error):
             raise
-        print_error(_refusal(error), program)
-        return FAILURE
-    except RuntimeError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output is gone (`… | head`)
+            return FAILURE
+        if isinstance(error, OSError) and error.errno in _REFUSALS:
+            print_error(_refusal(error), program)
+            return FAILURE
         if not str(error).startswith("Symlink loop"):  # of pathlib, up to Python 3.12
             raise
         print_error(f"{error}; remove the link, or give another path", program)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_ddrp.errors import UserError, lacks_memory
+from megatron_ddrp.errors import UserError, is_of_others, lacks_memory
 
 LARGEST = 1 << 28
 """Largest file in bytes that is read as a whole."""
@@ -38,14 +38,15 @@ _QUIET = RLock()
 def reading(path: object, line: str | Callable[[], str] = "cannot be read: {error}") -> Iterator[None]:
     """Raise whatever a library raises in the block as a `UserError` about `path`; `line` may contain `{error}`.
 
-    Refusals of the operating system keep their own words. A lack of memory passes, and so does a `UserError`.
+    Refusals of the operating system keep their own words. A lack of memory passes, and so do a `UserError` and errors
+    of others (`code_of_others`).
     """
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust code is no `Exception`
-        if lacks_memory(error):
+        if lacks_memory(error) or is_of_others(error):
             raise
         words = line if isinstance(line, str) else line()
         if isinstance(error, OSError) and error.strerror:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,10 +18,10 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.config.deepspeed_values import flatten_keys, load_file
 from megatron_ddrp.config.differences import settings_of_all_ranks
 from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, plugin_files
-from megatron_ddrp.corpus import Corpus, verify_data
-from megatron_ddrp.data.batches.loader import BatchLoader
+from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
+from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
 from megatron_ddrp.engine.build import build_engine, release
-from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
+from megatron_ddrp.engine.checkpoint import Progress, Resumed, check_stored, load_checkpoint
 from megatron_ddrp.engine.compatibility import changed_tokenizer
 from megatron_ddrp.engine.deepspeed_file import read_settings, refuse_old_deepspeed
 from megatron_ddrp.engine.device import (
@@ -35,13 +35,12 @@ from megatron_ddrp.engine.device import (
     unused_devices,
 )
 from megatron_ddrp.engine.gradient_proof import GradientProof
-from megatron_ddrp.errors import ASKED_TO_STOP, allocations_as_user_errors, refusals_as_user_errors
+from megatron_ddrp.errors import allocations_as_user_errors, refusals_as_user_errors
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.agreement import agree, agree_on_long_work, gather_objects, refuse_differences
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run import launch
 from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
 from megatron_ddrp.run.host_memory import bound_kernel_caches, keep_freed_memory
 from megatron_ddrp.run.launch import StopRequests, is_launched
@@ -49,7 +48,9 @@ from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import TrainingRun
 from megatron_ddrp.run.memory_advice import need_less_memory
 from megatron_ddrp.run.plateau import PlateauWatch
-from megatron_ddrp.run.run_folder import RunFolder
+from megatron_ddrp.run.run_folder import RunFolder, sole_writer
+
+WithData: TypeAlias = Callable[[Config], Config]
 
 
 class Trained(NamedTuple):
@@ -61,8 +62,11 @@ class Trained(NamedTuple):
     """Steps of the run so far."""
 
 
-def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
-    """Train on this rank; every rank runs the same code. The process group stays."""
+def train(config: Config, callbacks: Sequence[Callback] = (), with_data: WithData | None = None) -> Trained:
+    """Train on this rank; every rank runs the same code. The process group stays.
+
+    `with_data` makes the data of a run of one rank and returns `config` with them. What needs none is refused before.
+    """
     began, alone = time.monotonic(), not is_launched()
     ranks = process_group.start(config.parallel, settings_of_all_ranks(config))
     if config.training.num_threads:
@@ -76,6 +80,9 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     own_callbacks = agree(lambda: callbacks_of(config.logging))
+    if with_data:
+        check_without_data(config, ranks, folder, load)
+        config = with_data(config)
     verified = agree_on_long_work(partial(verify_data, config) if ranks.first_on_host else tuple)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
@@ -121,13 +128,20 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Trained:
             GradientProof(engine, config, ranks, log.say)
         run = TrainingRun(config, ranks, engine, log, folder, home, notes)
         progress, request = run.steps(loader, validation, progress, requests)
-        code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
-        if code:
-            saved = "" if folder else "; nothing is saved without --save"
-            log.say(f"stopped at step {progress.iteration:,} by {launch.name_of(request)}{saved}")
-        if folder and first:
-            launch.note_exit_code(folder, code)
-    return Trained(code, progress.iteration)
+        return Trained(run.end(progress, request), progress.iteration)
+
+
+def check_without_data(config: Config, ranks: Ranks, folder: Path | None, load: Path | None) -> None:
+    """Raise `UserError` for what would be refused behind the data, as far as that needs none, on one rank."""
+    read_settings(config.parallel, ranks.device.type)
+    count_micro_batches(config.training.global_batch_size, config.training.micro_batch_size, ranks.data_size)
+    tokenizer = tokenizer_flags(with_tokenizer(config, ())).build()
+    config = with_stored_layout(config, load).with_vocabulary(tokenizer.vocab_size)
+    with refusals_as_user_errors(folder), sole_writer(folder) if folder and folder.is_dir() else nullcontext():
+        pass
+    if path := newest(load) if load else None:
+        check_stored(path, config)
+        changed_tokenizer(path, tokenizer)
 
 
 def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: Callbacks | None = None) -> MetricsLog:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,17 +22,17 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_ddrp.arguments import Arguments
 from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
 from megatron_ddrp.commands.pretrain import read_arguments, rehearse
+from megatron_ddrp.config import Config
 from megatron_ddrp.config.option import flag_words
 from megatron_ddrp.config.reading import Option, options_of
 from megatron_ddrp.data.preprocess.python_texts import texts_as_file
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
 from megatron_ddrp.foreign import parse_json, read_json
 from megatron_ddrp.run.guest import guest
-from megatron_ddrp.run.launch import is_launched
+from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.run.sizing import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -117,22 +116,26 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
     `datasets.Dataset`; they are preprocessed first, beside `save` or in a temporary folder.
     `callbacks` are objects of classes derived from `megatron_ddrp.run.callbacks.Callback`.
     """
-    words = given_words(settings)
+    from megatron_ddrp.run.callbacks import RowList, checked_callbacks
+
+    words, members = given_words(settings), checked_callbacks(callbacks)
     if texts is not None and settings.get("data_path") is not None:
         raise UserError("texts and data_path exclude each other: give one of them", WRONG_ARGUMENTS)
+    if texts is not None and launched_world_size() > 1:
+        raise UserError("texts are for one process: before the launch, call preprocess and give its data_path")
     with as_command("pretrain", words), ExitStack() as stack:
         arguments = read_arguments(words if texts is None else [*words, "--data-path", "texts"])
-        if texts is not None:
-            made = stack.enter_context(dataset_of(texts, arguments))
-            arguments = replace(arguments, config=arguments.config.replace(data={"data_path": tuple(made)}))
-        if arguments.dry_run:
-            rehearse(arguments)
+        if arguments.dry_run:  # which takes no text
+            data = {"data_path": None if texts is not None else arguments.config.data.data_path}
+            rehearse(replace(arguments, config=arguments.config.replace(data=data)))
             return Run(None, 0, False, [])
-        from megatron_ddrp.run.callbacks import RowList
         from megatron_ddrp.train import train
 
+        def with_data(config: Config) -> Config:
+            return stack.enter_context(dataset_of(texts, config))
+
         kept = RowList()
-        trained = train(arguments.config, [kept, *callbacks])
+        trained = train(arguments.config, [kept, *members], None if texts is None else with_data)
     save = arguments.config.checkpoint.save
     return Run(Path(save) if save else None, trained.iteration, bool(trained.code), kept.rows)
 
@@ -153,7 +156,7 @@ def train_tokenizer(*, texts: Iterable[Any] | None = None, **settings: Any) -> P
     """Learn a vocabulary from `input` files or from `texts`, as `preprocess` takes them; return its file."""
     with input_of(texts, settings) as given:
         run_command("train-tokenizer", given)
-    return Path(settings["output"])
+    return path_of(settings, "output")
 
 
 @takes_flags_of("plan", plugins=False)
@@ -167,7 +170,7 @@ def plan(**settings: Any) -> Plan:
 def convert(**settings: Any) -> Path:
     """Convert a checkpoint to a Hugging Face folder, or back; return the folder."""
     run_command("convert", settings)
-    return Path(settings["output"])
+    return path_of(settings, "output")
 
 
 @takes_flags_of("finetune")
@@ -191,7 +194,7 @@ def minimal_pairs(**settings: Any) -> Results:
 @takes_flags_of("compare", plugins=False)
 def compare(plan: Any, **settings: Any) -> Results:
     """Train and score the models of a plan, or take files of rows, and write one page."""
-    plans = [os.fspath(each) for each in ([plan] if isinstance(plan, (str, os.PathLike)) else plan)]
+    plans = given_words({"plan": [*plan] if isinstance(plan, Iterator) else plan})[1:]
     found = results_of("compare", settings, "page.md", "rows.jsonl", "results.json", plans)
     files = [file for file in plans if file.endswith(".jsonl")] or [*filter(None, [settings.get("rows")])]
     rows = {row["run"]: row for file in files for row in rows_in(Path(file))}  # a later row of a run is its new one
@@ -202,7 +205,7 @@ def compare(plan: Any, **settings: Any) -> Results:
 def report(**settings: Any) -> Path:
     """Write a short report of a run, with its curves; return its page."""
     run_command("report", settings)
-    return Path(settings["output_dir"]) / "report.md"
+    return path_of(settings, "output_dir") / "report.md"
 
 
 def results_of(
@@ -210,12 +213,12 @@ def results_of(
 ) -> Results:
     """Run a command and return what it wrote; a file that it left out counts as empty, as after a dry run.
 
-    Raises `UserError` on the ranks of a launcher, where its runs would end their script.
+    Raises `UserError` on several ranks, where its runs would end their script.
     """
-    if is_launched():
+    if launched_world_size() > 1:
         raise UserError(f"{name} is for one process: on ranks, start the command {PROGRAM} {name} by the launcher")
     run_command(name, settings, words)
-    folder = Path(settings["output_dir"])
+    folder = path_of(settings, "output_dir")
     text, numbers = folder / page, folder / summary
     return Results(
         folder,
@@ -257,6 +260,11 @@ def given_words(settings: Mapping[str, Any]) -> list[str]:
     return flag_words((name, value) for name, value in settings.items() if value is not None)
 
 
+def path_of(settings: Mapping[str, Any], name: str) -> Path:
+    """Return the path that a keyword names, as the command line reads it."""
+    return Path(given_words({name: settings[name]})[1])
+
+
 @contextmanager
 def input_of(texts: Iterable[Any] | None, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the keywords of a command that reads text, with `texts` as its `input`."""
@@ -265,21 +273,19 @@ def input_of(texts: Iterable[Any] | None, settings: Mapping[str, Any]) -> Iterat
         return
     if settings.get("input") is not None:
         raise UserError("texts and input exclude each other: give one of them", WRONG_ARGUMENTS)
-    keys = settings.get("json_keys") or ("text",)
-    with texts_as_file(texts, (keys,) if isinstance(keys, str) else tuple(keys)) as path:
+    _, *keys = given_words({"json_keys": settings.get("json_keys") or "text"})
+    with texts_as_file(texts, keys) as path:
         yield {**settings, "input": path}
 
 
 @contextmanager
-def dataset_of(texts: Iterable[Any], arguments: Arguments) -> Iterator[list[str]]:
-    """Yield the prefixes of the preprocessed texts, with the tokenizer of the run.
+def dataset_of(texts: Any, config: Config) -> Iterator[Config]:
+    """Yield the configuration with the texts as its data, preprocessed with the tokenizer of the run.
 
-    They lie beside `save`; without it, or for a dry run, in a temporary folder.
+    They lie beside `save`; without it, in a temporary folder.
     """
-    if is_launched():
-        raise UserError("texts are for one process: before the launch, call preprocess and give its data_path")
-    save, data = arguments.config.checkpoint.save, arguments.config.data
     with tempfile.TemporaryDirectory() as temporary:
-        prefix = f"{temporary}/texts" if arguments.dry_run or not save else f"{Path(save)}-texts"
-        tokenizer = {name: getattr(data, name) for name in ("vocab_file", "tokenizer_type", "tokenizer_model")}
-        yield preprocess(texts=texts, output_prefix=prefix, overwrite=True, **tokenizer)
+        prefix = f"{Path(config.checkpoint.save)}-texts" if config.checkpoint.save else f"{temporary}/texts"
+        tokenizer = {name: getattr(config.data, name) for name in ("vocab_file", "tokenizer_type", "tokenizer_model")}
+        made = preprocess(texts=texts, output_prefix=prefix, overwrite=True, **tokenizer)
+        yield config.replace(data={"data_path": tuple(made)})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from megatron_ddrp.errors import UserError
@@ -42,10 +44,15 @@ def flag(field_name: str) -> str:
 
 
 def flag_words(settings: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return settings as words of a command line: `("bf16", True)` as `--bf16`, `("bf16", False)` as `--no-bf16`."""
+    """Return settings as words of a command line: `("bf16", True)` as `--bf16`, `("bf16", False)` as `--no-bf16`.
+
+    Raises `UserError` for a value of a type that no flag has.
+    """
     typed = []
     for name, value in settings:
         values = value if isinstance(value, (tuple, list)) else () if isinstance(value, bool) else (value,)
+        if not all(isinstance(each, (str, PurePath, numbers.Number)) for each in values):
+            refuse(f"{name}={value!r:.60}: expected a text, a path, a number, True, False, or a list of these")
         typed += [flag(f"no_{name}" if value is False else name), *map(str, values)]
     return typed
 
@@ -95,6 +102,14 @@ def as_tuple(words: str | Iterable[str]) -> tuple[str, ...]:
 def as_words(numbers: Mapping[str, float]) -> tuple[str, ...]:
     """Return numbers as the words that `own_numbers` takes."""
     return tuple(f"{name}={number!r}" for name, number in numbers.items())
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number of Python, numpy or torch as a float; None for anything else."""
+    try:
+        return None if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
 
 
 class Section:

@@ -14,13 +14,13 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, code_of_others
 
 PLUGINS: dict[str, Path] = {}
 """Place in a table that a plug-in added → the plug-in's file."""
@@ -35,11 +35,12 @@ class NotRegistered(UserError):
 class Table(dict[str, str]):
     """Name → "module:Class", or "module:function", of one kind of extension."""
 
-    def __init__(self, flag: str, base: str | None, places: Mapping[str, str], needs: str = "") -> None:
-        """Keep the flag that takes the names, the place of the base of the classes, None for functions, and the name
-        of an attribute that each needs."""
+    def __init__(self, flag: str, base: str, places: Mapping[str, str], needs: str = "") -> None:
+        """Keep the flag that takes the names, the place of the base of the classes, empty for functions, with the
+        arguments of both, and the name of an attribute that each needs."""
         super().__init__(places)
-        self.flag, self.base, self.needs = flag, base, needs
+        self.flag, self.needs = flag, needs
+        self.base, _, self.takes = base.partition("(")
 
     def find(self, name: str) -> Any:
         """Return the class or function of a name. Raises `NotRegistered` for an unknown one."""
@@ -62,12 +63,18 @@ class Table(dict[str, str]):
 
     def fault(self, found: Any) -> str | None:
         """Return the words for a value that a plug-in may not bring; None if it fits."""
-        if self.base is None:
-            words = f"expected a function with an attribute {self.needs}" if self.needs else "expected a function"
-            return None if inspect.isfunction(found) and hasattr(found, self.needs or "__name__") else words
-        base = _at(self.base)
-        fits = isinstance(found, type) and issubclass(found, base)
-        return None if fits else f"expected a class derived from {base.__name__}"
+        base = _at(self.base) if self.base else None
+        kind = f"a class derived from {base.__name__}" if base else "a function"
+        if not (isinstance(found, type) and issubclass(found, base) if base else inspect.isfunction(found)):
+            return f"expected {kind}"
+        if self.needs and not isinstance(getattr(found, self.needs, None), Collection):
+            return f"expected {kind} with an attribute {self.needs}, a list"
+        if missing := getattr(found, "__abstractmethods__", ()):
+            return f"expected {kind} that defines {', '.join(sorted(missing))}"
+        with suppress(TypeError):
+            inspect.signature(found).bind(*filter(None, self.takes.rstrip(")").split(", ")))
+            return None
+        return f"expected {kind} that takes ({self.takes}" if self.takes else None
 
 
 _POSITIONS = "megatron_ddrp.model.positions"
@@ -97,12 +104,12 @@ ENCODING_WORDS = "; ".join(f"{name}: {words}" for name, (_, words) in _ENCODINGS
 
 ENCODINGS = Table(
     "--position-encoding",
-    f"{_POSITIONS}:PositionEncoding",
+    f"{_POSITIONS}:PositionEncoding(config)",
     {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.items()},
 )
 OBJECTIVES = Table(
     "--objective",
-    f"{_OBJECTIVES}.contract:Objective",
+    f"{_OBJECTIVES}.contract:Objective(config)",
     {
         "mlm": f"{_OBJECTIVES}.mlm:MaskedLM",
         "mth": f"{_OBJECTIVES}.mth:Mth",
@@ -114,7 +121,7 @@ OBJECTIVES = Table(
 )
 MASKINGS = Table(
     "--masking",
-    f"{_UNITS}:Masking",
+    f"{_UNITS}:Masking()",
     {"whole-word": f"{_UNITS}:WholeWord", "token": f"{_UNITS}:Token", "ngram": f"{_UNITS}:Ngram"},
 )
 OPTIMIZERS = Table(
@@ -124,18 +131,18 @@ OPTIMIZERS = Table(
 )
 SCHEDULES = Table(
     "--lr-decay-style",
-    None,
+    "(step, warmup, last, config)",
     {
         name: f"megatron_ddrp.engine.schedules:{name.replace('-', '_')}"
         for name in ("linear", "cosine", "constant", "inverse-square-root", "wsd")
     },
 )
-CALLBACKS = Table("--plugin", "megatron_ddrp.run.callbacks:Callback", {})
-METRICS = Table("--metric", None, {}, needs="kinds")
+CALLBACKS = Table("--plugin", "megatron_ddrp.run.callbacks:Callback()", {})
+METRICS = Table("--metric", "(labels, predictions)", {}, needs="kinds")
 """Metrics of plug-ins; the package's stand in each kind of task."""
 KINDS = Table(
     "--kind",
-    f"{_KINDS}.contract:Kind",
+    f"{_KINDS}.contract:Kind()",
     {
         "classification": f"{_KINDS}.sequences:Classification",
         "multi-label": f"{_KINDS}.multi_label:MultiLabel",
@@ -211,12 +218,16 @@ def load_plugin(path: Path) -> None:
     brought = []
     module = _run(path)
     for table_name, table in TABLES.items():
-        for name, found in getattr(module, table_name, {}).items():
+        named = getattr(module, table_name, {})
+        if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+            raise _refusal(path, f"{table_name} is {named!r:.60}: expected a dictionary, name → class or function")
+        for name, found in named.items():
             if name in table:
                 raise _refusal(path, f"{table_name} names {name!r}, which is taken: choose another name")
             if expected := table.fault(found):
                 raise _refusal(path, f"{table_name}[{name!r}] is {found!r:.60}: {expected}")
-            setattr(module, f"{table_name}.{name}", found)  # two classes may have the same __name__
+            kept = found if table.base else code_of_others()(found)
+            setattr(module, f"{table_name}.{name}", kept)  # two classes may have the same __name__
             brought.append((table, name, f"{module.__name__}:{table_name}.{name}"))
     if not brought:
         raise _refusal(path, f"adds nothing: expected one of {', '.join(TABLES)} = {{name: class}} in it")
@@ -235,7 +246,7 @@ def _run(path: Path) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _refusal(path, f"{type(error).__name__}: {error}") from error
     return module

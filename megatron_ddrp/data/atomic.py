@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, is_of_others
 
 AnyPath = str | os.PathLike[str]
 
@@ -63,7 +63,7 @@ def atomic_file(path: AnyPath, mode: int | None = None) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         sync_folder(target.parent)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None and not is_of_others(error):
             error.filename = str(path)  # a full disk says no name
         with contextlib.suppress(OSError):
             temporary.unlink()

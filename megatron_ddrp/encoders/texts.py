@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ddrp.data.preprocess.python_texts import refuse_no_list
 from megatron_ddrp.encoders.encoder import Encoder
 from megatron_ddrp.encoders.rows import Encoded, RowWriter, text_row, whole_length
 from megatron_ddrp.errors import UserError
@@ -28,15 +29,7 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
     Warns the caller's caller when texts were cut or have no known piece. Raises `UserError` for anything but texts.
     """
     is_one = isinstance(texts, (str, tuple))
-    if not isinstance(texts, Iterable):
-        raise UserError(
-            f"texts={texts!r:.60}: expected a string, a tuple of two strings for a pair, or a list of these"
-        )
-    if any(hasattr(texts, name) for name in ("keys", "columns")) and not hasattr(texts, "tolist"):
-        raise UserError(
-            f"texts is a table ({type(texts).__name__}), expected a list of texts; give one of its columns, such as "
-            'table["text"]'
-        )
+    refuse_no_list(texts, "a string, a tuple of two strings for a pair, or a list of these")
     sides = [_sides(text, place) for place, text in enumerate([texts] if is_one else texts)]
     longest = encoder.max_length if max_length is None else max_length
     if not (_is_whole(longest) and SHORTEST <= longest <= encoder.max_length):

@@ -195,12 +195,9 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
         return None
 
     def read() -> tuple[dict[str, Any], Config, dict[Moments, files.StoredTensors]]:
-        state = files.read_state(path)
-        theirs = Config.from_dict(state["config"])
-        check_architecture(path, theirs, config, state["iteration"])
+        state, theirs = check_stored(path, config)
         stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
-            check_optimizer(path, theirs.optimizer, config.optimizer)
             stored[held.all_moments] = files.StoredTensors(path, files.OPTIMIZER)
         for moments, tensors in stored.items():
             held.check(tensors, moments)
@@ -221,6 +218,16 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     own_layout = layout(config.parallel.zero_stage, config.training.precision, ranks)
     changes = (*changed_layout(state["layout"], own_layout), *changed_settings(state["config"], config))
     return Resumed(resumed_progress(path, state, theirs, config), path, (*remarks, *changes))
+
+
+def check_stored(path: Path, config: Config) -> tuple[dict[str, Any], Config]:
+    """Return a checkpoint's state and configuration. Raises `UserError` unless a run of `config` can begin there."""
+    state = files.read_state(path)
+    theirs = Config.from_dict(state["config"])
+    check_architecture(path, theirs, config, state["iteration"])
+    if not state.get(files.WEIGHTS_ONLY):
+        check_optimizer(path, theirs.optimizer, config.optimizer)
+    return state, theirs
 
 
 def resumed_progress(path: Path, state: Mapping[str, Any], theirs: Config, config: Config) -> Progress:

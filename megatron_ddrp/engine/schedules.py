@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from megatron_ddrp.config import OptimizerConfig
+from megatron_ddrp.config.option import as_number
 from megatron_ddrp.config.registry import SCHEDULES
 from megatron_ddrp.errors import shared_error
 
@@ -26,10 +27,11 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
         return config.lr * step / warmup
     if step - 1 > last and config.lr_decay_style != "constant":
         return config.min_lr
-    share = SCHEDULES.find(config.lr_decay_style)(step, warmup, last, config)
-    if not (isinstance(share, (int, float)) and 0 <= share < math.inf):
+    given = SCHEDULES.find(config.lr_decay_style)(step, warmup, last, config)
+    share = as_number(given)
+    if share is None or not 0 <= share < math.inf:
         raise shared_error(
-            f"--lr-decay-style {config.lr_decay_style} gave {share!r:.60} for step {step}: expected a share of at "
+            f"--lr-decay-style {config.lr_decay_style} gave {given!r:.60} for step {step}: expected a share of at "
             "least 0"
         )
     return config.min_lr + (config.lr - config.min_lr) * share

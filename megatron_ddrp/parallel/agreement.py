@@ -26,18 +26,19 @@ def gather_objects(item: T) -> list[T]:
 
 
 def agree(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if any rank raises a `UserError`, raise that one error on all of them.
+    """Run `action` on every rank; if any rank raises a `UserError`, raise one on all of them, the same if one failed.
 
     Without this, a rank that stops alone leaves the others waiting in their next collective call until the timeout.
     """
-    result, message = None, None
+    result, own, message = None, None, None
     try:
         result = action()
     except UserError as error:
-        message = (str(error), error.exit_code)
+        own, message = error, (str(error), error.exit_code)
+        own.agreed = True
     failures = [failure for failure in gather_objects(message) if failure is not None]
     if failures:
-        raise shared_error(*failures[0])
+        raise own or shared_error(*failures[0])
     return result  # type: ignore[return-value]
 
 

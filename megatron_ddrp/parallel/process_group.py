@@ -19,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import UserError, print_error
+from megatron_ddrp.errors import UserError, is_of_others, print_error
 from megatron_ddrp.parallel.agreement import refuse_differences
 from megatron_ddrp.parallel.rendezvous import complete_environment, join
+
+DEFAULTS = dist.distributed_c10d
+"""Module with torch's timeouts of new process groups, `default_pg_timeout` and `default_pg_nccl_timeout`."""
 
 
 class Ranks(NamedTuple):
@@ -75,7 +78,7 @@ def start(config: ParallelConfig, settings: Mapping[str, str] | None = None) -> 
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     # DeepSpeed sets no timeout for its own groups, so they would wait torch's half hour for a host that is gone.
-    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
+    DEFAULTS.default_pg_timeout = DEFAULTS.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         join("nccl" if device.type == "cuda" else "gloo", timeout)
     if settings:
@@ -152,7 +155,8 @@ def lost_rank_in_one_line() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not re.search(r"gloo|NCCL", str(error)):
+        of_ranks = isinstance(error, dist.DistError) or re.search(r"gloo|NCCL", str(error))
+        if not of_ranks or is_of_others(error):
             raise
         cause = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0].splitlines()[0]
         rank = os.environ.get("RANK", 0)

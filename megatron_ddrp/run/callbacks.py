@@ -8,13 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.config import Config, LoggingConfig
+from megatron_ddrp.config.option import as_number
 from megatron_ddrp.config.registry import CALLBACKS
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, code_of_others, need_packages
 from megatron_ddrp.run.launch import BY_CALLBACK, StopRequests
 
 if TYPE_CHECKING:
@@ -73,9 +75,10 @@ class Callbacks:
         """Return the columns of all callbacks for a row. Raises `UserError` for a name that the row has already."""
         own: dict[str, float] = {}
         for callback in self._started:
-            for name, value in (self._tell(callback, "columns") or {}).items():
+            given = self._tell(callback, "columns")
+            for name, value in given.items() if isinstance(given, Mapping) else [(given, None)] * (given is not None):
                 number = as_number(value)
-                if name in row or name in own or not isinstance(name, str) or number is None:
+                if not isinstance(name, str) or name in row or name in own or number is None:
                     raise UserError(
                         f"{type(callback).__name__}.columns() gave {name!r}: {value!r:.60}; expected a name of its "
                         "own, which no other column has, and a number"
@@ -84,19 +87,15 @@ class Callbacks:
         return own
 
     def end(self) -> None:
-        """End every callback that was started, also if one of them fails; the first failure is raised."""
-        failures = []
-        for callback in self._started:
-            try:
-                self._tell(callback, "on_end")
-            except Exception as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        """End every callback that was started, the first one last, also if others fail; its own failure is raised."""
+        with ExitStack() as stack:
+            for callback in self._started:
+                stack.callback(self._tell, callback, "on_end")
 
     def _tell(self, callback: Callback, event: str, *given: Any) -> Any:
         try:
-            return getattr(callback, event)(*given)
+            with nullcontext() if type(callback).__module__.startswith("megatron_ddrp.") else code_of_others():
+                return getattr(callback, event)(*given)
         except StopTraining:
             if self._requests is not None:
                 self._requests.received = BY_CALLBACK
@@ -176,12 +175,13 @@ class Tracker(Callback):
             self._run.finish()
 
 
-def as_number(value: Any) -> float | None:
-    """Return a number of Python, numpy or torch as a float; None for anything else."""
-    try:
-        return None if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        return None
+def checked_callbacks(given: Any) -> list[Callback]:
+    """Return the callbacks that a caller gives. Raises `UserError` for anything but objects of `Callback`'s classes."""
+    members: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(member, Callback) for member in members):
+        expected = "expected a list of objects of classes derived from Callback, as in callbacks=[Mine()]"
+        raise UserError(f"callbacks={given!r:.60}: {expected}", WRONG_ARGUMENTS)
+    return members
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +191,8 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def callbacks_of(logging: LoggingConfig) -> list[Callback]:
     """Return the callbacks that flags and plug-ins name. Raises `UserError` for a missing package."""
-    found: list[Callback] = [CALLBACKS.find(name)() for name in CALLBACKS]
+    with code_of_others():
+        found: list[Callback] = [CALLBACKS.find(name)() for name in CALLBACKS]
     for wanted, package, name, make in (
         (logging.tensorboard_dir, "tensorboard", "--tensorboard-dir", TensorBoard),
         (logging.wandb_project, "wandb", "--wandb-project", Tracker),

@@ -37,7 +37,7 @@ def guest() -> Iterator[None]:
     alone = not is_launched()
     with plugins_forgotten_after(), ExitStack() as stack:
         stack.callback(_restore_environment, dict(os.environ))
-        for number in SIGNALS:
+        for number in (*SIGNALS, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
         stack.callback(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it for its process groups
         stack.callback(random.setstate, random.getstate())
@@ -81,6 +81,8 @@ def _keep_torch(stack: ExitStack, alone: bool) -> None:
         raise UserError("this process already has a process group: end the other library's distributed run first")
     stack.enter_context(torch.random.fork_rng())
     stack.callback(setattr, torch.nn.functional, "linear", torch.nn.functional.linear)  # ZeRO 3 replaces it
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        stack.callback(setattr, process_group.DEFAULTS, name, getattr(process_group.DEFAULTS, name))
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     mode, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

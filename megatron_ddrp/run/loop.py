@@ -17,14 +17,14 @@ from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
 from megatron_ddrp.engine.step import HostCopy, StepResult, evaluate
-from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
+from megatron_ddrp.errors import ASKED_TO_STOP, UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.objectives.contract import losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.agreement import agree
 from megatron_ddrp.parallel.process_group import Ranks, largest_on_device, largest_over_ranks
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
-from megatron_ddrp.run.launch import StopRequests
+from megatron_ddrp.run.launch import StopRequests, name_of, note_exit_code
 from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities, terms
 from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.run_folder import RunFolder
@@ -102,6 +102,16 @@ class TrainingRun:
                 break
         return progress, request
 
+    def end(self, progress: Progress, request: int) -> int:
+        """Report the end of the run, also in DIR/exit_code, and return its code, which `Trained.code` describes."""
+        code = ASKED_TO_STOP if request and progress.iteration < self.config.training.train_iters else 0
+        if code:
+            saved = "" if self.folder else "; nothing is saved without --save"
+            self.log.say(f"stopped at step {progress.iteration:,} by {name_of(request)}{saved}")
+        if self.folder and self.ranks.rank == 0:
+            note_exit_code(self.folder, code)
+        return code
+
     def say(self, lines: Sequence[str]) -> None:
         """Print lines for people."""
         for line in lines:
@@ -175,15 +185,15 @@ class TrainingRun:
         try:
             agree(self._restore)
             saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, since, notes)
-            self.log.say(f"saved {saved}")
-            self.log.callbacks.tell("on_checkpoint", saved)
-            return progress.iteration
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:
                 raise shared_error(f"{line}; start the same command again to resume from there") from error
             self.log.say(f"{line}; training continues")
             return since
+        self.log.say(f"saved {saved}")
+        self.log.callbacks.tell("on_checkpoint", saved)  # whose errors are no errors of the save
+        return progress.iteration
 
     def _restore(self) -> None:
         """Write deleted files of the `--save` folder again, on rank 0, and report it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -89,16 +88,17 @@ class RunFolder:
 
     def _keep_plugins(self) -> list[str]:
         """Copy new or changed files that `--plugin` loaded, as a record; return the names of the copies."""
-        folder, written = self.path / PLUGIN_FOLDER, []
+        folder, written, codes = self.path / PLUGIN_FOLDER, [], [code for _, code in self._plugins]
         for name, code in self._plugins:
             folder.mkdir(exist_ok=True)
-            if code not in [path.read_bytes() for path in folder.iterdir() if path.is_file()]:
-                names = itertools.chain((name,), (f"{Path(name).stem}-{number}.py" for number in itertools.count(2)))
-                written.append(next(free for free in names if not (folder / free).exists()))
+            kept = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
+            if code not in kept.values():
+                names = [name, *(f"{Path(name).stem}-{number}.py" for number in range(2, len(kept) + 2))]
+                written.append(next(free for free in names if free not in kept))
                 write_bytes(folder / written[-1], code)
-                if written[-1] != name:
-                    kept = f"{PLUGIN_FOLDER}/{written[-1]}"
-                    self.remarks.append(f"--plugin {name}: changed since the run began; its new code is kept as {kept}")
+                if any(kept.get(each, code) not in codes for each in names):  # no other plug-in of this name has it
+                    copy = f"{PLUGIN_FOLDER}/{written[-1]}"
+                    self.remarks.append(f"--plugin {name}: changed since the run began; its new code is kept as {copy}")
         return [f"{PLUGIN_FOLDER}/{name}" for name in written]
 
     def restore(self) -> list[str]:

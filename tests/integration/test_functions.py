@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import json
 import os
 import random
 import signal
+import sqlite3
 import sys
 import threading
 import warnings
@@ -22,12 +24,13 @@ import pytest
 import torch
 
 import megatron_ddrp
-from megatron_ddrp import preprocess, pretrain, report, train_tokenizer
+from megatron_ddrp import compare, finetune, minimal_pairs, preprocess, pretrain, report, train_tokenizer
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.callbacks import Callback, StopTraining
-from megatron_ddrp.run.launch import SIGNALS
+from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.tasks.compare.running import stop_on_sigterm
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
 
@@ -43,7 +46,7 @@ def state_of_process() -> list[Any]:
     """Return all that a run could change for other libraries, in a form that can be compared."""
     return [
         {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        {number: signal.getsignal(number) for number in SIGNALS},
+        {number: signal.getsignal(number) for number in signal.valid_signals()},
         list(sys.argv),
         sys.excepthook,
         torch.nn.functional.linear,
@@ -55,6 +58,8 @@ def state_of_process() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.distributed.is_initialized(),
+        torch.distributed.distributed_c10d.default_pg_timeout,
+        torch.distributed.distributed_c10d.default_pg_nccl_timeout,
     ]
 
 
@@ -85,6 +90,15 @@ def hashes(folder: Path) -> dict[str, str]:
     assert path is not None
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != "state.json")
     return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+class Frame:
+    """A table that iterates over the names of its columns, as those of pandas do."""
+
+    columns = ("text", "label")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
 
 
 class At(Callback):
@@ -147,6 +161,79 @@ def test_a_run_that_ended_early_resumes_bit_for_bit(
     assert resumed.rows[-1]["loss"] == whole.rows[-1]["loss"]
 
 
+class Scorer(Callback):
+    """Calls `act` with every checkpoint."""
+
+    def __init__(self, act: Callable[[Path], Any]) -> None:
+        self.act = act
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.act(path)
+
+
+def test_an_error_about_a_checkpoint_reaches_the_caller_and_deletes_none(settings: Settings, tmp_path: Path) -> None:
+    """It comes with the third one: those before it, also milestones, and its own stay, and the run resumes there."""
+    mine, seen = UserError("mine"), list[str]()
+
+    def score(path: Path) -> None:
+        seen.append(path.name)
+        if len(seen) == 3:
+            raise mine
+
+    own = settings | {"save": tmp_path / "run", "load": tmp_path / "run", "save_interval": 1, "milestone_interval": 2}
+    own |= {"keep_last": 2, "train_iters": 5}
+    with pytest.raises(UserError) as raised:
+        pretrain(**own, callbacks=[Scorer(score)])
+    assert raised.value is mine
+    assert (
+        sorted(path.name for path in (tmp_path / "run").glob("iter_*")) == ["iter_0000002", "iter_0000003"] == seen[1:]
+    )
+    assert [row["iteration"] for row in pretrain(**own).rows] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("cannot allocate my thing"), MemoryError("mine"), UserError("mine"), BrokenPipeError("mine")],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("event", ["on_start", "columns", "on_step", "on_validation", "on_checkpoint", "on_end"])
+def test_an_error_of_a_callback_stays_its_own(event: str, error: Exception, settings: Settings, tmp_path: Path) -> None:
+    own = type("Own", (Callback,), {event: lambda *_: fail(error)})()
+    with pytest.raises(type(error)) as raised:
+        pretrain(**settings | {"train_iters": 1, "eval_interval": 1, "save": tmp_path / "run"}, callbacks=[own])
+    assert raised.value is error
+
+
+def test_the_functions_work_in_a_callback(settings: Settings, tmp_path: Path) -> None:
+    """The run around them gives the same numbers, and each gives the results that it gives alone."""
+    table = "\n".join(json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(documents()[:8]))
+    (tmp_path / "table.jsonl").write_text(table, encoding="utf-8")
+    (tmp_path / "pairs").mkdir()
+    pair = json.dumps({"sentence_good": "a good line", "sentence_bad": "a line good"})
+    (tmp_path / "pairs" / "order.jsonl").write_text(pair + "\n", encoding="utf-8")
+    corpus = {"data_path": [str(settings["data_path"])], "vocab_file": str(settings["vocab_file"])}
+    models = [{"name": name, "encoding": name, "objective": "mlm"} for name in ("absolute", "nope")]
+    plan = {"models": models, "seeds": 1, "budget": {"steps": 2}, "corpus": corpus}
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan), encoding="utf-8")
+    files = {"train": tmp_path / "table.jsonl", "valid": tmp_path / "table.jsonl", "seeds": 1, "epochs": 1}
+    found: list[Any] = []
+
+    def score(path: Path) -> None:
+        out = tmp_path / f"out{len(found)}"
+        (row,) = finetune(**files, load=path, output_dir=out / "tasks").rows
+        (pairs,) = minimal_pairs(data_dir=tmp_path / "pairs", load=path, workers=1, output_dir=out / "pairs").rows
+        run = pretrain(texts=documents(), **settings | {"train_iters": 1, "data_path": None})
+        found.append((row["score"], pairs["good"], run.rows[-1]["loss"]))
+        assert compare(tmp_path / "plan.yaml", output_dir=out / "plan", dry_run=True).rows == []
+
+    own = settings | {"train_iters": 2, "save_interval": 2, "hidden_dropout": 0.1}
+    alone = pretrain(**own, save=tmp_path / "alone")
+    with_functions = pretrain(**own, save=tmp_path / "run", callbacks=[Scorer(score)])
+    assert [row["loss"] for row in with_functions.rows] == [row["loss"] for row in alone.rows]
+    score(with_functions.path / "iter_0000002")  # type: ignore[operator]
+    assert found[0] == found[1]
+
+
 def test_two_interrupts_end_a_run_at_once(settings: Settings) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
     try:
@@ -193,6 +280,26 @@ def test_a_callback_sees_the_run_and_adds_a_column(settings: Settings, tmp_path:
     assert [row.get("embedding_norm", 0) > 0 for row in rows] == [True, True, False]
 
 
+def test_all_signals_and_timeouts_are_set_back() -> None:
+    """`process_is_left_as_it_was` compares them."""
+    with guest():
+        stop_on_sigterm()
+        assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+
+
+@pytest.mark.parametrize("callbacks", [Norm(), [Norm], None, 5, "Norm", [None], {"norm": Norm()}], ids=repr)
+def test_what_is_no_list_of_callbacks_is_refused(callbacks: Any, settings: Settings) -> None:
+    with pytest.raises(UserError, match="callbacks=.*: expected a list of objects of classes derived from Callback"):
+        pretrain(**settings, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("given", [[1.0], "loss", 5])
+def test_columns_that_are_no_dictionary_are_refused(given: Any, settings: Settings) -> None:
+    wrong = type("Wrong", (Callback,), {"columns": lambda _: given})()
+    with pytest.raises(UserError, match=r"Wrong.columns\(\) gave .*; expected a name of its own"):
+        pretrain(**settings, callbacks=[wrong])
+
+
 @pytest.mark.parametrize("name", ["loss", 3])
 def test_a_column_cannot_take_the_name_of_another(name: Any, settings: Settings) -> None:
     with pytest.raises(UserError, match=r"Norm.columns\(\) gave .*expected a name of its own"):
@@ -209,6 +316,8 @@ def test_a_column_cannot_take_the_name_of_another(name: Any, settings: Settings)
         ({"vocab_file": "nowhere.txt"}, "nowhere.txt"),
         ({"num_attention_heads": 5}, "--num-attention-heads"),
         ({"texts": ["A text."]}, "texts and data_path exclude each other"),
+        ({"save": b"run"}, "save=b'run': expected a text, a path, a number"),
+        ({"lr": {1e-3}}, "lr={0.001}: expected a text"),
     ],
 )
 def test_a_mistake_is_one_error_of_one_line(change: Settings, line: str, settings: Settings) -> None:
@@ -239,6 +348,112 @@ def test_texts_become_the_dataset_that_the_command_writes(tiny_corpus: TinyCorpu
         assert Path(prefix + ending).read_bytes() == Path(f"{tiny_corpus.prefix}{ending}").read_bytes()
 
 
+def counted(texts: list[str], taken: list[str]) -> Iterator[str]:
+    for text in texts:
+        taken.append(text)
+        yield text
+
+
+def test_a_refused_call_takes_no_text(tiny_corpus: TinyCorpus, settings: Settings, tmp_path: Path) -> None:
+    taken: list[str] = []
+    texts = counted(documents(), taken)
+    (tmp_path / "there.txt").write_text("mine")
+    whole = pretrain(**settings | {"train_iters": 1, "save": tmp_path / "run"}).path
+    run = {name: value for name, value in settings.items() if name != "data_path"} | {"save": tmp_path / "new"}
+    for wrong in (
+        {"num_layers": 0},
+        {"callbacks": None},
+        {"vocab_file": "nowhere.txt"},
+        {"global_batch_size": 7},
+        {"fp16": True, "attention_backend": "triton"},
+        {"tensorboard_dir": tmp_path / "there.txt"},
+        {"deepspeed_config": tmp_path / "there.txt"},
+        {"save": whole},
+        {"load": tmp_path / "nowhere"},
+        {"load": whole, "hidden_size": 64},
+        {"load": whole, "optimizer": "muon", "zero_stage": 0},
+        {"load": whole, "dry_run": True, "num_attention_heads": 5},
+    ):
+        with pytest.raises(UserError):
+            pretrain(texts=texts, **run | wrong)
+    own = {"vocab_file": tiny_corpus.vocab_file, "output_prefix": tmp_path / "own"}
+    there = {"output_prefix": str(tiny_corpus.prefix).removesuffix("_text_document")}
+    for more in ({"vocab_file": "nowhere.txt"}, {"workers": 0}, {"json_keys": {"a"}}, {"partition": "1/2"}, there):
+        with pytest.raises(UserError):
+            preprocess(texts=texts, **own | more)
+    for more in ({"vocab_size": 3}, {"output": tmp_path / "there.txt"}, {"type": "letters"}):
+        with pytest.raises(UserError):
+            train_tokenizer(texts=texts, **{"vocab_size": 300, "output": tmp_path / "vocab.txt"} | more)
+    assert taken == []
+    (prefix,) = preprocess(texts=texts, **own)
+    assert Path(prefix + ".bin").read_bytes() == Path(f"{tiny_corpus.prefix}.bin").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "wordpiece", "sentencepiece"])
+def test_an_interrupt_reaches_a_source_that_sleeps(kind: str, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    """The source waits in this thread, as one that sleeps does, until the signal has come."""
+
+    def slow() -> Iterator[str]:
+        yield "A text."
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the source goes on")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            if kind == "dataset":
+                preprocess(texts=slow(), output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file)
+            else:
+                train_tokenizer(texts=slow(), type=kind, vocab_size=300, output=tmp_path / "own")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenPipeError("mine"),
+        OSError(errno.ENOSPC, "mine"),
+        RuntimeError("cannot allocate my thing"),
+        UserError("mine"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("reader", ["preprocess", "pretrain", "wordpiece", "sentencepiece"])
+def test_an_error_of_the_texts_stays_their_own(
+    reader: str, error: Exception, tiny_corpus: TinyCorpus, tmp_path: Path
+) -> None:
+    def texts() -> Iterator[str]:
+        yield from documents()[:3]
+        raise error
+
+    words, vocabulary = (error.args, getattr(error, "filename", None)), {"vocab_file": tiny_corpus.vocab_file}
+    with pytest.raises(type(error)) as raised:
+        if reader == "preprocess":
+            preprocess(texts=texts(), output_prefix=tmp_path / "own", **vocabulary)
+        elif reader == "pretrain":
+            pretrain(texts=texts(), **TINY | vocabulary)
+        else:
+            train_tokenizer(texts=texts(), vocab_size=300, type=reader, output=tmp_path / "own")
+    assert raised.value is error and words == (error.args, getattr(error, "filename", None))
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_are_taken_in_the_thread_of_the_caller(tmp_path: Path) -> None:
+    """So a cursor of sqlite works, and a source may call the functions itself."""
+    database = sqlite3.connect(":memory:")
+    database.execute("create table texts(text)")
+    database.executemany("insert into texts values(?)", [(text,) for text in documents()])
+
+    def rows() -> Iterator[str]:
+        train_tokenizer(texts=documents(), vocab_size=300, output=tmp_path / "inner.txt")
+        yield from (text for (text,) in database.execute("select text from texts"))
+
+    outer = train_tokenizer(texts=rows(), vocab_size=300, output=tmp_path / "outer.txt")
+    assert outer.read_bytes() == (tmp_path / "inner.txt").read_bytes()
+
+
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_texts_that_end_in_an_error_give_no_dataset(on_error: str, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
     def texts() -> Iterator[str]:
@@ -253,7 +468,13 @@ def test_texts_that_end_in_an_error_give_no_dataset(on_error: str, tiny_corpus: 
 @pytest.mark.parametrize(
     ("texts", "line"),
     [
-        ("corpus.txt", "texts is one str: give a list"),
+        ("corpus.txt", "texts=.corpus.txt.: expected a list of texts or rows; a file is given by input"),
+        (5, "texts=5: expected a list of texts or rows; a file is given by input"),
+        (Path("corpus.txt"), "expected a list of texts or rows; a file is given by input"),
+        (list, "expected a list of texts"),
+        ({"text": ["A text."]}, "texts is a table .dict., expected a list of texts; give one of its columns"),
+        (Frame(), "texts is a table .Frame., expected a list of texts; give one of its columns"),
+        ([Frame()], "text 1 is .*: expected a string, or a row"),
         (["A text.", 3], "text 2 is 3: expected a string, or a row with a string for 'text'"),
         ([{"body": "A text."}], "text 1 is {'body': 'A text.'}"),
     ],
@@ -262,6 +483,16 @@ def test_texts_that_are_none_are_refused(texts: Any, line: str, tiny_corpus: Tin
     with pytest.raises(UserError, match=line):
         preprocess(texts=texts, output_prefix=tmp_path / "own", vocab_file=tiny_corpus.vocab_file)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_of_pyarrow_is_refused_and_its_column_is_read(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table, own = pyarrow.table({"text": documents()}), {"vocab_file": tiny_corpus.vocab_file}
+    for wrong in (table, table.to_batches()[0], table.to_batches()):
+        with pytest.raises(UserError, match="expected"):
+            preprocess(texts=wrong, output_prefix=tmp_path / "own", **own)
+    assert not list(tmp_path.iterdir())
+    assert preprocess(texts=table["text"].to_pylist(), output_prefix=tmp_path / "own", **own)
 
 
 def test_a_vocabulary_and_a_run_from_texts_alone(tmp_path: Path) -> None:
@@ -298,7 +529,6 @@ def test_figures_leave_the_settings_of_matplotlib_as_they_were(
         assert matplotlib.rcParams.copy() == before
 
     from megatron_ddrp.pages.plotting import figure_tools
-    from megatron_ddrp.run.guest import guest
 
     with matplotlib.rc_context():
         matplotlib.rc_file_defaults()

@@ -14,10 +14,13 @@ from megatron_ddrp.errors import (
     WRONG_ARGUMENTS,
     UserError,
     allocations_as_user_errors,
+    code_of_others,
     need_packages,
     refusals_as_user_errors,
     run_command,
 )
+from megatron_ddrp.foreign import reading
+from megatron_ddrp.parallel.process_group import lost_rank_in_one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +59,45 @@ def test_every_refusal_of_a_file_operation_is_a_line():
     for number, words in ((errno.EEXIST, "File exists"), (errno.EREMOTEIO, "Remote I/O error")):
         with pytest.raises(UserError, match=f"run/x: {words}"), refusals_as_user_errors("run/x"):
             raise OSError(number, words)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("mine"),
+        RuntimeError("cannot allocate mine"),
+        RuntimeError("NCCL of mine"),
+        RuntimeError("Symlink loop of mine"),
+        BrokenPipeError("mine"),
+        OSError(errno.ENOSPC, "mine"),
+        ValueError("mine"),
+    ],
+    ids=str,
+)
+def test_errors_of_others_stay_as_they_are(error):
+    @code_of_others()
+    def theirs():
+        raise error
+
+    def ours():
+        with (
+            lost_rank_in_one_line(),
+            allocations_as_user_errors(),
+            refusals_as_user_errors("run"),
+            reading("file"),
+        ):
+            theirs()
+
+    with pytest.raises(type(error)) as raised:
+        run_command(ours, "tool")
+    assert raised.value is error
+
+
+def test_a_mistake_of_others_is_one_line_and_of_one_rank(capsys):
+    error = UserError("theirs", WRONG_ARGUMENTS)
+    assert error.agreed
+    assert outcome(code_of_others()(lambda: fail(error)), capsys) == (2, "tool: error: theirs\n")
+    assert not error.agreed
 
 
 def test_success_and_result_become_the_exit_code(capsys):

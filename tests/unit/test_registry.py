@@ -86,7 +86,7 @@ def test_only_a_persons_yaml_names_code(name: str, of_a_run: bool, tmp_path: Pat
     for plugins in (str(tmp_path / "mine.py"), [str(tmp_path / "mine.py")]):
         (tmp_path / name).write_text(json.dumps(values | {"plugin": plugins}))
         if (name, of_a_run) == ("run.yaml", False):
-            with pytest.raises(SystemExit, match="ran"):
+            with pytest.raises(UserError, match="SystemExit: ran"):
                 parse_arguments(["--config", str(tmp_path / name)])
             continue
         with pytest.raises(UserError, match="plugin: only a YAML file of your own may name code.*--plugin") as refused:
@@ -107,6 +107,37 @@ def test_wrong_plug_ins_of_a_config_file_are_refused_in_one_line(listed: object,
     with pytest.raises(UserError, match=re.escape(message)) as refused:
         parse_arguments(["--config", str(tmp_path / "run.yaml")])
     assert "\n" not in str(refused.value)
+
+
+FUNCTION, CLASS = "def f(step, warmup, last, config): return 1\n", "class C({}):\n    {}\n"
+CALLBACK = "from megatron_ddrp.run.callbacks import Callback\n"
+KIND = "from megatron_ddrp.tasks.finetune.kinds.contract import Kind\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ('SCHEDULES = ["a"]', r"SCHEDULES is \['a'\]: expected a dictionary, name → class or function"),
+        ("KINDS = None", "KINDS is None: expected a dictionary"),
+        (FUNCTION + "SCHEDULES = {1: f}", "SCHEDULES is .*: expected a dictionary"),
+        (FUNCTION + "METRICS = {'f': f}", "expected a function with an attribute kinds, a list"),
+        (FUNCTION + "f.kinds = 5\nMETRICS = {'f': f}", "expected a function with an attribute kinds, a list"),
+        (FUNCTION + "f.kinds = ['qa']\nMETRICS = {'f': f}", "expected a function that takes .labels, predictions."),
+        ("SCHEDULES = {'f': lambda step: 1}", "expected a function that takes .step, warmup, last, config."),
+        (CALLBACK + "CALLBACKS = {'c': Callback()}", "expected a class derived from Callback"),
+        (
+            CALLBACK + CLASS.format("Callback", "def __init__(self, x): pass") + "CALLBACKS = {'c': C}",
+            "expected a class derived from Callback that takes \\(\\)",
+        ),
+        (KIND + CLASS.format("Kind", "name = 'c'") + "KINDS = {'c': C}", "expected a class .* that defines .*label"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_what_a_plug_in_may_not_bring_is_refused_in_one_line(code: str, line: str, tmp_path: Path) -> None:
+    before = dict(PLUGINS)
+    with pytest.raises(UserError, match=line) as refused:
+        load_plugin(write(tmp_path / "mine.py", code))
+    assert "\n" not in str(refused.value) and before == PLUGINS
 
 
 def test_an_unknown_name_says_what_there_is() -> None:

@@ -9,6 +9,7 @@ import pytest
 from megatron_ddrp.config import Config, load_config
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.run import run_folder
 from megatron_ddrp.run.plateau import stored_level
 from megatron_ddrp.run.run_folder import LOCK, RunFolder
 
@@ -59,6 +60,24 @@ def test_a_lock_of_others_is_not_touched(home, tmp_path, kind):
 
 
 HOLD = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_plug_ins_of_one_file_name_are_kept_beside_each_other(home, tmp_path, monkeypatch):
+    """Only code that a plug-in no longer has is one that has changed."""
+    files = [tmp_path / name / "mine.py" for name in ("a", "b")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(f"# {number}")
+    monkeypatch.setattr(run_folder, "plugin_files", lambda: files)
+    told = []
+    for text in ("# 0", "# 0", "# changed"):
+        files[0].write_text(text)
+        with RunFolder(tmp_path / "own", home._config, home._tokenizer, 6.5) as own:
+            told.append(own.remarks)
+    kept = {path.name: path.read_text() for path in (tmp_path / "own" / "plugins").iterdir()}
+    assert kept == {"mine.py": "# 0", "mine-2.py": "# 1", "mine-3.py": "# changed"}
+    line = "--plugin mine.py: changed since the run began; its new code is kept as plugins/mine-3.py"
+    assert told == [[], [], [line]]
 
 
 def test_a_folder_that_another_run_has_taken_is_left_to_it(home):

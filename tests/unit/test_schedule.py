@@ -6,7 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_ddrp.config import Config, OptimizerConfig
 from megatron_ddrp.engine.schedules import learning_rate
@@ -129,3 +131,18 @@ def test_a_run_made_longer_decays_to_the_new_end() -> None:
     config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.0)
     assert learning_rate(6, 10, config) == pytest.approx(0.5)
     assert learning_rate(6, 20, config) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), "0.5", None, 10**400, -1, math.nan],
+    ids=lambda share: repr(share)[:20],
+)
+def test_a_share_is_any_number_of_at_least_0(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plug-in: of Python, numpy or torch; anything else is one line."""
+    monkeypatch.setattr("megatron_ddrp.engine.schedules.linear", lambda step, warmup, last, config: share)
+    if isinstance(share, (str, int, type(None))) or math.isnan(share):
+        with pytest.raises(UserError, match="--lr-decay-style linear gave .* for step 1: expected a share"):
+            rows("linear", 2)
+        return
+    assert [(type(rate), rate) for rate in rows("linear", 2, lr=2.0)] == [(float, 1.0)] * 2

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.data.preprocess.arrow_tables import is_beside_rows
 from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
+from megatron_ddrp.data.preprocess.python_texts import TEXTS, TextStream
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
 
@@ -110,10 +111,9 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
 
 
 def is_stream(path: str) -> bool:
-    """Return whether an input can be read only once: standard input, a named pipe, or a shell's `<(command)`."""
-    if path == STANDARD_INPUT:
-        return True
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    """Return whether an input can be read only once: standard input, a pipe, a shell's `<(command)`, Python's texts."""
+    is_pipe = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    return is_pipe or path == STANDARD_INPUT or path in TEXTS
 
 
 class OpenInput:
@@ -187,8 +187,10 @@ class _HashedFile(io.FileIO):
         return count
 
 
-def _open_raw(file: InputFile) -> _HashedFile:
+def _open_raw(file: InputFile) -> _HashedFile | TextStream:
     path = file.path
+    if path in TEXTS:
+        return TEXTS[path]
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:

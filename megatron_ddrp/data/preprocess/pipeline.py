@@ -33,7 +33,7 @@ from megatron_ddrp.data.tokenizers.vocabulary_fit import (
     warn_of_unknown,
     warn_of_vocabulary,
 )
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, refusals_as_user_errors
 
 CHUNK_BYTES = BLOCK_BYTES
 TEXT_RULES = 4
@@ -108,10 +108,9 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             print(f"{folder}: damaged, or left by another command, input or version; starting afresh", file=sys.stderr)
         run = _Run(config, files, tokenize, output, rules)
         try:
-            result = run.to_the_end()
-        except OSError as error:
             hint = "make room or choose another --output-prefix, and run the same command again"
-            raise UserError(f"{error.filename or folder}: {error.strerror}; {hint}") from None
+            with refusals_as_user_errors(folder, hint):
+                result = run.to_the_end()
         except (KeyboardInterrupt, SystemExit):
             with delay_signals():
                 kept = run.keep()

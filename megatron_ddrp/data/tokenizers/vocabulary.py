@@ -107,13 +107,13 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     if first is None:
         raise UserError(NO_TEXT)
 
-    stopped: list[UserError] = []
+    stopped: list[BaseException] = []
 
     def sentences() -> Iterator[str]:
         yield first
         try:
             yield from lines
-        except UserError as error:  # the trainer would turn it into its own error
+        except BaseException as error:  # the trainer would turn it into its own error
             stopped.append(error)
             raise
 
@@ -139,7 +139,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
         )
     except RuntimeError as error:
         if stopped:
-            raise stopped[0] from None
+            raise stopped[0] from stopped[0].__cause__
         if "all_chars_count" in str(error):  # normalization leaves nothing of the text
             raise UserError(NO_TEXT) from None
         reason = str(error).rpartition("] ")[2].partition(" Increase ")[0] or str(error)
