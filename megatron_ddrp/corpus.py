@@ -22,10 +22,10 @@ from megatron_ddrp.data.batches.loader import (
     Share,
     validation_text,
 )
-from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.masking import Masker, predicted_pieces
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
-from megatron_ddrp.data.batches.unigram import overlap_remarks, shared_remarks, split_remark, unigram_loss
+from megatron_ddrp.data.batches.unigram import LEVEL_ROW, overlap_remarks, shared_remarks, split_remark, unigram_loss
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -90,7 +90,7 @@ class Corpus:
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
         """Return the samples of `train`, `valid` or `test`; only `--data-path` has a test split.
 
-        `seq_length` is the row length of a phase, by default `--seq-length`.
+        `seq_length` is the row length of a phase, by default `--seq-length`; others cost a look at all documents.
         """
         prefixes, weights = blend_words(self.config, split)
         seq_length = seq_length or self.config.model.seq_length
@@ -98,7 +98,7 @@ class Corpus:
         sources = [self.sources[prefix] for prefix in prefixes]
         try:
             parts = [
-                SampleIndex(s.dataset, d, seq_length, s.totals[seq_length])
+                SampleIndex(s.dataset, d, seq_length, s.totals.get(seq_length))
                 for s, d in zip(sources, documents, strict=True)
             ]
         except NoSample as error:
@@ -209,8 +209,8 @@ class Corpus:
     @cached_property
     def unigram_loss(self) -> float:
         """Unigram level of the training text in nats (`run/plateau.py`)."""
-        length = self.config.phases[0].seq_length
-        return unigram_loss(self.samples("train", length), self.tokenizer.special_ids, length)
+        never_predicted = np.flatnonzero(~predicted_pieces(self.tokenizer))
+        return unigram_loss(self.samples("train", LEVEL_ROW), never_predicted, LEVEL_ROW)
 
     def epochs(self, consumed: int) -> list[float]:
         """Return the epochs of each corpus of a blend in `consumed` samples; one number without weights.

@@ -7,7 +7,7 @@ Impossible pairs are refused in `__post_init__` of the dataclass that has both s
 
 from megatron_ddrp.config.data import CheckpointConfig, DataConfig, LoggingConfig
 from megatron_ddrp.config.differences import changed_model, changed_settings
-from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.model import STARTS, VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.option import Number, flag, flag_words
 from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ddrp.config.model import STARTS
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, PLUGINS, encoding_class
 from megatron_ddrp.config.run import Config
@@ -97,10 +98,10 @@ def _setting_text(value: Any) -> str:
 
 
 def changed_model(theirs: Config, ours: Config) -> list[str]:
-    """Return the names of the model's settings that were changed and have another effect.
+    """Return the names of the model's settings that were changed and have another effect on trained weights.
 
-    `--ffn-hidden-size 3072` at a hidden size of 768 is the default written out, and `--rope-theta` has no effect under
-    other encodings.
+    `--ffn-hidden-size 3072` at a hidden size of 768 is the default written out, `--rope-theta` has no effect under
+    other encodings, and `STARTS` none after the start.
     """
     old, new = theirs.to_dict()["model"], ours.to_dict()["model"]
     old_effects, new_effects = _effects(theirs), _effects(ours)
@@ -115,4 +116,4 @@ def _effects(config: Config) -> dict[str, Any]:
         effects["deberta_emd"] = encoding_class(model.position_encoding).decodes_absolute
     if not any(phase.rope_theta for phase in config.phases):  # which a default would follow
         effects["local_rope_theta"] = model.local_rope_theta or model.rope_theta
-    return effects | dict.fromkeys(effects.keys() & idle.keys())
+    return effects | dict.fromkeys({*STARTS, *idle} & effects.keys())

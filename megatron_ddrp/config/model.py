@@ -11,6 +11,9 @@ from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_cl
 VOCABULARY_MULTIPLE = 128
 """Multiple to which every layout pads the vocabulary. Padding is never predicted, and exports omit it."""
 
+STARTS = ("init_method_std", "attention_init", "direction_init")
+"""Fields of `ModelConfig` that act only when weights are drawn: trained weights with others compute the same."""
+
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
@@ -69,7 +72,8 @@ class ModelConfig(Section):
     attention_init: str = option(
         "normal",
         "start of attention: normal draws queries and keys like all else; with offsets each head also attends to one "
-        "place beside its own, -1, 1, -2, 2, ..., which ends the plateau of absolute positions early (docs/plateau.md)",
+        "place beside its own, -1, 1, -2, 2, ..., which ends the plateau of absolute positions early (docs/plateau.md)"
+        "; heads narrower than 32 hardly find it, and under electra and rtd only the discriminator starts so",
         choices=("normal", "offsets"),
     )
     position_encoding: str = option(

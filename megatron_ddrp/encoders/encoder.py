@@ -47,6 +47,7 @@ class Encoder:
     name: str
     """Name of the encoder in tables."""
     folder: Path
+    """Folder of its weights: of a run the checkpoint that was chosen. Whoever loads the encoder again loads this."""
     module: nn.Module
     """Module that maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
     tokenizer: Tokenizer
@@ -143,13 +144,13 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     encoding = config.model.position_encoding
     return Encoder(
         with_random_weights(str(folder)) if random_init else str(folder),
-        folder,
+        chosen,
         TrainedEncoder(model),
         tokenizer,
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, encoding, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
-        _origin(len(names) - len(unused), unused, random_init, masked_lm),
+        _origin(len(names) - len(unused), unused, random_init, masked_lm, f" from {chosen.name}"),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
         warning="; ".join(remarks),
@@ -212,11 +213,11 @@ def _refuse_missing(folder: Path, missing: set[str], encoder: str) -> None:
         raise NoMaskedLM(folder, f"{lacks}; use the folder of a masked language model")
 
 
-def _origin(loaded: int, unused: list[str], random_init: bool, masked_lm: bool) -> str:
+def _origin(loaded: int, unused: list[str], random_init: bool, masked_lm: bool, checkpoint: str = "") -> str:
     if random_init:
         return "loaded: none, all weights are new and random in every run"
     whole = "of the masked language model" if masked_lm else "of the encoder"
-    parts = [f"loaded: {loaded} weights {whole}", "missing: none", f"not used: {_names(unused)}"]
+    parts = [f"loaded: {loaded} weights {whole}{checkpoint}", "missing: none", f"not used: {_names(unused)}"]
     return "; ".join(parts if masked_lm else [*parts, "new in every run: the task's head"])
 
 

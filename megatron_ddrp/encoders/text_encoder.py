@@ -150,7 +150,7 @@ class TextEncoder:
         size = f"{self.num_layers} layers x {self.hidden_size}, {self.num_parameters:,} parameters"
         rest = f"{self.tokenizer.vocab_size:,} pieces, rows of up to {self.max_length}"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"<TextEncoder {self._encoder.name}: {kind}, {size}, {rest}, {dtype} on {self.device}>"
+        return f"<TextEncoder {self._encoder.folder}: {kind}, {size}, {rest}, {dtype} on {self.device}>"
 
     @overload
     def tokenize(self, texts: Text) -> list[str]: ...  # type: ignore[overload-overlap]  # a string is a sequence too

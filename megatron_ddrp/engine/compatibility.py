@@ -20,10 +20,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.parallel.process_group import Ranks
 
-CHANGEABLE = {
-    *("hidden_dropout", "attention_dropout", "init_method_std", "direction_init"),
-    *("attention_backend", "compile"),
-}
+CHANGEABLE = {"hidden_dropout", "attention_dropout", "attention_backend", "compile"}
 """Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
 
 FREE_PIECE = "[unused"

@@ -7,6 +7,7 @@ It falls fast again when attention has begun to use positions (docs/plateau.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +33,22 @@ Point = tuple[float, float]
 
 
 def onset(curve: Iterable[Point], level: float) -> float | None:
-    """Return the first tokens at which the smoothed loss lies `BELOW` the unigram level and stays there, or None."""
-    found = None
+    """Return the first tokens at which the smoothed loss lies `BELOW` the unigram level and stays there, or None.
+
+    A run that begins there, from trained weights, has no onset unless it comes back to the plateau.
+    """
+    found, was_above = None, False
     for tokens, loss in smoothed(curve):
         if loss > level - BELOW:
-            found = None
-        elif found is None:
+            found, was_above = None, True
+        elif found is None and was_above:
             found = tokens
     return found
+
+
+def is_past(curve: Iterable[Point], level: float) -> bool:
+    """Return whether a run was never on the plateau or above it, as a branch or an imported encoder may be."""
+    return all(loss <= level - BELOW for _, loss in smoothed(curve))
 
 
 def smoothed(curve: Iterable[Point]) -> Iterator[Point]:
@@ -51,8 +60,9 @@ def smoothed(curve: Iterable[Point]) -> Iterator[Point]:
 
 
 def curve_of(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """Return the curve in rows of metrics.jsonl."""
-    return [(row["consumed_tokens"], row["lm_loss"]) for row in rows if row.get("lm_loss") and "consumed_tokens" in row]
+    """Return the curve in rows of metrics.jsonl. Rows without a finite loss are left out."""
+    found: Iterator[tuple[Any, Any]] = ((row.get("consumed_tokens"), row.get("lm_loss")) for row in rows)
+    return [(tokens, loss) for tokens, loss in found if None not in (tokens, loss) and math.isfinite(loss)]
 
 
 def store_level(folder: Path, level: float) -> None:

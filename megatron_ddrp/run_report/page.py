@@ -17,7 +17,7 @@ from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.plotting import thousands
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.run.plateau import curve_of, onset, stored_level
+from megatron_ddrp.run.plateau import curve_of, is_past, onset, stored_level
 from megatron_ddrp.run_report.figures import (
     MetricsRows,
     Panel,
@@ -81,7 +81,8 @@ def _of_plateau(rows: MetricsRows, level: float | None) -> Iterator[tuple[str, s
     """Yield when a run left the plateau near the unigram level, if the level is known."""
     if level is not None and (curve := curve_of(rows)):
         left = onset(curve, level)
-        yield "plateau", f"left after {left:,} tokens" if left else "not left yet (docs/plateau.md)"
+        resting = "never on it: it began from trained weights" if is_past(curve, level) else "not left yet"
+        yield "plateau", f"left after {left:,} tokens" if left else f"{resting} (docs/plateau.md)"
 
 
 def training_seconds(rows: MetricsRows) -> float:

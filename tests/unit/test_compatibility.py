@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.checkpoint import TOKENIZER
-from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, changed_settings, encoding_class
+from megatron_ddrp.config import ENCODINGS, STARTS, Config, ModelConfig, changed_settings, encoding_class
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.engine.compatibility import changed_tokenizer, check_architecture
 from megatron_ddrp.errors import UserError
@@ -17,6 +18,7 @@ from megatron_ddrp.model import on_meta_device
 
 ROPE = {"position_encoding": "rope", "relative_distance": None}
 LOCAL = {"local_attention": 128}
+OTHER_START = {"init_method_std": 0.5, "attention_init": "offsets", "direction_init": "free"}
 PHASES = {"training": {"seq_length_phases": ("128:0.5:500",)}}
 
 
@@ -38,9 +40,13 @@ def pair(common: dict[str, Any], change: dict[str, Any], **others: Any) -> tuple
         ({}, {"global_every": 2}),
         (ROPE, {"local_rope_theta": 5.0}),
         (ROPE | LOCAL, {"local_rope_theta": 10_000.0}),
+        ({"position_encoding": "absolute"}, {"attention_init": "offsets"}),
+        *(({}, {name: value}) for name, value in OTHER_START.items() if name != "attention_init"),
     ],
 )
-def test_a_default_written_out_is_the_same_architecture(common: dict[str, Any], change: dict[str, Any]) -> None:
+def test_a_default_written_out_or_another_start_is_the_same_architecture(
+    common: dict[str, Any], change: dict[str, Any]
+) -> None:
     for stored, config in (pair(common, change), pair(common, change)[::-1]):
         check_architecture(Path("run/iter_1"), stored, config)
         assert changed_settings(stored.to_dict(), config) == []
@@ -166,3 +172,8 @@ def test_a_role_on_another_piece_is_refused(tmp_path: Path) -> None:
     ours.mask_id, ours.fingerprint = 5, "another"
     with pytest.raises(UserError, match="the role mask has another id"):
         changed_tokenizer(tmp_path / "start" / "iter_0000000", ours)
+
+
+def test_every_setting_of_the_start_is_known_as_one() -> None:
+    assert OTHER_START.keys() == {*STARTS}
+    assert [field.name for field in dataclasses.fields(ModelConfig) if "init" in field.name] == [*STARTS]

@@ -1,7 +1,10 @@
 """From the data flags to batches: blends, separate validation data, and the same samples in every layout."""
 
+import json
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -469,3 +472,18 @@ def test_configuration_survives_json_and_takes_one_prefix_as_a_string(tiny_corpu
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     separate = make_config(tiny_corpus, data={"train_data_path": ["0.5", "A", "0.5", "B"]})
     assert Config.from_dict(json.loads(json.dumps(separate.to_dict()))) == separate
+
+
+def test_the_unigram_level_counts_unknown_words_and_is_one_for_all_row_lengths(tiny_corpus, parts, tmp_path):
+    """Half of the words are unknown, and [UNK] is predicted; the blend has documents longer than some rows."""
+    lines = [json.dumps({"text": "the \u4e2d " * 20}) + "\n"] * 40
+    unknown = dataset(tmp_path, "unknown", lines, tiny_corpus.vocab_file)
+
+    def level(*words: str, seq_length: int = 48, **training: Any) -> float:
+        data = {"data_path": words, "split": "9,1"}
+        return Corpus.open(make_config(tiny_corpus, data=data, seq_length=seq_length, **training)).unigram_loss
+
+    assert level(unknown) == pytest.approx(math.log(2), abs=1e-6)
+    for words in ([parts["all"]], ["3", parts["a"], "1", unknown]):
+        assert len({level(*words, seq_length=length) for length in (12, 48, 512)}) == 1
+        assert level(*words, seq_length_phases=("16:0.5",)) == level(*words)

@@ -13,8 +13,9 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.dry_run import GIB, dry_run, memory_table
 from megatron_ddrp.config import Config
+from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory import Memory, cut_up
+from megatron_ddrp.memory import Memory, cut_up, memory_of_rank, neediest_by_zero_stage, neediest_data_rank
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.run.devices import DEVICES
 
@@ -228,6 +229,23 @@ def test_what_does_not_fit_or_divide_is_one_line(line, message, capsys):
         run_dry(capsys, line)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}])
+def test_the_neediest_rank_is_found_without_a_look_at_every_rank(settings):
+    """Without bf16 ranks differ at ZeRO 2: a parameter across a cut keeps its whole gradient on both sides."""
+    small = {"hidden_size": 32, "num_layers": 3, "num_attention_heads": 2, "vocab_size": 90}
+    config = Config().replace(model=small, training=settings)
+    model, differing = on_meta_device(config.model, config.objective), 0
+    for size in (1, 2, 3, 5, 8, 64, 1000):
+        needs = neediest_by_zero_stage(model, config, size, 1)
+        for stage, settings_of in ((stage, deepspeed_settings(config, 1, size, 9**9, "cuda")) for stage in needs):
+            (part,) = cut_up(model, config, 1)
+            every = {memory_of_rank(part, config, stage, settings_of, rank, size).gradients for rank in range(size)}
+            assert needs[stage].gradients == max(every)
+            differing += len(every) > 1
+    assert differing == (0 if "bf16" in settings else 6)
+    assert 0 <= neediest_data_rank(part, 10**12) < 10**12  # years, rank by rank
 
 
 def test_device_memory_is_a_bound(capsys):

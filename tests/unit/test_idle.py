@@ -63,8 +63,8 @@ def test_a_warm_up_that_outlasts_the_run_is_named():
     assert remarks("--lr-decay-iters 1000 --lr-warmup-fraction 0.01") == ()
 
 
-@pytest.mark.parametrize(("encoding", "changed"), [("t5", []), ("ddrp", ["direction_init"])])
+@pytest.mark.parametrize(("encoding", "changed"), [("t5", []), ("rope", ["rope_theta"])])
 def test_a_setting_without_effect_is_no_change_of_the_model(encoding, changed):
     words = [*BASE.split(), "--position-encoding", encoding]
-    first, second = (parse_arguments(words + more).config for more in ([], ["--direction-init", "free"]))
+    first, second = (parse_arguments(words + more).config for more in ([], ["--rope-theta", "500"]))
     assert changed_model(first, second) == changed

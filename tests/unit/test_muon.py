@@ -135,6 +135,15 @@ def test_data_parallel_ranks_take_turns(data_size: int, monkeypatch: pytest.Monk
     assert done.total() == len(hidden_matrices(model)) and max(done.values()) - min(done.values()) <= 1
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-9, 1e-7, 1e-5])
+def test_a_tiny_matrix_is_divided_as_in_the_released_code(size: float) -> None:
+    """The norm gets 1e-7 more. A maximum of the two would double a matrix whose norm is 1e-7."""
+    matrix = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    matrix *= size / matrix.norm()
+    wanted = torch.tensor(twin.newton_schulz(matrix.tolist()), dtype=torch.float64)
+    torch.testing.assert_close(muon.orthonormal(matrix), wanted, rtol=1e-9, atol=1e-15)
+
+
 @pytest.mark.parametrize(("bf16", "bound"), [(False, 0.03), (True, 0.004)])
 def test_newton_schulz_is_that_of_torch(bf16: bool, bound: float) -> None:
     """torch's Muon multiplies in bf16, and so do we on a GPU and in runs with --bf16."""

@@ -21,7 +21,10 @@ def curve(*losses):
 
 
 def onset_in_loops(points, level):
-    """The definition: the first tokens from which on no mean of the last `WINDOW` tokens lies above the bound."""
+    """The definition: the first tokens from which on no mean of the last `WINDOW` tokens lies above the bound.
+
+    The very first tokens are no onset.
+    """
 
     def mean(end):
         inside = [loss for tokens, loss in points if end - WINDOW < tokens <= end]
@@ -29,7 +32,7 @@ def onset_in_loops(points, level):
 
     for tokens, _ in points:
         if all(mean(end) <= level - BELOW for end, _ in points if end >= tokens):
-            return tokens
+            return None if tokens == points[0][0] else tokens
     return None
 
 
@@ -39,7 +42,8 @@ def onset_in_loops(points, level):
         ([9, 7, 7, 7, 7, 6.5], None),
         ([9, 7, 7, 7, 5, 5, 5, 5, 5, 5], 6),  # (7 + 7 + 5 + 5) / 4 is 6
         ([9, 7, 7, 7, 5, 5, 5, 5, 5, 8, 8, 8, 5, 5, 5, 5, 5], 15),  # it comes back
-        ([5, 5, 5], 1),  # a trained model
+        ([5, 5, 5], None),  # a trained model
+        ([5, 8, 8, 8, 8, 5, 5, 5, 5, 5], 8),  # one that came back
         ([9, 7, 5, 5, 5, 5, 8, 8.5], None),
         ([], None),
     ],
@@ -81,6 +85,7 @@ def test_a_row_counts_a_run_that_never_left_with_all_its_tokens_and_no_arm_at_ha
     assert (resting.onset, resting.values[ONSET]) == (None, 900_000)
     assert ONSET not in as_run(row).values  # written by an earlier version
     assert ONSET not in as_run(row | {"unigram_loss": LEVEL, "half": True}).values
+    assert ONSET not in as_run(row | {"unigram_loss": 11.0}).values  # trained weights, which were never on the plateau
 
 
 def rows_of(points):
@@ -117,6 +122,17 @@ def test_noise_says_nothing(losses, count):
 def test_rows_without_a_masked_lm_loss_are_left_out():
     rows = [{"iteration": 1, "valid_lm_loss": 3.0}, {"consumed_tokens": 5, "lm_loss": None}, {"consumed_tokens": 7}]
     assert curve_of(rows) == [] and not any(map(PlateauWatch(LEVEL).line, rows))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), None])
+def test_a_row_without_a_finite_loss_changes_nothing(odd):
+    """A step may diverge, before the onset, at it or after it."""
+    losses = [9, 8, *[6.9] * 8, *[5] * 8]
+    for place in range(len(losses) + 1):
+        with_it = curve(*losses[:place], odd, *losses[place:])
+        without = [point for point in with_it if point[1] is not odd]
+        assert lines_of(PlateauWatch(LEVEL), with_it) == lines_of(PlateauWatch(LEVEL), without)
+        assert curve_of(rows_of(with_it)) == without
 
 
 def test_a_resumed_run_knows_where_it_was(tmp_path, capsys):

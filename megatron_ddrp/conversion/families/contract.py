@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
+from megatron_ddrp.config import STARTS, ModelConfig, ObjectiveConfig, flag
 from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, show
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 from megatron_ddrp.errors import UserError
@@ -49,12 +49,12 @@ HEADS = {
 """`exported` of an objective → head of its models."""
 
 NOT_COMPARED = {
-    *("attention_backend", "compile", "direction_init"),
+    *("attention_backend", "compile", *STARTS),
     *("global_every", "first_norm", "relative_distance", "rope_theta", "local_rope_theta"),
 }
-"""Fields of `ModelConfig` that every family accepts, in addition to those in its `sizes`: settings of the computation,
-and fields that act only together with a compared field (`global_every` with `local_attention`). Of a new field, a
-family accepts only the default."""
+"""Fields of `ModelConfig` that every family accepts, in addition to those in its `sizes`: settings of the computation
+and of the start, and fields that act only together with a compared field (`global_every` with `local_attention`). Of a
+new field, a family accepts only the default."""
 
 SHARED_DEFAULTS = {
     "hidden_size": 768,

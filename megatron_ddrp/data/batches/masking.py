@@ -49,6 +49,15 @@ _ROW_BITS = 12
 _CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
 
 
+def predicted_pieces(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Return which pieces may be selected and predicted, `[vocab_size]`: the ordinary ones and [UNK]."""
+    predicted = np.ones(tokenizer.vocab_size, bool)
+    predicted[tokenizer.special_ids] = False
+    predicted[tokenizer.unk_id] = True
+    predicted[[tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id]] = False
+    return predicted
+
+
 class Masker:
     """Function object `masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
 
@@ -75,12 +84,9 @@ class Masker:
         self._word_starts = tokenizer.word_starts | (not self.masking.keeps_words)  # [vocab_size]
         self._word_ends = tokenizer.word_ends  # [vocab_size]
         self._mask_below, self._random_below = mask_share, mask_share + random_share
-        self._selectable = np.ones(tokenizer.vocab_size, bool)  # [vocab_size]
-        self._selectable[tokenizer.special_ids] = False
+        self._selectable = predicted_pieces(tokenizer)
         has_piece = np.array([piece != "" for piece in tokenizer.pieces])  # [vocab_size]; a tokenizer.json may skip ids
-        self._random_pieces = np.flatnonzero(self._selectable & has_piece)
-        self._selectable[tokenizer.unk_id] = True
-        self._selectable[[tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id]] = False
+        self._random_pieces = np.setdiff1d(np.flatnonzero(has_piece), tokenizer.special_ids)
         if not self._random_pieces.size:
             raise ValueError(
                 f"all {tokenizer.vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"

@@ -26,6 +26,8 @@ from megatron_ddrp.data.dataset.manifest import entry
 
 MOST_TOKENS = 2_000_000
 """Number of tokens from which the unigram level is counted; it is lower by vocabulary / 4 M nats than that of all."""
+LEVEL_ROW = 128
+"""Row length of the samples that are counted, whatever `--seq-length` is: the level is one of the text."""
 SAMPLES = 256
 """Number of samples read for each frequency; with 128 tokens each, the shift is known to about 0.02 nats."""
 STRETCHES = 5
@@ -41,14 +43,19 @@ Inputs = dict[tuple[str, Any], str]
 """SHA-256 and JSON key of input files → their names."""
 
 
-def unigram_loss(samples: Blend, special_ids: ArrayLike, seq_length: int) -> float:
+def unigram_loss(samples: Blend, never_predicted: ArrayLike, seq_length: int) -> float:
     """Return the entropy in nats of the pieces of some samples, read in the shares in which training reads its corpora.
 
-    Special tokens are left out, since none is predicted. The samples are the same for every `--seed`.
+    The ids in `never_predicted` do not count. No sample is longer than `seq_length`. The samples are the same for every
+    `--seed`, and are as many as have `MOST_TOKENS` tokens.
     """
-    places = np.arange(min(len(samples), MOST_TOKENS // seq_length))
-    pieces, counts = np.unique(np.concatenate(samples.tokens(samples.visits(places, 0)[1])), return_counts=True)
-    return entropy(counts[~np.isin(pieces, special_ids)])
+    read: list[NDArray[Any]] = []
+    step = max(1, MOST_TOKENS // seq_length)
+    while sum(map(len, read)) < MOST_TOKENS and len(read) * step < len(samples):
+        places = np.arange(len(read) * step, min((len(read) + 1) * step, len(samples)))
+        read.append(np.concatenate(samples.tokens(samples.visits(places, 0)[1])))
+    pieces, counts = np.unique(np.concatenate(read)[:MOST_TOKENS], return_counts=True)
+    return entropy(counts[~np.isin(pieces, never_predicted)])
 
 
 def entropy(counts: NDArray[np.int64]) -> float:

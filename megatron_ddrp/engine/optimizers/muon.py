@@ -1,9 +1,10 @@
 """Muon for the hidden matrices and AdamW for everything else, as one optimizer that DeepSpeed steps at ZeRO 0.
 
 Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a weight matrix by
-approximately the nearest matrix with orthonormal rows or columns, in five steps of a Newton-Schulz iteration:
+approximately the nearest matrix with orthonormal rows or columns, in five steps of a Newton-Schulz iteration, with
+ε = 1e-7 as in the released code:
 
-    B ← μB + (1 − μ)g      U = (1 − μ)g + μB      O = NewtonSchulz(U / ‖U‖)
+    B ← μB + (1 − μ)g      U = (1 − μ)g + μB      O = NewtonSchulz(U / (‖U‖ + ε))
     W ← W(1 − lr·λ) − lr·scale·√max(rows, columns)·O
 
 With the scale 0.2 the update has the size of AdamW's, so one learning rate and one weight decay serve both (Moonlight,
@@ -40,7 +41,7 @@ MU = 0.95
 A, B, C = 3.4445, -4.7750, 2.0315
 """Factors of a Newton-Schulz step, X ← aX + b(XXᵀ)X + c(XXᵀ)²X (Jordan's)."""
 NEWTON_SCHULZ_STEPS = 5
-SMALLEST_NORM = 1e-7
+EPSILON = 1e-7  # added to the norm, as in Jordan's released code; torch's own Muon takes the larger one
 LARGEST_STACK = 2**25
 """Elements of the largest stack of matrices; but a stack has as many matrices as there are data-parallel ranks."""
 
@@ -184,7 +185,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
     """
     add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
     x = matrices.mT if (tall := matrices.shape[-2] > matrices.shape[-1]) else matrices  # the smaller Gram matrices
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + EPSILON)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=B, alpha=C), x, beta=A)

@@ -56,7 +56,8 @@ class Recording:
         self.curves: dict[str, list[tuple[float, float]]] = {}
         self.more: Row = {}
         rows = read_rows(run.folder)
-        self.tokens = max((row["consumed_tokens"] for row in rows if "consumed_tokens" in row), default=0)
+        self._consumed = {0: 0} | {row["iteration"]: row["consumed_tokens"] for row in rows if "consumed_tokens" in row}
+        self.tokens = max(self._consumed.values())
         losses = [row["valid_lm_loss"] for row in rows if "valid_lm_loss" in row]
         times = [row["step_time"] for row in rows if row["iteration"] > WARM_UP * run.steps and "step_time" in row]
         self.values |= {LOSS: losses[-1]} if losses else {}
@@ -67,8 +68,12 @@ class Recording:
 
     def add_curve(self, measure: str, by_step: Sequence[tuple[float, float]]) -> None:
         """Add a curve, converted from steps to tokens."""
-        per_step = self.tokens / self.run.steps
-        self.curves[measure] = [(round(step * per_step), round(value, DIGITS)) for step, value in by_step]
+        self.curves[measure] = [(self.tokens_at(step), round(value, DIGITS)) for step, value in by_step]
+
+    def tokens_at(self, step: float) -> int:
+        """Return the tokens consumed up to a step; between two logged ones, each step counts the same."""
+        steps = sorted(self._consumed)
+        return round(np.interp(step, steps, [self._consumed[one] for one in steps]))
 
     def add_score(self, task: str, cell: Cell) -> None:
         """Add a task's score, the sizes of its data, and the number of undefined runs."""
@@ -210,7 +215,7 @@ def _scores(found: Recording, measure: Measure) -> None:
     is_last = measure.step == found.run.steps
     if measure.job.kind == "glue" and (averaged := averaged_tasks([{task: one.median for task, one in cells.items()}])):
         average = statistics.fmean(cells[task].median for task in averaged)
-        point = (round(measure.step * found.tokens / found.run.steps), round(average, DIGITS))
+        point = (found.tokens_at(measure.step), round(average, DIGITS))
         found.curves[GLUE] = sorted([*found.curves.get(GLUE, []), point])
         found.values |= {GLUE: average} if is_last else {}
     for task, cell in cells.items() if is_last else ():

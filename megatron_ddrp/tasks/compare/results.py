@@ -18,7 +18,7 @@ from megatron_ddrp.tasks.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_M
 from megatron_ddrp.tasks.statistics import BySeed
 
 SAME_TEXT = 0.05
-"""Largest difference of the unigram levels of one text, in nats. Rows of another length change it by 0.001."""
+"""Largest difference of the unigram levels of one text, in nats; all row lengths have one level."""
 
 
 def same_text(one: RunRow, other: RunRow) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
-from megatron_ddrp.run.plateau import onset
+from megatron_ddrp.run.plateau import is_past, onset
 from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
 from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 
@@ -214,9 +214,11 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
             "samples": read_samples(folder, row) if folder else {},
         }
     )
-    if run.half or not run.unigram_loss or not run.curves.get(TRAINING_LOSS):
-        return run  # an arm at half the budget had less time to leave the plateau than the others
-    end = run.tokens or run.curves[TRAINING_LOSS][-1][0]  # a row need not tell its tokens
+    curve: Any = run.curves.get(TRAINING_LOSS)
+    # An arm at half the budget had less time to leave the plateau than the others; trained weights were never on it.
+    if run.half or not run.unigram_loss or not curve or is_past(curve, run.unigram_loss):
+        return run
+    end = run.tokens or curve[-1][0]  # a row need not tell its tokens
     return replace(run, values={**run.values, ONSET: run.onset or end})
 
 

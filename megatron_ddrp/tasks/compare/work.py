@@ -48,7 +48,7 @@ def run_here(options: argparse.Namespace) -> int:
     runner.run(jobs, wait=options.wait)
     if left := len(runner.left(jobs)):
         experiment.record()
-        print(left_to_others(left, options.output_dir))
+        print(left_to_others(left, options.output_dir, options.wait))
     else:
         _write_page(experiment, options)
     return FAILURE if runner.failed else 0

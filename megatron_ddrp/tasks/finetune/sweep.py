@@ -37,8 +37,11 @@ class Sweep:
     def __init__(
         self, options: SweepOptions, data: dict[str, TaskData], device: torch.device, ranks: Ranks | None = None
     ):
-        """Load the encoders and list the runs. `ranks` is None unless several ranks share each run."""
-        self.options, self.device, self.ranks = options, device, ranks
+        """Load the encoders and list the runs. `ranks` is None unless several ranks share each run.
+
+        Its own options name the checkpoints that were loaded: the run of an encoder may save more of them meanwhile.
+        """
+        self.device, self.ranks = device, ranks
         if device.type == "cuda":
             fix_workspace()
         else:
@@ -52,6 +55,8 @@ class Sweep:
             for folder in dict.fromkeys(options.load)
             for encoder in [load_encoder(folder, options.random_init)]
         ]
+        names = {encoder.folder: encoder.name for encoder in loaded}
+        self.options = replace(options, load=tuple(names), names=names)
         self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
         self.twins = [encoder for encoder in loaded if encoder is not self.encoders[encoder.fingerprint]]
         self.runs = [
@@ -81,6 +86,7 @@ class Sweep:
         answers, predicted = dev[scoring].answers, result.predictions[scoring]
         row = asdict(run) | {
             "load": self.encoders[run.encoder].name,
+            "checkpoint": str(self.encoders[run.encoder].folder),
             "metric": task.metric,
             "score": result.scores[scoring][-1],
             "epoch_scores": result.scores[scoring],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, need_packages, shared_error
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.agreement import agree, refuse_differences
+from megatron_ddrp.parallel.agreement import agree, gather_objects, refuse_differences
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.options import SweepOptions
@@ -50,8 +51,9 @@ def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
         if sweep.speaks:
             print(plan_text(sweep, store, workers), flush=True)
         if not stage.machine.dry_run and not _do_runs(sweep, store, workers):
+            line = left_to_others(len(store.missing(sweep.runs)), options.output_dir, options.machine.wait)
             if sweep.speaks:
-                print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
+                print(line)
             break
         following = stage.suite.next_stage(sweep, store)  # after the runs, which choose the folders of kept models
         asked += sweep.runs
@@ -71,7 +73,10 @@ def _open(
 
 def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
     data = agree(lambda: options.suite.read())
-    sweep, store = agree(lambda: _open(options, data, ranks.device, ranks))
+    first = agree(lambda: None if ranks.rank else _open(options, data, ranks.device, ranks))
+    sent: Any = gather_objects(first and (first[0].options.load, first[0].options.names))[0]
+    chosen = replace(options, load=sent[0], names=sent[1])
+    sweep, store = agree(lambda: first or _open(chosen, data, ranks.device, ranks))
     refuse_differences({f"run {number}": run.name for number, run in enumerate(sweep.runs, 1)})
     return sweep, store
 
@@ -89,7 +94,8 @@ def _do_runs(sweep: Sweep, store: RunStore, workers: int) -> bool:
         return do_on_ranks(sweep, sweep.ranks, store, lines.tell)
     if workers > 1:
         digests = {name: data.digest for name, data in sweep.data.items()}
-        share_out(_work, (options, digests), workers, sweep.runs, store, lines.tell, options.suite.program)
+        given = (options, digests, set(sweep.encoders))
+        share_out(_work, given, workers, sweep.runs, store, lines.tell, options.suite.program)
     else:
         drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
     return not store.missing(sweep.runs)
@@ -108,7 +114,7 @@ def report(sweep: Sweep, store: RunStore, asked: Sequence[Run], shown: bool) -> 
         print(text, flush=True)
 
 
-def _work(number: int, options: SweepOptions, digests: dict[str, str]) -> None:
+def _work(number: int, options: SweepOptions, digests: dict[str, str], encoders: set[str]) -> None:
     data = options.suite.read()
     if changed := [name for name in digests if data[name].digest != digests[name]]:
         raise UserError(
@@ -116,6 +122,10 @@ def _work(number: int, options: SweepOptions, digests: dict[str, str]) -> None:
             "command again to go on with the new rows, or put the old files back first"
         )
     sweep, store = _open(options, data, device_of(number))
+    if encoders != set(sweep.encoders):
+        raise UserError(
+            f"--load {' '.join(map(str, options.load))}: changed after this command had read it; run it again"
+        )
     drain(sweep.runs, store, sweep.perform, wait=options.machine.wait)
 
 

@@ -157,9 +157,15 @@ def digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def left_to_others(count: int, folder: Path) -> str:
-    """Return the last line of a command that leaves the `count` missing jobs to other commands."""
+def left_to_others(count: int, folder: Path, waits: bool) -> str:
+    """Return the last line of a command with --no-wait that leaves the `count` missing jobs to other commands.
+
+    Raises:
+        UserError: the command `waits` for others, so nobody does these jobs.
+    """
     jobs = "1 job is" if count == 1 else f"{count:,} jobs are"
+    if waits:
+        raise UserError(f"{jobs} missing in {folder}, and the tables are not written: run the same command again")
     return f"nothing left to do here: {jobs} being done by other commands on {folder}; the last one writes the tables"
 
 

@@ -50,7 +50,7 @@ def subjects_of(folder: Path, seeds: Sequence[int | None]) -> list[Subject]:
     encoder = load_masked_lm(folder, random_init=None not in seeds)
     origin = "; ".join(filter(None, (warn_of_unmarked_words(encoder.tokenizer), encoder.origin)))
     rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, origin)
-    return [Subject(encoder.name + _of_seed(seed, seeds), folder, seed, *rest) for seed in seeds]
+    return [Subject(encoder.name + _of_seed(seed, seeds), encoder.folder, seed, *rest) for seed in seeds]
 
 
 def _of_seed(seed: int | None, seeds: Sequence[int | None]) -> str:
@@ -142,6 +142,7 @@ class Scorer:
         values = [round(value, DECIMALS) if math.isfinite(value) else None for value in scores.tolist()]
         return asdict(job) | {
             "load": subject.name,
+            "checkpoint": str(subject.folder),
             "good": values[: len(good)],
             "bad": values[len(good) :],
             "pieces_good": list(map(len, good)),

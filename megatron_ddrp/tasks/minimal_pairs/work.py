@@ -127,7 +127,7 @@ def run_here(options: argparse.Namespace) -> None:
             work(0, *given, bar)
     store.refresh()
     if left := len(store.missing(plan.jobs)):
-        print(left_to_others(left, options.output_dir))
+        print(left_to_others(left, options.output_dir, options.wait))
         return
     names = {key: subject.name for key, subject in plan.subjects.items()}
     report = report_of(names, plan.paradigms, plan.jobs, store, published)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.command import main, parse_arguments
 from megatron_ddrp.tasks.compare.experiment import Experiment
 from megatron_ddrp.tasks.compare.plan_file import read_plans
+from megatron_ddrp.tasks.compare.recording import Recording
 from megatron_ddrp.tasks.compare.rows import open_rows
 from megatron_ddrp.tasks.compare.running import Runner
 from megatron_ddrp.tasks.compare.work import plan_experiment
+from megatron_ddrp.tasks.measures import LOSS, TRAINING_LOSS
 from tests.unit.compare.conftest import finish_run, finish_similarity
 
 LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}
@@ -242,7 +246,7 @@ def test_the_missing_runs_are_told_once_of_validation_of_another_kind(
     rungs, open_ladder, write, prose_then_code, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(Runner, "run", lambda *_, **__: None)
-    words = ["--output-dir", str(tmp_path / "out")]
+    words = ["--output-dir", str(tmp_path / "out"), "--no-wait"]
     for prefix, count in ((rungs["corpus"]["data_path"][0], 0), (prose_then_code, 1)):
         plan = rungs | {"corpus": rungs["corpus"] | {"data_path": [prefix]}}
         assert main([str(write(plan)), *words]) == 0
@@ -256,3 +260,15 @@ def test_rows_are_json(rungs, open_ladder, tmp_path):
     finish(open_ladder(rungs))
     lines = (tmp_path / "out" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert len([json.loads(line)["crc32"] for line in lines]) == 10
+
+
+def test_the_tokens_of_a_curve_are_those_of_metrics_jsonl(tmp_path):
+    """Short rows in the first six of ten steps; a validation between two logged steps."""
+    tokens = {1: 8, 2: 16, 4: 32, 6: 48, 8: 176, 10: 304}
+    rows = [{"iteration": step, "consumed_tokens": count, "lm_loss": 5.0} for step, count in tokens.items()]
+    rows += [{"iteration": step, "valid_lm_loss": 5.0} for step in (5, 9, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Recording(cast(Any, None), cast(Any, SimpleNamespace(folder=tmp_path, steps=10)))
+    assert [point[0] for point in found.curves[TRAINING_LOSS]] == list(tokens.values())
+    assert [point[0] for point in found.curves[LOSS]] == [40, 240, 304]
+    assert [found.tokens_at(step) for step in (0, 3, 7)] == [0, 24, 112] and found.tokens == 304

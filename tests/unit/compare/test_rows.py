@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ddrp.config.schedules import parse_phases
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.claims import gains, model_claims
 from megatron_ddrp.tasks.compare.page import missing_samples
 from megatron_ddrp.tasks.compare.pictures import by_phenomenon
 from megatron_ddrp.tasks.compare.results import Results, check_places
 from megatron_ddrp.tasks.compare.rows import as_run, read_rows, samples_file, write_samples
+from megatron_ddrp.tasks.compare.runs import LOGGED
 from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 from tests.unit.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
@@ -153,6 +155,20 @@ def test_rows_of_the_ladder_are_of_one_text_per_file():
     for name in ("rows", "plateau", "fast", "novels"):
         check_places(runs := read_rows([LADDER / f"{name}.jsonl"]))
         assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
+
+
+def test_no_row_of_the_ladder_has_more_tokens_than_its_steps_can_hold():
+    """Curves begin at step 1, at the end of the first log interval and at that of the second."""
+    phased = 0
+    for run in [run for name in ("rows", "plateau", "fast", "novels") for run in read_rows([LADDER / f"{name}.jsonl"])]:
+        flags = {**run.common, **run.flags}
+        if words := flags.get("seq_length_phases"):
+            phased += 1
+            row = flags["global_batch_size"] * parse_phases(words, flags["seq_length"])[0].seq_length
+            places = [1, run.steps // LOGGED, 2 * (run.steps // LOGGED)]
+            found = [point[0] for point in run.curves[TRAINING_LOSS][:3]]
+            assert all(0.9 * step * row < tokens <= step * row for step, tokens in zip(places, found, strict=True))
+    assert phased == 2
 
 
 def test_the_same_name_may_mean_another_model_in_a_check(write_rows):

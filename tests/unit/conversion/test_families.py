@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.commands.dry_run import dry_run
-from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, flag
+from megatron_ddrp.config import ENCODINGS, STARTS, Config, ModelConfig, flag
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
@@ -189,6 +189,15 @@ def test_a_family_is_named_or_refused(tmp_path, offline, folders):
         export_checkpoint(folder, tmp_path / "gpt", family_name="gpt")
     result = run_tool("--from-hf", folder, "--output", tmp_path / "x", "--family", "bert")
     assert result.returncode == 2 and "--family needs --load" in result.stderr
+
+
+def test_the_start_of_a_run_decides_no_family(tmp_path):
+    _, tokenizer = example(Case(FAMILIES["bert"], "masked-lm"), tmp_path)
+    start = {"attention_init": "offsets", "direction_init": "free", "init_method_std": 0.5}
+    config = ModelConfig(position_encoding="absolute", **SIZES | start)
+    assert [name for name in STARTS if name not in start] == []
+    assert leaving_family(config, "masked-lm", tokenizer).model_type == "bert"
+    assert FAMILIES["bert"].refusal(config, "masked-lm") is None
 
 
 @pytest.mark.parametrize("change", [{"ffn": "geglu"}, {"norm": "rmsnorm"}, {"bias": False}, {"embedding_size": 16}])

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.batches import unigram
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
 from megatron_ddrp.data.batches.unigram import shift_of, split_remark, unigram_loss, unigram_shift, usual_shift
@@ -33,6 +34,17 @@ def test_the_unigram_level_is_the_entropy_of_what_training_reads_without_special
     total = sum(counts.values())
     expected = -sum(count / total * math.log(count / total) for count in counts.values())
     assert unigram_loss(samples, SPECIAL, 10) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_level_is_that_of_all_text_and_of_as_many_tokens_whatever_their_rows(tmp_path, monkeypatch):
+    dataset = text(tmp_path, "words", (90, None), length=15)
+    counts = Counter(piece for number in range(len(dataset)) for piece in dataset[number].tolist())
+    total = sum(counts.values())
+    expected = -sum(count / total * math.log(count / total) for count in counts.values())
+    for most in (total, total - 1, 400):
+        monkeypatch.setattr(unigram, "MOST_TOKENS", most)
+        levels = {unigram_loss(Blend([SampleIndex(dataset, (0, 90), row)]), [], row) for row in (17, 64, 128, 2048)}
+        assert len(levels) == 1 and (levels.pop() == pytest.approx(expected, abs=0.01)) == (most > 400)
 
 
 def slow_shift(predicted, own, other):

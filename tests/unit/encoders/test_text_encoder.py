@@ -277,7 +277,9 @@ def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer
     with pytest.raises(UserError, match="bert: fill_mask needs a masked-LM head; the folder lacks"):
         headless.fill_mask("[MASK]")
     discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer_of_run, "electra"), device="cpu")
-    with pytest.raises(UserError, match="run: fill_mask needs a masked-LM head; the run trained a discriminator"):
+    with pytest.raises(
+        UserError, match="iter_0000003: fill_mask needs a masked-LM head; the run trained a discriminator"
+    ):
         discriminator.fill_mask("[MASK]")
 
 
@@ -292,8 +294,8 @@ def test_half_precision_gives_float32_arrays_close_to_the_full_ones(run, exporte
 
 def test_an_encoder_says_what_it_is(run, exported, encoder):
     assert repr(encoder) == (
-        f"<TextEncoder {run}: ddrp positions, 2 layers x 32, {encoder.num_parameters:,} parameters, 20 pieces, rows of "
-        "up to 24, float32 on cpu>"
+        f"<TextEncoder {run}/iter_0000003: ddrp positions, 2 layers x 32, {encoder.num_parameters:,} parameters, "
+        "20 pieces, rows of up to 24, float32 on cpu>"
     )
     of_export = load_encoder(exported[0], device="cpu")
     head = sum(p.numel() for n, p in encoder.model.named_parameters() if n.startswith("head.")) - 108

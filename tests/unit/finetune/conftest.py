@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.unit.glue.conftest import bert_folder, checkpoint_folder, glue_dir, sentences
+from tests.unit.glue.conftest import bert_folder, checkpoint_folder, glue_dir, sentences, training_run
 
-__all__ = ["bert_folder", "checkpoint_folder", "glue_dir"]
+__all__ = ["bert_folder", "checkpoint_folder", "glue_dir", "training_run"]
 
 KINDS_OF_FIRST_WORD = {"red": "colour", "green": "colour", "blue": "colour", "cat": "animal", "dog": "animal"}
 

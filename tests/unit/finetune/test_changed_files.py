@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import predict, workers
-from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.command import main, parse_arguments
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task_files import read_task
@@ -96,7 +97,63 @@ def test_a_worker_that_read_other_files_stops(files):
     files.train.write_text(files.train.read_text() + ROW)
     options = Namespace(suite=Namespace(read=lambda: {"topics": read_task(files)}))
     with pytest.raises(UserError, match="topics: its files changed after this command had read them; finished runs"):
-        workers._work(0, options, digests)
+        workers._work(0, options, digests, set())
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+@pytest.mark.parametrize("loads", ["{run}", "{run} {run}/iter_0000003"])
+def test_a_run_that_saves_meanwhile_is_one_encoder_to_all_workers(
+    topics, training_run, tmp_path, monkeypatch, capsys, loads
+):
+    def in_this_process(work, given, count, jobs, store, tell, program):
+        for number in range(count):
+            work(number, *given)
+        store.refresh()
+
+    monkeypatch.setattr(workers, "share_out", in_this_process)
+    loads = loads.format(run=training_run).split()
+    several = ("--epochs", "1", "--seeds", "3", "--workers", "2")
+    assert main(words(topics, loads[0], tmp_path / "out", *several, "--load", *loads)) == 0
+    shown = capsys.readouterr().out
+    assert "weights of the encoder from iter_0000003;" in shown
+    assert (tmp_path / "out" / "table.md").read_text() in shown
+    assert {row["checkpoint"] for row in rows(tmp_path / "out")} == {str(training_run / "iter_0000003")}
+    assert len(rows(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, tmp_path, monkeypatch):
+    """Rank 1 comes when the run has saved again; what rank 0 sends is as it was."""
+    options = parse_arguments(words(topics, training_run, tmp_path / "out", *GLANCE))
+    sent = []
+
+    def gather(item):
+        sent.append(item)
+        return sent[:1]
+
+    monkeypatch.setattr(workers, "agree", lambda action: action())
+    monkeypatch.setattr(workers, "gather_objects", gather)
+    monkeypatch.setattr(workers, "refuse_differences", lambda _: None)
+    sweeps = [workers._open_on_ranks(options, Ranks(rank, 2, torch.device("cpu")))[0] for rank in (0, 1)]
+    assert [one.options.load for one in sweeps] == [(training_run / "iter_0000003",)] * 2
+    assert [run.name for run in sweeps[0].runs] == [run.name for run in sweeps[1].runs] and sent[1] is None
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_a_worker_that_read_another_encoder_stops(topics, checkpoint_folder, tmp_path):
+    options = parse_arguments(words(topics, checkpoint_folder, tmp_path / "out", *GLANCE))
+    digests = {name: data.digest for name, data in options.suite.read().items()}
+    with pytest.raises(UserError, match=f"--load {checkpoint_folder}: changed after this command had read it"):
+        workers._work(0, options, digests, {"the encoder that the command has read"})
+
+
+def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_folder, tmp_path, monkeypatch, capsys):
+    """Without its table a command does not end with code 0, unless it was told --no-wait."""
+    monkeypatch.setattr(workers, "drain", lambda *_: None)
+    with pytest.raises(UserError, match=r"1 job is missing in .*out, and the tables are not written: run the same"):
+        main(words(topics, bert_folder, tmp_path / "out", *GLANCE))
+    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-wait")) == 0
+    assert "1 job is being done by other commands" in capsys.readouterr().out
 
 
 def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, tmp_path, monkeypatch, capsys):

@@ -143,3 +143,36 @@ def write_checkpoint(folder, tokenizer, position_encoding):
     save_config(config, folder)
     checkpoint.mark_latest(folder, path.name)
     return folder
+
+
+def save_again(folder):
+    """Write the next checkpoint of a run's folder, with other weights, as a run does that still trains."""
+    import torch
+
+    from megatron_ddrp import checkpoint
+
+    newest = checkpoint.newest(folder)
+    model, _, config = checkpoint.read_model(newest)
+    weights = {name: weight + torch.rand_like(weight) for name, weight in model.named_parameters()}
+    step = checkpoint.read_state(newest)["iteration"] + 1
+    path = folder / checkpoint.tag(step)
+    path.mkdir()
+    files = {checkpoint.WEIGHTS: checkpoint.save_weights(weights, path)}
+    checkpoint.write_state(path, {"iteration": step, "files": files, "config": config.to_dict()})
+    checkpoint.mark_latest(folder, path.name)
+
+
+@pytest.fixture
+def training_run(checkpoint_folder, monkeypatch):
+    """A run's folder that gets a new checkpoint after each one that is loaded; the first one is iter_0000003."""
+    from megatron_ddrp.encoders import encoder
+
+    read_model = encoder.read_model
+
+    def read(path):
+        found = read_model(path)
+        save_again(checkpoint_folder)
+        return found
+
+    monkeypatch.setattr(encoder, "read_model", read)
+    return checkpoint_folder

@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.minimal_pairs.command import main
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
+from tests.unit.glue.conftest import checkpoint_folder, training_run
 from tests.unit.minimal_pairs.conftest import PAIRS, write_pairs
+
+__all__ = ["checkpoint_folder", "training_run"]
 
 
 @pytest.fixture
@@ -158,6 +161,23 @@ def test_a_damaged_line_of_the_store_is_refused(words, tmp_path):
     path.write_text(path.read_text().replace('"identical": 0', '"identical": 1', 1))
     with pytest.raises(UserError, match="scores.jsonl, line 1: changed since it was written"):
         main(words[:-1])
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_a_run_that_saves_meanwhile_is_scored_at_the_checkpoint_that_was_chosen(training_run, tmp_path, capsys):
+    data, out = write_pairs(tmp_path / "pairs", [("red cat runs", "cat red runs")]), tmp_path / "out"
+    main(["--data-dir", str(data), "--output-dir", str(out), "--workers", "1", "--load", str(training_run)])
+    assert "weights of the masked language model from iter_0000003;" in capsys.readouterr().out
+    (row,) = map(json.loads, lines(out))
+    assert (row["load"], row["checkpoint"]) == (str(training_run), str(training_run / "iter_0000003"))
+    assert (out / "results.json").is_file() and (training_run / "iter_0000005").is_dir()
+
+
+def test_jobs_that_nobody_does_are_no_success(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_ddrp.tasks.minimal_pairs.work.drain", lambda *_, **__: None)
+    with pytest.raises(UserError, match=r"4 jobs are missing in .*out, and the tables are not written"):
+        main(words)
+    main([*words, "--no-wait"])
 
 
 @pytest.mark.slow
