@@ -144,6 +144,12 @@ def need_packages(purpose: str, *packages: str, exit_code: int = FAILURE) -> Non
         )
 
 
+def shown_names(names: Sequence[str]) -> str:
+    """Return names for a message, those with blanks around them or signs that do not show in quotation marks."""
+    shown = (name if name.isprintable() and name == name.strip() else repr(name) for name in names)
+    return ", ".join(shown) or "none"
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """Return the known word that is nearest to `word`; "" if none is near."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), "")

@@ -32,14 +32,22 @@ MOST_LENIENT_DIGITS = 4300
 """Largest number of digits in lenient JSON: Python itself reads no longer numbers."""
 _QUIET = RLock()
 """Lock of the thread in `quiet_transformers`."""
+_STAND_INS = {
+    rb"(?:version https://\S+/spec/v\d+\s+(?:ext-\S+ \S+\s+)*oid \S+\s+size \d+\s*)+": (
+        "Git LFS",
+        "git lfs install && git lfs pull",
+    ),
+    rb"/annex/objects/\S+\s*": ("git-annex", "git annex get"),
+}
+"""Pattern of a file that stands for another one → program that left it there, and the command that gets the file."""
 
 
 @contextlib.contextmanager
 def reading(path: object, line: str | Callable[[], str] = "cannot be read: {error}") -> Iterator[None]:
     """Raise whatever a library raises in the block as a `UserError` about `path`; `line` may contain `{error}`.
 
-    Refusals of the operating system keep their own words. A lack of memory passes, and so do a `UserError` and errors
-    of others (`code_of_others`).
+    Refusals of the operating system keep their own words, and a stand-in for the file is named as such. A lack of
+    memory passes, and so do a `UserError` and errors of others (`code_of_others`).
     """
     try:
         yield
@@ -48,6 +56,7 @@ def reading(path: object, line: str | Callable[[], str] = "cannot be read: {erro
     except BaseException as error:  # a panic of Rust code is no `Exception`
         if lacks_memory(error) or is_of_others(error):
             raise
+        refuse_stand_in(b"", path)
         words = line if isinstance(line, str) else line()
         if isinstance(error, OSError) and error.strerror:
             words = f"{error.strerror}; give a readable file"
@@ -84,7 +93,26 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         content = stream.read(most + 1)  # a device may have no end
     if len(content) > most:
         raise UserError(f"{path}: more than {most >> 20} MiB, expected a smaller file; give another one")
+    refuse_stand_in(content, path)
     return content
+
+
+def stand_in(content: bytes) -> str:
+    """Return the line about a content that only stands for a file, such as a pointer of Git LFS; otherwise nothing."""
+    for pattern, (program, command) in _STAND_INS.items():
+        if re.fullmatch(pattern, content):
+            run = f"run {command} in its repository, or download the file itself"
+            return f"a pointer of {program} in place of the file: {run}"
+    return ""
+
+
+def refuse_stand_in(content: bytes, path: object) -> None:
+    """Raise `UserError` if a file's `content` stands for another file; without it the beginning of the file decides."""
+    if not content and isinstance(path, (str, os.PathLike)) and os.path.isfile(path):
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
+            content = stream.read(1 << 16)
+    if line := stand_in(content):
+        raise UserError(f"{path}: {line}")
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -119,15 +147,16 @@ class RepeatedKey(ValueError):
     """Error for a JSON object with the same key twice."""
 
 
-def parse_json(text: str | bytes, lenient: bool = False) -> Any:
+def parse_json(text: str | bytes, lenient: bool = False, distinct: bool = False) -> Any:
     """Return the value of a JSON text; bytes are UTF-8 and may begin with a byte order mark.
 
     Raises `ValueError` with the reason: also for NaN and infinities, a key that an object has twice and half a
-    surrogate pair, unless `lenient`; always for too long a number and for deep nesting.
+    surrogate pair, unless `lenient`; always for too long a number and for deep nesting. With `distinct` a lenient text
+    may not have a key twice either.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        value = (_LENIENT if lenient else _STRICT).decode(text)
+        value = ((_DISTINCT if distinct else _LENIENT) if lenient else _STRICT).decode(text)
         if not lenient and ("\\ud" in text or "\\uD" in text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -136,6 +165,10 @@ def parse_json(text: str | bytes, lenient: bool = False) -> Any:
         raise ValueError("holds half a surrogate pair, which is no character") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
+        if line := stand_in(error.doc.encode(errors="replace")):
+            raise ValueError(line) from None
+        raise
     return value
 
 
@@ -180,7 +213,9 @@ def _finite(text: str) -> float:
 
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_LENIENT = json.JSONDecoder(parse_int=functools.partial(_whole_number, most=MOST_LENIENT_DIGITS))
+_lenient_number = functools.partial(_whole_number, most=MOST_LENIENT_DIGITS)
+_LENIENT = json.JSONDecoder(parse_int=_lenient_number)
+_DISTINCT = json.JSONDecoder(parse_int=_lenient_number, object_pairs_hook=_distinct_keys)
 _STRICT = json.JSONDecoder(
     parse_int=_whole_number, parse_float=_finite, parse_constant=_refuse_constant, object_pairs_hook=_distinct_keys
 )

@@ -20,7 +20,9 @@ from megatron_ddrp.checkpoint import (
     read_state,
     whole_checkpoints,
 )
+from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.conversion.families import FAMILIES
+from megatron_ddrp.conversion.foreign_config import model_type
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face, read_model_config
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder, with_random_weights
@@ -150,11 +152,11 @@ def beside_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snap
 def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:
     if not is_checkpoint(folder) and not holds_run(folder):
         config = folder / "config.json"
-        if config.is_file() and "model_type" in read_object(config):
+        if config.is_file() and "checkpoint" not in (values := read_object(config)) and model_type(config, values):
             return [Snapshot(run, folder)]
+        wrote = "expected a folder that megatron-ddrp pretrain --save or megatron-ddrp convert wrote"
         raise UserError(
-            f"--load {folder}: neither checkpoints nor a Hugging Face folder; expected a folder that "
-            "megatron-ddrp pretrain --save or megatron-ddrp convert wrote"
+            f"--load {folder}: neither checkpoints nor a Hugging Face folder; {look_inside(folder) or wrote}"
         )
     all_of_them = every and not is_checkpoint(folder)
     paths = list(whole_checkpoints(folder)) if all_of_them else [choose_checkpoint(folder)]

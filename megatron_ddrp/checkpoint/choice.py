@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from megatron_ddrp.checkpoint.folder import WEIGHTS, candidates, is_checkpoint
+from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.checkpoint.state import read_state
 from megatron_ddrp.config.registry import NotRegistered
 from megatron_ddrp.data.sealed import file_fault
@@ -35,7 +36,8 @@ def choose_checkpoint(
         return load
     for path in whole_checkpoints(load, kinds, tell):
         return path
-    raise UserError(f"--load {load} holds no checkpoint: expected a folder that megatron-ddrp pretrain --save wrote")
+    wrote = "expected a folder that megatron-ddrp pretrain --save wrote"
+    raise UserError(f"--load {load} holds no checkpoint: {look_inside(load) or wrote}")
 
 
 def whole_checkpoints(

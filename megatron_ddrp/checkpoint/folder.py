@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.checkpoint.state import STATE, write_state
 from megatron_ddrp.config import load_config
 from megatron_ddrp.data.atomic import write_text
@@ -156,11 +157,14 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
             f"--load {load} is a Hugging Face folder: import it, megatron-ddrp convert "
             f"--from-hf {load} --output START, and give --load START"
         )
-    if save and holds_run(save) and not (load and load.resolve() == save.resolve()):
+    starts_here = save and load and load.resolve() == save.resolve()
+    if load and not starts_here and not candidates(load).paths and (advice := look_inside(load)):
+        raise UserError(f"--load {load} holds no checkpoint; {advice}")
+    if save and holds_run(save) and not starts_here:
         raise UserError(f"--save {save} holds a run already: resume it with --load {save}, or give another --save")
     if save and not holds_run(save) and (theirs := _file_of_others(save)):
         raise UserError(f"--save {save} holds {theirs}, which no run wrote and a run would replace: give another")
-    if load and not load.exists() and not (save and load.resolve() == save.resolve()):
+    if load and not load.exists() and not starts_here:
         raise UserError(
             f"--load {load}: no such folder: give that of a run, leave --load out to start afresh, or give that of "
             "--save, which need not exist yet"

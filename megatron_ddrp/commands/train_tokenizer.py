@@ -23,7 +23,7 @@ from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import reading_progress, show_phase
-from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.data.tokenizers.vocabulary import NO_TEXT, SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_stripped
 from megatron_ddrp.errors import UserError
 
@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     cut, warning = "", None
     with atomic_file(arguments.output) as stream, reading_progress(paths) as progress:
         documents = iter_documents(paths, arguments.json_keys, arguments.on_error, skipped.append, progress.update)
-        texts = _texts(documents, partial(show_phase, progress, "learning the pieces"))
+        texts = _texts(documents, skipped, partial(show_phase, progress, "learning the pieces"))
         if arguments.type == "wordpiece":
             pieces, alphabet = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write("".join(f"{piece}\n" for piece in pieces).encode())
@@ -87,10 +87,16 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"next: {next_command(arguments)}")
 
 
-def _texts(documents: Iterable[Sequence[str]], at_end: Callable[[], object]) -> Iterator[str]:
-    """Yield the texts of some documents, and call `at_end` after the last one."""
+def _texts(documents: Iterable[Sequence[str]], skipped: list[str], at_end: Callable[[], object]) -> Iterator[str]:
+    """Yield the texts of some documents, and call `at_end` after the last one.
+
+    Raises `UserError` with the reason of the first of the `skipped` records if there is no document.
+    """
+    document: Sequence[str] = ()
     for document in documents:
         yield from document
+    if skipped and not document:
+        raise UserError(f"{NO_TEXT}; {len(skipped):,} records skipped, the first because of {skipped[0]}")
     at_end()
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.exported_folder import check_sums
 from megatron_ddrp.errors import UserError
@@ -62,12 +63,23 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """
     check_sums(folder)
     path = folder / "config.json"
+    if not path.is_file() and (advice := look_inside(folder)):
+        raise UserError(f"{path}: no such file; {advice}")
     values = read_object(path)
     if file := values.get("transformers_weights"):
         raise UserError(f"{path}: transformers_weights is {show(file)}; rename that file to model.safetensors instead")
     if values.get("model_type") != OWN_MODEL_TYPE:
         refuse_code(path, values)
     return values
+
+
+def model_type(path: Path, values: Mapping[str, Any]) -> str:
+    """Return `model_type` of a config.json. Raise `UserError` if it is missing, or not the name of a family."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        found = f"is {show(kind)}" if "model_type" in values else "is missing"
+        raise UserError(f"{path}: model_type {found}, expected the name of the model's family, such as bert")
+    return kind
 
 
 def refuse_code(path: Path, values: dict[str, Any]) -> None:

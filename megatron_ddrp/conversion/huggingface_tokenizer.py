@@ -122,7 +122,7 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
     `choice` may name the type of the tokenizer (`tokenizer_type`), if the folder does not.
     """
     for name in (vocabulary, "vocab.json"):
-        if (folder / name).is_file() and (folder / name).read_bytes().startswith(_BYTE_ORDER_MARKS):
+        if (folder / name).is_file() and read_bytes(folder / name).startswith(_BYTE_ORDER_MARKS):
             raise UserError(
                 f"{folder / name}: begins with a byte order mark, which transformers reads as text; save the file as "
                 "UTF-8 without one"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.vocabulary_transfer import Transfer
 from megatron_ddrp.errors import UserError
@@ -48,8 +49,8 @@ def read_weights(folder: Path, finite: bool = True) -> dict[str, Tensor]:
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
-            f"{folder}: it holds neither {SAFE_WEIGHTS} nor {PICKLED_WEIGHTS}, nor an index of such files; save the "
-            "model as one of them"
+            f"{folder}: it holds neither {SAFE_WEIGHTS} nor {PICKLED_WEIGHTS}, nor an index of such files; "
+            + (look_inside(folder) or "save the model as one of them")
         )
     tensors: dict[str, Tensor] = {}
     for file, promised in (_shards(path) if path.name.endswith(INDEX) else {path: set()}).items():

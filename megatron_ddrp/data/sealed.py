@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.foreign import parse_json
+from megatron_ddrp.foreign import parse_json, refuse_stand_in
 
 SUM = "crc32"
 """Key of an object's own sum, and of a file's."""
@@ -87,6 +87,7 @@ def file_fault(path: Path, written: Mapping[str, Any], read: bool = True) -> str
         return f"{path.name} is missing"
     size = path.stat().st_size
     if size != written["bytes"]:
+        refuse_stand_in(b"", path)
         return f"{path.name} has {size:,} bytes instead of {written['bytes']:,}"
     found = file_facts(path)[SUM] if read else written[SUM]
     return None if found == written[SUM] else f"{path.name} has the CRC-32 {found} instead of {written[SUM]}"

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
+from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, model_type, read_config_file
 from megatron_ddrp.conversion.huggingface_folder import check_rows
 from megatron_ddrp.conversion.task_heads import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
@@ -106,13 +107,16 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
             `masked_lm` it lacks the weights of that head (`NoMaskedLM`).
     """
     path = folder / "config.json"
-    if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
+    is_ours = is_checkpoint(folder) or holds_run(folder)
+    if not path.is_file() and not is_ours:
+        wrote = "expected a folder that megatron-ddrp pretrain --save or megatron-ddrp convert wrote"
         raise UserError(
-            f"--load {folder}: neither a training checkpoint nor a Hugging Face folder; expected a folder that "
-            "megatron-ddrp pretrain --save or megatron-ddrp convert wrote, or a downloaded encoder"
+            f"--load {folder}: neither a training checkpoint nor a Hugging Face folder; "
+            + (look_inside(folder) or f"{wrote}, or a downloaded encoder")
         )
     config = read_config_file(folder) if path.is_file() else {}
-    if "model_type" in config:
+    if "model_type" in config or not (is_ours or "checkpoint" in config):
+        model_type(path, config)
         encoder = _load_hugging_face(folder, config, random_init, masked_lm)
     else:
         encoder = _load_checkpoint(folder, random_init, masked_lm)

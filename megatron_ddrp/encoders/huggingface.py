@@ -30,8 +30,10 @@ ROBERTA_FAMILY = (
     *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet"),
     *("data2vec-text", "ibert", "roberta-prelayernorm", "xmod"),
 )
-"""Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
-ENCODERS_WITH_CAUSAL_LM = ("bert-generation", "xlnet")
+"""Model types with two separators in a pair."""
+COUNT_FROM_PADDING = (*ROBERTA_FAMILY, "esm", "layoutlmv3", "lilt", "luke", "markuplm")
+"""Model types with positions numbered from the padding id + 1."""
+ENCODERS_WITH_CAUSAL_LM = ("bert-generation",)
 """Encoders that transformers gives a causal-LM head and no masked-LM head, as it does decoders."""
 PADDING_SENSITIVE = ("convbert", "fnet", "funnel", "nystromformer", "yoso")
 """Model types whose layers in transformers do not leave out padding: convolutions, Fourier transforms, pooling."""
@@ -171,6 +173,10 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     config = _read_config(folder, values["model_type"])
     build = model_builder(values["model_type"], "ForMaskedLM" if masked_lm else "")
     if values["model_type"] != OWN_MODEL_TYPE:
+        if config.model_type == "xlnet":
+            raise UserError(
+                f"--load {folder}: xlnet has <cls> at the end of a row, here it is at the begin; use a BERT"
+            )
         if _is_decoder(config):
             raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
@@ -225,7 +231,7 @@ def _read_config(folder: Path, model_type: str) -> Any:
 
 def _longest(config: Any) -> int:
     """Return the longest sequence in tokens that a model has positions for."""
-    counts_from_padding = config.model_type in ROBERTA_FAMILY
+    counts_from_padding = config.model_type in COUNT_FROM_PADDING
     if counts_from_padding and config.pad_token_id is None:
         raise ValueError("pad_token_id is null in its config.json, and positions are counted from it; write the id")
     unread = config.pad_token_id + 1 if counts_from_padding else 0

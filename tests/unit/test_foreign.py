@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.data.dataset.dataset_index import file_size
+from megatron_ddrp.data.sealed import file_fault
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import LARGEST_YAML, parse_json, parse_yaml, read_bytes, read_object, reading
+from megatron_ddrp.foreign import LARGEST_YAML, parse_json, parse_yaml, read_bytes, read_object, reading, stand_in
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
 TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
@@ -66,6 +68,27 @@ def test_only_one_file_unpacks() -> None:
 )
 def test_the_finder_sees_what_it_should(source: str, expected: list[str]) -> None:
     assert list(calls_beside_the_door(ast.parse(source))) == expected
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\next-0-a sha256:{'0' * 64}\noid sha256:{'1' * 64}\nsize 123\n"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_pointer_of_git_lfs_is_named_by_every_reader(tmp_path: Path, end: str) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(POINTER.replace("\n", end).encode())
+
+    def by_a_library(path: Path) -> None:
+        with reading(path, "damaged"):
+            raise KeyError
+
+    for read in (read_bytes, read_object, by_a_library, file_size, lambda path: file_fault(path, {"bytes": 1})):
+        with pytest.raises(UserError) as refused:
+            read(file)
+        assert str(refused.value).startswith(f"{file}: a pointer of Git LFS in place of the file: run git lfs install")
+    with pytest.raises(ValueError, match="^a pointer of Git LFS"):
+        parse_json(file.read_bytes())
+    assert not stand_in(f"{POINTER}\nThis is how a pointer begins.".encode())
 
 
 class Panic(BaseException):

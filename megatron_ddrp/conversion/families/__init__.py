@@ -14,7 +14,7 @@ from megatron_ddrp.conversion.families.electra import Electra
 from megatron_ddrp.conversion.families.modernbert import ModernBert
 from megatron_ddrp.conversion.families.own import Own
 from megatron_ddrp.conversion.families.roberta import Camembert, Roberta, XlmRoberta
-from megatron_ddrp.conversion.foreign_config import show
+from megatron_ddrp.conversion.foreign_config import model_type, show
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -47,9 +47,9 @@ NEAR = {
 
 def family_of(path: Path, values: dict[str, Any]) -> Family:
     """Return the family of a folder by its config.json. Raise `UserError` for an unknown model."""
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        near = f"; {NEAR[kind]}" if isinstance(kind, str) and kind in NEAR else ""
+    kind = model_type(path, values)
+    if kind not in FAMILIES:
+        near = f"; {NEAR[kind]}" if kind in NEAR else ""
         raise UserError(f"{path}: model_type is {show(kind)}{near}; supported are {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 

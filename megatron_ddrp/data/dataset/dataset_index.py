@@ -25,6 +25,7 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import refuse_stand_in
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -59,6 +60,7 @@ def file_size(path: Path) -> int:
     try:
         size = path.stat().st_size
         if path.is_file():
+            refuse_stand_in(b"", path)
             return size
         reason = "not a file"
     except OSError as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.errors import need_packages
+from megatron_ddrp.errors import UserError, need_packages, shown_names
 from megatron_ddrp.foreign import read_object, reading
 
 ROWS = 512  # of a Parquet file, decoded at once; pages, not rows, are what pyarrow keeps in memory
@@ -85,7 +85,10 @@ def _open_arrow(path: str) -> Iterator[tuple[Any, Batches]]:
 
     with reading(path, "damaged, or not an Arrow file ({error}); copy it again"), pyarrow.OSFile(path) as source:
         size = source.size()
-        is_stream = source.read(6) != b"ARROW1"
+        begin = source.read(6)
+        if begin.startswith(b"FEA1"):
+            raise UserError(f"{path}: Feather V1, which is no Arrow file; read it by pandas and write Parquet")
+        is_stream = begin != b"ARROW1"
         source.seek(max(0, size - len(_STREAM_END)))
         if is_stream and source.read() != _STREAM_END:
             raise ValueError("its end is missing")
@@ -120,7 +123,7 @@ def _column_fault(schema: Any, column: str) -> str:
 
     count = schema.names.count(column)
     if count == 0:
-        return f"no column {column!r}, it has {', '.join(schema.names[:8]) or 'none'} (see --json-keys)"
+        return f"no column {column!r}, it has {shown_names(schema.names[:8])} (see --json-keys)"
     if count > 1:
         return f"column {column!r} is there {count} times, expected once"
     kind = schema.field(column).type

@@ -19,18 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from megatron_ddrp.data.preprocess.arrow_tables import table_rows
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
-from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chunk
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, FIRST, InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.preprocess.records import VALUES, Chunk, Fault, Text, parse_chunk, whole_values
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import refuse_wide
 
 MAX_RECORD_BYTES = 1 << 26
 """Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
+MAX_VALUE_BYTES = 1 << 30
+"""Longest JSON value in bytes that is not alone on its line, such as the one that a file of SQuAD holds."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_JSON_OBJECT = re.compile(rb'\{\s*"[^"]*"\s*:')
-_JSON_ARRAY = re.compile(rb"\[\s*" + _JSON_OBJECT.pattern)
-_FIRST = 256  # bytes that tell the format
+_JSON = re.compile(rb'(?:\[\s*)?\{\s*"[^"]*"\s*:')
+_OPEN_LINE = re.compile(rb"\{[^\n]*[{\[,:]\s*\n|\{\s*\n")
+"""First line of an object that goes on in the next line."""
 
 
 def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
@@ -85,13 +85,15 @@ def record_start(file: InputFile, position: int) -> int:
     """Return the byte at which the first record that begins at or behind `position` begins, or the file's size.
 
     Reads on from `position` only, so that several machines which ask for the same byte find the same border. Behind
-    `position` a plain-text document needs a blank line before it, and WikiExtractor's one the `</doc>` of another.
-    The file is not packed.
+    `position` a plain-text document needs a blank line before it, and WikiExtractor's one the `</doc>` of another. JSON
+    objects over several lines have no such border. The file is not packed.
     """
     size = os.path.getsize(file.path)
     if position <= 0 or position >= size:
         return 0 if position <= 0 else size
-    is_last = _LAST_LINES[_format_of(file)]
+    if (kind := _format_of(file)) in VALUES:
+        return size
+    is_last = _LAST_LINES[kind]
     with open(file.path, "rb") as stream:
         stream.seek(position - 1)
         line = _next_line(stream)  # the rest of the line that holds the byte before `position`
@@ -125,18 +127,18 @@ def lines_before(file: InputFile) -> int:
 def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield (format, bytes), cut behind whole records."""
     file = opened.file
-    rest = opened.read(max(chunk_bytes, _FIRST))
-    if file.begin == 0:
-        rest = rest.removeprefix(_BYTE_ORDER_MARK)
-    kind = _format(file, rest) if (file.begin, file.end) == (0, None) else _format_of(file)
+    first = opened.first() if file.begin == 0 else b""
+    kind = _format(file, first) if first and file.end is None else _format_of(file)
+    most = MAX_VALUE_BYTES if kind in VALUES else MAX_RECORD_BYTES
+    rest = opened.read(chunk_bytes)
     end = _end(kind, rest, 0)
     while True:
         if end:
             yield kind, rest[:end]
             rest = rest[end:]
-        if len(rest) > MAX_RECORD_BYTES:
+        if len(rest) > most:
             raise UserError(
-                f"{file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
+                f"{file.path}: a record of more than {most >> 20} MiB before byte "
                 f"{file.begin + opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
             )
         block = opened.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
@@ -145,34 +147,43 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
         start = len(rest)
         rest += block
         end = _end(kind, rest, start)
+    behind = b"".join(rest[-FIRST:].split())
+    if kind == "list" and (behind[-1:] != b"]" or behind[-2:] == b",]"):
+        raise UserError(f"{file.path}: its list of objects is not closed: cut off or damaged; copy it again")
     yield kind, rest
 
 
 def _format_of(file: InputFile) -> str:
     """Return the format of a file of which a range is read."""
     with OpenInput(file._replace(begin=0, end=None)) as opened:
-        return _format(file, opened.read(_FIRST + len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK))
+        return _format(file, opened.first())
 
 
 def _format(file: InputFile, first: bytes) -> str:
-    """Return the format of a file, a key of `_LAST_LINES`, from its name and first bytes."""
-    refuse_wide(first, file.path)
+    """Return the format of a file, a key of `VALUES` or of `_LAST_LINES`, from its name and first bytes."""
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
-    start = first[:_FIRST].lstrip()
-    if _JSON_ARRAY.match(start):
-        raise UserError(f"{file.path}: a JSON array; expected one object per line, such as by jq -c '.[]'")
-    if file.ending in (".json", ".jsonl", ".ndjson"):
-        return "json"
-    if start.startswith(b"<doc ") and b"id=" in start:
+    start = first.lstrip()
+    if file.ending in (".json", ".jsonl", ".ndjson") or (not file.ending and (start[:1] == b"{" or _JSON.match(start))):
+        return "list" if start[:1] == b"[" else "objects" if _is_over_lines(start) else "json"
+    if start.startswith(b"<doc ") and b"id=" in start.partition(b"\n")[0]:
         return "wiki"
-    if file.ending and _JSON_OBJECT.match(start):
+    if _JSON.match(start):
         raise UserError(f"{file.path}: a JSON object in a file that is read as plain text; rename it to end in .jsonl")
-    return "json" if start.startswith(b"{") and not file.ending else "text"
+    return "text"
+
+
+def _is_over_lines(start: bytes) -> bool:
+    """Return whether JSON begins with an object over several lines, or with two objects on a line."""
+    begin, end = next(whole_values(start), (0, 0))
+    behind = start[end:].partition(b"\n")[0].lstrip(b" \t\r,")
+    return b"\n" in start[begin:end] or behind.startswith(b"{") if end else bool(_OPEN_LINE.match(start))
 
 
 def _end(kind: str, data: bytes, start: int) -> int:
     """Return the end of the last whole record that ends after `start`, or 0."""
+    if kind in VALUES:
+        return max((end for _, end in whole_values(data)), default=0)
     is_last, end = _LAST_LINES[kind], data.rfind(b"\n", start) + 1
     while is_last and end > start:
         begin = data.rfind(b"\n", 0, end - 1) + 1

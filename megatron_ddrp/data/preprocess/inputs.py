@@ -6,8 +6,8 @@ OpenInput(file)                             → uncompressed bytes; the SHA-256 
 
 from __future__ import annotations
 
+import codecs
 import glob
-import hashlib
 import io
 import os
 import sys
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.data.preprocess.arrow_tables import is_beside_rows
+from megatron_ddrp.data.preprocess.hashed import HashedFile
 from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
 from megatron_ddrp.data.preprocess.python_texts import TEXTS, TextStream
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import reading
+from megatron_ddrp.foreign import reading, refuse_stand_in, refuse_wide
 
 STANDARD_INPUT = "-"
 TABLES = (".parquet", ".arrow")
@@ -47,6 +48,8 @@ DATASET_ENDINGS = (".bin", ".idx", ".npy", ".npz")
 """Endings of datasets and of caches beside them, which are left out of a folder without a word."""
 
 BLOCK_BYTES = 1 << 20
+FIRST = 1 << 16
+"""Number of bytes that tell the layout of a file of text."""
 
 _KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(PACKINGS)
 
@@ -129,16 +132,29 @@ class OpenInput:
         self._buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = packing_of(self._buffered.peek(FIRST_BYTES)) if is_stream(file.path) else file.packing
         self._stream = PackedStream(self._buffered, packing) if packing else self._buffered
+        self._ahead = b""
 
     @property
     def bytes_read(self) -> int:
         """Bytes read from the disk so far."""
         return self._raw.count
 
+    def first(self) -> bytes:
+        """Return the first bytes of a file of text without a byte order mark; `read` returns them again.
+
+        Raises `UserError` for UTF-16 and UTF-32, and for a file that only stands for another one.
+        """
+        first = self.read(FIRST)
+        refuse_stand_in(first, self.file.path)
+        refuse_wide(first, self.file.path)
+        self._ahead = first.removeprefix(codecs.BOM_UTF8)
+        return self._ahead
+
     def read(self, count: int) -> bytes:
         """Return the next `count` uncompressed bytes, fewer only at the end. Raises `UserError` for a damaged file."""
+        data, self._ahead = self._ahead[:count], self._ahead[count:]
         with reading(self.file.path, self._damage):
-            return self._stream.read(count)
+            return data + self._stream.read(count - len(data))
 
     def _damage(self) -> str:
         return f"damaged or cut off after {self.bytes_read} bytes ({{error}}); copy it again"
@@ -163,38 +179,14 @@ class OpenInput:
         self._buffered.close()
 
 
-class _HashedFile(io.FileIO):
-    """A file, or a range of it, that counts and hashes the bytes read from it."""
-
-    def __init__(self, file: InputFile):
-        is_standard = file.path == STANDARD_INPUT
-        super().__init__(sys.stdin.fileno() if is_standard else file.path, "rb", closefd=not is_standard)
-        if file.begin:
-            self.seek(file.begin)
-        self._length = None if file.end is None else file.end - file.begin
-        self.count = 0
-        self.digest = hashlib.sha256()
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        if self._length is not None:
-            view = view[: self._length - self.count]
-        count = super().readinto(view) or 0
-        while not self.count and 0 < count < FIRST_BYTES and (more := super().readinto(view[count:])):
-            count += more  # a pipe may give its first bytes one by one
-        self.digest.update(view[:count])
-        self.count += count
-        return count
-
-
-def _open_raw(file: InputFile) -> _HashedFile | TextStream:
+def _open_raw(file: InputFile) -> HashedFile | TextStream:
     path = file.path
     if path in TEXTS:
         return TEXTS[path]
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return _HashedFile(file)
+        return HashedFile(sys.stdin.fileno() if path == STANDARD_INPUT else path, file.begin, file.end)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a readable file") from None
 
@@ -204,6 +196,7 @@ def _check(file: InputFile) -> None:
         return
     if not is_stream(file.path):
         _open_raw(file).close()
+        refuse_stand_in(b"", file.path)
         if file.packing and not os.path.getsize(file.path):
             raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
     elif file.is_table:
@@ -289,8 +282,9 @@ def _is_beside_data(path: str) -> bool:
 def _holds_documents(file: InputFile) -> bool:
     """Return whether a file without an ending begins like WikiExtractor's: with `<doc …>` or a JSON line.
 
-    Raises `UserError` for a packed file whose beginning is damaged, because it may hold documents.
+    Raises `UserError` for a packed file whose beginning is damaged and for a stand-in, because they may hold documents.
     """
+    refuse_stand_in(b"", file.path)
     try:
         with OpenInput(file) as opened:
             return opened.read(64).lstrip().startswith((b"<doc ", b"{"))

@@ -200,6 +200,8 @@ class _Run:
             if counts.tokens == 0:
                 self._output.discard()
                 left_out = f"{counts.empty_documents} empty documents, {self.result.skipped} records skipped"
+                if self.result.skipped:
+                    left_out += f", the first because of {self.result.first_skipped}"
                 where = f"{', '.join(self._config.input)} (key {key!r}; {left_out})"
                 raise UserError(f"no text to tokenize in {where}; nothing written, give files with text")
 

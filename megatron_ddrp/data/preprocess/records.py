@@ -1,8 +1,8 @@
 """Parsing of a chunk of a file into its documents' texts and its unreadable records, each with the reason.
 
-A record is a line with one JSON object; the lines between two lines of whitespace alone, as in google-research/bert,
-so that its files of one sentence per line work; the text between `<doc …>` and `</doc>` (WikiExtractor); or a row of a
-table.
+A record is a JSON object, alone on its line or in a list or over several lines; the lines between two lines of
+whitespace alone, as in google-research/bert, so that its files of one sentence per line work; the text between
+`<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
 
 A line of plain text may end anywhere, so its line breaks are not part of the text, and many SentencePiece models turn
 them into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron_ddrp.foreign import parse_json
+from megatron_ddrp.errors import shown_names
+from megatron_ddrp.foreign import RepeatedKey, parse_json, stand_in
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _UNSPACED = (
     "\u2e80-\u312f\u3190-\u4dbf\u4e00-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff01-\uff9f\U0001aff0-\U0001b16f"
@@ -28,6 +28,14 @@ _UNSPACED = (
 _BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{_UNSPACED}])\n(?=[{_UNSPACED}])")
 _PAIRS = json.JSONDecoder(object_pairs_hook=tuple)
 _UNCLOSED = "<doc …> without </doc>"
+BETWEEN = re.compile(rb"[\s,\]]*(?:\[[\s\]]*)?")
+"""Bytes between two values of lists."""
+VALUES = {"list": (b"[", b",", b"]["), "objects": (b"", b",")}
+"""Format of JSON values over lines → signs that may stand before a value."""
+_TOKENS = re.compile(rb'"(?:[^"\\\n]*(?:\\.[^"\\\n]*)*")?|[][{}]')
+"""A whole string, a quotation mark of an open one, or a bracket."""
+_POINTERS = ("version https://", "/annex/")
+"""Begins of a text that may be a pointer in its place."""
 
 Text = tuple[str, ...]
 """Texts of one document, one per JSON key."""
@@ -37,7 +45,7 @@ class Chunk(NamedTuple):
     """Whole records of one file, in order."""
 
     format: str
-    """Format: `json`, `text`, `wiki` or `rows`."""
+    """Format: `json` (lines), `list` or `objects` (JSON over lines), `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
     """Uncompressed bytes; for a table its rows, as in arrow_tables.py."""
     read: int
@@ -72,18 +80,73 @@ class Parsed(NamedTuple):
 
 def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
     """Return the documents and the faults of a chunk. Formats without keys give their text for every key."""
-    find, read = FORMATS[chunk.format]
-    lines, bad = (chunk.data, {}) if chunk.format == "rows" else _decoded_lines(chunk.data)
-    texts, faults = [], []
-    for begin, end, complaint in find(lines):
+    texts: list[Text] = []
+    faults: list[Fault] = []
+    for line, text in read_records(chunk, keys, FORMATS[chunk.format][1]):
+        if isinstance(text, Fault):
+            faults.append(text)
+        elif fault := next(filter(None, (stand_in(each.encode()) for each in text if each.startswith(_POINTERS))), ""):
+            faults.append(Fault(line, fault))
+        else:
+            texts.append(text)
+    return Parsed(texts, faults)
+
+
+def read_records(chunk: Chunk, keys: Any, read: Callable[[Any, Any], Any]) -> Iterator[tuple[int, Any]]:
+    """Yield the number of the first line of each record of a chunk, and what `read` makes of it, or a `Fault`."""
+    is_over_lines = chunk.format in VALUES
+    numbers, data, wrong = _values_as_lines(chunk.data, chunk.format) if is_over_lines else ([], chunk.data, {})
+    lines, bad = (data, {}) if chunk.format == "rows" else _decoded_lines(data)
+    bad = {**bad, **wrong}
+    for begin, end, complaint in FORMATS[chunk.format][0](lines):
         place = next((number for number in range(begin, end) if number in bad), begin) if bad else begin
+        line = chunk.line + 1 + (numbers[place] if numbers else place)
         try:
             if place in bad or complaint:
                 raise ValueError(bad.get(place, complaint))
-            texts.append(read(lines[begin:end], keys))
+            yield line, read(lines[begin:end], keys)
         except ValueError as error:
-            faults.append(Fault(chunk.line + place + 1, str(error)))
-    return Parsed(texts, faults)
+            yield line, Fault(line, str(error))
+
+
+def whole_values(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the JSON values that end in `data`, which begins outside of a value.
+
+    A list is a value only inside another list: its values are given one by one.
+    """
+    end = 0
+    while (begin := BETWEEN.match(data, end).end()) < len(data):  # type: ignore[union-attr]
+        depth = 0
+        for token in _TOKENS.finditer(data, begin):
+            if token[0] == b'"':  # not closed, at least not in its line
+                return
+            depth += (token[0] in b"{[") - (token[0] in b"}]")
+            if depth <= 0:
+                break
+        else:
+            return
+        end = token.end() if depth == 0 else max(begin + 1, token.start())  # a number before the end of its list
+        yield begin, end
+
+
+def _values_as_lines(data: Any, kind: str) -> tuple[list[int], bytes, dict[int, str]]:
+    """Return the JSON values of some bytes, one per line, after the number of the line of each, from 0.
+
+    After them come complaints about what stands before a value, by its index. Line breaks inside a value, which are not
+    inside a string, become carriage returns.
+    """
+    spans = [*whole_values(data)]
+    behind = BETWEEN.match(data, spans[-1][1] if spans else 0).end()  # type: ignore[union-attr]
+    spans += [(behind, len(data))] * (behind < len(data))
+    numbers, wrong, line, place, behind = [], {}, 0, 0, 0
+    for index, (begin, end) in enumerate(spans):
+        line, place = line + data.count(b"\n", place, begin), begin
+        numbers.append(line)
+        if b"".join(data[behind:begin].split()) not in VALUES[kind]:
+            wrong[index] = "not JSON (no comma, or more than one, stands before it)"
+        behind = end
+    values = (data[begin:end].replace(b"\r", b" ").replace(b"\n", b"\r") for begin, end in spans)
+    return numbers, b"\n".join(values), wrong
 
 
 def _decoded_lines(data: Any) -> tuple[list[str], dict[int, str]]:
@@ -106,25 +169,45 @@ def _find_lines(lines: list[str]) -> Iterator[Span]:
             yield number, number + 1, ""
 
 
-def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
-    """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason if one is missing."""
+def read_object(lines: list[str], keys: Sequence[str] | None, distinct: bool = False) -> dict[str, Any]:
+    """Return the JSON object in one line. Raises `ValueError` with the reason.
+
+    Each of the `keys` must be there once, and half a surrogate pair is refused under them; under any key if there are
+    none, under no key if they are None. With `distinct` every key must be there once.
+    """
     (line,) = lines
     try:
-        value = parse_json(line, lenient=True)
+        value = parse_json(line, lenient=True, distinct=distinct)
+    except json.JSONDecodeError as error:
+        row = line.count("\r", 0, error.pos) + 1
+        column = error.pos - line.rfind("\r", 0, error.pos)
+        of = f" of line {row} of the object" * (row > 1)
+        raise ValueError(f"not JSON ({error.msg} at column {column}{of}); expected one object per line") from None
+    except RepeatedKey as error:
+        raise ValueError(f"{error}; remove one") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({error}); expected one object per line") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, expected one object per line")
+    for key in () if keys is None else filter(value.__contains__, keys or value):
+        if not distinct and line.count(f'"{key}"') > 1 and [name for name, _ in _PAIRS.decode(line)].count(key) > 1:
+            raise ValueError(f"key {key!r} is there twice, and only one of the two would be read; remove one")
+        if "\\ud" in line or "\\uD" in line:
+            try:
+                json.dumps(value[key], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"key {key!r} has half a surrogate pair, which is not a character") from None
+    return value
+
+
+def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
+    """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason if one is missing."""
+    value = read_object(lines, keys)
     for key in keys:
         if key not in value:
-            known = ", ".join(list(value)[:8]) or "none"
-            raise ValueError(f"no key {key!r}, it has {known} (see --json-keys)")
+            raise ValueError(f"no key {key!r}, it has {shown_names(list(value)[:8])} (see --json-keys)")
         if not isinstance(value[key], str):
             raise ValueError(f"key {key!r} holds {type(value[key]).__name__}, expected a string")
-        if line.count(f'"{key}"') > 1 and [name for name, _ in _PAIRS.decode(line)].count(key) > 1:
-            raise ValueError(f"key {key!r} is there twice, and only one of the two texts would be read")
-        if ("\\ud" in line or "\\uD" in line) and _HALF_PAIR.search(value[key]):
-            raise ValueError(f"key {key!r} has half a surrogate pair, which is not a character")
     return tuple(value[key] for key in keys)
 
 
@@ -187,6 +270,8 @@ def _read_row(rows: list[Any], keys: Sequence[str]) -> Text:
 
 FORMATS: dict[str, tuple[Callable[[Any], Iterator[Span]], Callable[[Any, Sequence[str]], Text]]] = {
     "json": (_find_lines, _read_json),
+    "list": (_find_lines, _read_json),
+    "objects": (_find_lines, _read_json),
     "text": (_find_paragraphs, _read_text),
     "wiki": (_find_articles, _read_article),
     "rows": (_find_rows, _read_row),

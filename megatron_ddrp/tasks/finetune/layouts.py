@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ddrp.errors import UserError
 
@@ -31,24 +31,44 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     """Yield per sentence `line N` of its first token and its cells `tokens` and `tags` (lists of strings).
 
     Tabs separate the columns of a line with a tab, blanks those of other lines. Raises `UserError` for a line whose
-    number of columns differs from the first line's.
+    number of columns differs from the first line's, and for a comment. The token # at the begin of a sentence is one if
+    it has a tag as other tokens have, or one without small letters and digits, such as SYM.
     """
-    width = 0
+    width, may_be_comment = 0, True
+    tags: set[str] = set()
+    doubtful: dict[int, str] = {}  # line → tag, at the begin of sentences
+
+    def refuse_comment(number: int) -> NoReturn:
+        raise UserError(
+            f"{path}, line {number}: a comment, expected only tokens with tags; remove such lines, as by "
+            f"grep -v '^# ' (if its # is a token, give the sentences as .jsonl)"
+        )
 
     def cells_of(number: int, line: str) -> list[str]:
-        nonlocal width
+        nonlocal width, may_be_comment
         cells = _cells(line)
         if not cells or cells[0] == DOCUMENT_START:
+            may_be_comment = True
             return []
+        may_be_comment = may_be_comment and f"{cells[0]} ".startswith("# ")
         width = width or len(cells)
         if len(cells) != width:
+            if may_be_comment or not tags:
+                refuse_comment(number if may_be_comment else min(doubtful))
             raise UserError(
                 f"{path}, line {number}: {len(cells)} columns, expected {width} as in the lines before: "
                 "a token first, its tag last, and a blank line after each sentence"
             )
+        if may_be_comment:
+            doubtful[number] = cells[-1]
+        else:
+            tags.add(cells[-1])
         return [cells[0], cells[-1]] if width > 1 else cells
 
-    return _sentences(lines, cells_of)
+    yield from _sentences(lines, cells_of)
+    for number, tag in doubtful.items():
+        if tag not in tags and any(sign.isalnum() and not sign.isupper() for sign in tag):
+            refuse_comment(number)
 
 
 def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,28 +3,27 @@
 read_rows("train.csv.gz") → FileRow("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
 
 The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/packed.py`.
-Cells of .csv and .tsv are strings; JSON and Parquet keep their types. A JSON file that is one value, such as SQuAD's,
-is parsed as a whole.
+Cells of .csv and .tsv are strings; JSON and Parquet keep their types. JSON is read as documents are.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.data.preprocess.arrow_tables import ROWS, open_parquet
-from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
+from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES, iter_chunks
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
 from megatron_ddrp.data.preprocess.packed import PACKINGS
-from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors
-from megatron_ddrp.foreign import RepeatedKey, parse_json
+from megatron_ddrp.data.preprocess.records import Fault, read_object, read_records
+from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors, shown_names
 from megatron_ddrp.tasks.finetune.layouts import is_squad, read_conll, read_conllu, read_squad
 
 MAX_CELL = 1 << 24
@@ -48,8 +47,8 @@ Placed = tuple[str, dict[str, Any]]
 """Place in the file, such as `line 7`, and the cells."""
 
 
-def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[FileRow]:
-    """Yield the rows of a file in order. Every row has at least `columns`.
+def read_rows(path: str, columns: Sequence[str] | None = ()) -> Iterator[FileRow]:
+    """Yield the rows of a file in order. Every row has at least `columns`; None means that no cell will be read.
 
     Raises:
         UserError: the file is missing, empty, damaged, not UTF-8 or of unknown format, or lacks a column. The message
@@ -59,7 +58,7 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[FileRow]:
     if file.ending not in FORMATS:
         packed = ", ".join(PACKINGS)
         raise UserError(f"{path}: expected a name that ends in {', '.join(FORMATS)}, or in one of these and {packed}")
-    yield from checked_rows(path, FORMATS[file.ending](file), columns)
+    yield from checked_rows(path, FORMATS[file.ending](file, columns), columns or ())
 
 
 def checked_rows(path: str, placed: Iterable[Placed], columns: Sequence[str]) -> Iterator[FileRow]:
@@ -121,20 +120,25 @@ def columns_of(path: str) -> list[str]:
     Raises:
         UserError: as `read_rows`.
     """
-    return list(next(read_rows(path)).cells)
+    return list(next(read_rows(path, None)).cells)
 
 
 def _no_column(column: str, known: Sequence[str]) -> str:
     close = nearest(column, known)
     hint = f"; did you mean {close!r}?" if close else ""
-    return f"no column {column!r}, it has {', '.join(known) or 'none'}{hint}"
+    return f"no column {column!r}, it has {shown_names(known)}{hint}"
 
 
 def _read_lines(file: InputFile) -> Iterator[str]:
-    r"""Yield the lines of a text file without `\n`. Only `\n` ends a line: U+0085 and U+2028 are text."""
+    r"""Yield the lines of a text file without `\n`. Only `\n` ends a line: U+0085 and U+2028 are text.
+
+    Raises `UserError` for lines that end in `\r` alone.
+    """
     number = 0
     rest = b""
     with OpenInput(file) as opened:
+        if b"\r" in (first := opened.first()).rstrip() and b"\n" not in first:
+            raise UserError(rf"{file.path}: its lines end in \r alone; convert them: tr '\r' '\n'")
         while block := opened.read(BLOCK_BYTES):
             data = rest + block
             end = data.rfind(b"\n") + 1
@@ -142,11 +146,10 @@ def _read_lines(file: InputFile) -> Iterator[str]:
             if len(rest) > MAX_RECORD_BYTES:
                 raise UserError(f"{file.path}, line {number + 1}: longer than {MAX_RECORD_BYTES >> 20} MiB")
             for line in decode(file.path, data[:end], number).split("\n")[:-1]:
-                yield line if number else line.removeprefix("\ufeff")
+                yield line
                 number += 1
     if rest:
-        last = decode(file.path, rest, number)
-        yield last if number else last.removeprefix("\ufeff")
+        yield decode(file.path, rest, number)
 
 
 def decode(path: str, data: bytes, lines_before: int = 0) -> str:
@@ -158,44 +161,18 @@ def decode(path: str, data: bytes, lines_before: int = 0) -> str:
         raise UserError(f"{path}, line {line}: not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8") from None
 
 
-def _read_json(file: InputFile) -> Iterator[Placed]:
-    """Read one object per line, one list of objects, or SQuAD's nested file."""
-    lines = _read_lines(file)
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if line.strip() in ("{", "[", "[{"):  # one JSON value over many lines
-            line = "\n".join([line, *lines])
-        value = _parse(file.path, number, line)
-        if is_squad(value):
-            yield from read_squad(file.path, value)
-        elif isinstance(value, list):
-            for index, row in enumerate(value, 1):
-                yield f"row {index}", _check_object(f"{file.path}, row {index}", row)
-        else:
-            yield f"line {number}", _check_object(f"{file.path}, line {number}", value)
-
-
-def _parse(path: str, number: int, text: str) -> Any:
-    try:
-        value = parse_json(text)
-    except json.JSONDecodeError as error:
-        line = number + error.lineno - 1
-        raise UserError(
-            f"{path}, line {line}: not JSON ({error.msg} at column {error.colno}); expected one object per line"
-        ) from None
-    except RepeatedKey as error:
-        where = path if "\n" in text else f"{path}, line {number}"
-        raise UserError(f"{where}: {error}; remove one") from None
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}: {error}; expected one object per line") from None
-    return value
-
-
-def _check_object(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: a JSON {type(value).__name__}, expected an object with the columns as keys")
-    return value
+def _read_json(file: InputFile, columns: Sequence[str] | None) -> Iterator[Placed]:
+    """Read objects in any layout that documents have, or SQuAD's nested file."""
+    number = 0
+    with OpenInput(file) as opened:
+        for chunk in iter_chunks(opened, columns or ()):
+            for line, found in read_records(chunk, columns, partial(read_object, distinct=True)):
+                number += 1
+                place = f"line {line}" if chunk.format == "json" else f"row {number}"
+                if isinstance(found, Fault):
+                    beside = f", line {line}" * (chunk.format != "json")
+                    raise UserError(f"{file.path}, {place}{beside}: {found.reason}")
+                yield from read_squad(file.path, found) if is_squad(found) else [(place, found)]
 
 
 def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
@@ -237,6 +214,8 @@ def _table(
 ) -> Iterator[Placed]:
     """Yield the rows below the header. Raises `UserError` for another separator, a repeated column and a cut row."""
     for line, cells in rows:
+        if not header and [cell.lower() for cell in cells] == ["sep=", ""]:
+            continue  # Excel's first line, which names the separator
         if not header:
             header = cells
             if len(header) == 1 and (wrong := next((name for mark, name in _MARKS.items() if mark in cells[0]), "")):
@@ -278,14 +257,15 @@ def _cells(path: str, batch: Any) -> list[dict[str, Any]]:
         raise UserError(f"{path}: {error}; write these columns in another form") from None
 
 
-FORMATS: dict[str, Callable[[InputFile], Iterator[Placed]]] = {
+FORMATS: dict[str, Callable[[InputFile, Sequence[str] | None], Iterator[Placed]]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
-    ".csv": lambda file: _table(file.path, _csv_rows(file), "comma"),
-    ".tsv": lambda file: tsv_rows(file.path, _read_lines(file)),
-    ".parquet": _read_parquet,
-    ".conll": lambda file: read_conll(file.path, _read_lines(file)),
-    ".txt": lambda file: read_conll(file.path, _read_lines(file)),
-    ".conllu": lambda file: read_conllu(file.path, _read_lines(file)),
+    ".ndjson": _read_json,
+    ".csv": lambda file, _: _table(file.path, _csv_rows(file), "comma"),
+    ".tsv": lambda file, _: tsv_rows(file.path, _read_lines(file)),
+    ".parquet": lambda file, _: _read_parquet(file),
+    ".conll": lambda file, _: read_conll(file.path, _read_lines(file)),
+    ".txt": lambda file, _: read_conll(file.path, _read_lines(file)),
+    ".conllu": lambda file, _: read_conllu(file.path, _read_lines(file)),
 }
-"""Ending of a file name → function that yields place and cells of each row."""
+"""Ending of a file name → function that yields place and cells of each row, given the columns that are read."""

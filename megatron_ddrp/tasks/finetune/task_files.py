@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from megatron_ddrp.config import registry
 from megatron_ddrp.data.preprocess.inputs import InputFile, is_stream
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, shown_names
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.options import TaskFiles
@@ -35,6 +36,7 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
 SHOWN_LABELS = 10
+_NUMBER = re.compile(r"[+-]?(\d+\.?|\d*\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"', re.DOTALL)
 """Text as a program quotes it: in quotation marks, with doubled ones inside."""
 
@@ -66,7 +68,7 @@ def read_task(files: TaskFiles) -> TaskData:
         else:
             to_predict = KnownFile.of(files.test)
             count = count_unlabelled(to_predict, kind, columns)
-            missing = f"no column {columns.label!r}, it has {', '.join(found)}"
+            missing = f"no column {columns.label!r}, it has {shown_names(found)}"
             unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, kind.answers(task, dev["valid"].labels))
     told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
@@ -158,7 +160,7 @@ def _likely_kind(files: TaskFiles, known: Sequence[str]) -> Kind:
     def cells() -> list[Any]:
         if label is None or label not in known:  # finding the columns then raises an error that names the flag
             return []
-        return [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
+        return [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train), None), _LOOKED_AT)]
 
     return next(kind for kind in reversed([*KINDS.values()]) if kind.is_likely(known, cells))
 
@@ -173,7 +175,7 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
             if name in known:
                 return name
         raise UserError(
-            f"{files.train}: its columns are {', '.join(known)}, and none of them has a usual name "
+            f"{files.train}: its columns are {shown_names(known)}, and none of them has a usual name "
             f"({', '.join(dict.fromkeys(usual))}); name the column to read by {flag}",
             WRONG_ARGUMENTS,
         )
@@ -191,9 +193,9 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
 
 
 def _sort_labels(counts: Counter[str]) -> tuple[str, ...]:
-    """Return the labels sorted by name, or by number if all of them are whole numbers."""
-    is_whole = all(re.fullmatch(r"-?\d+", name) for name in counts)
-    return tuple(sorted(counts, key=int if is_whole else str))  # type: ignore[arg-type]
+    """Return the labels sorted by name, or by number if all of them are numbers, such as 10, +1 or 1.0."""
+    is_number = all(_NUMBER.fullmatch(name) for name in counts)
+    return tuple(sorted(counts, key=lambda name: (Decimal(name if is_number else 0), name)))
 
 
 def _facts(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import refuse_stand_in
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.suite import Suite
@@ -93,6 +94,7 @@ def read_examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, 
 
     Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
     """
+    refuse_stand_in(raw, path)
     lines = decode(str(path), raw).removeprefix("\ufeff").removesuffix("\n").split("\n")
     header = task.columns or () if labelled else ()
     columns = (*task.text_columns, *[task.label_column] * labelled)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from megatron_ddrp.data.atomic import take_lock
 from megatron_ddrp.data.sealed import BrokenSeal, check_object, seal_object
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
-from megatron_ddrp.foreign import parse_json
+from megatron_ddrp.foreign import parse_json, refuse_stand_in
 
 
 class Named(Protocol):
@@ -123,6 +123,7 @@ class Store:
     def _read(self, stream: BinaryIO) -> None:
         stream.seek(self._offset)
         raw = stream.read()
+        refuse_stand_in(raw, self.path)
         whole = raw[: raw.rfind(b"\n") + 1]
         for line in whole.split(b"\n")[:-1]:
             self._lines += 1

@@ -73,8 +73,7 @@ def test_json_lines_under_a_name_of_plain_text_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "a", "a.json.gz", "pipe"])
 @pytest.mark.parametrize("content", ['[{"text": "One."}, {"text": "Two."}]', '\ufeff\n[\n {\n  "text" : "A."\n }\n]\n'])
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_an_array_of_json_objects_is_refused_under_any_name(tmp_path, name, content, on_error):
+def test_an_array_of_json_objects_is_read_and_refused_only_as_plain_text(tmp_path, name, content):
     data = content.encode()
     path = tmp_path / name
     if name == "pipe":
@@ -82,10 +81,63 @@ def test_an_array_of_json_objects_is_refused_under_any_name(tmp_path, name, cont
         threading.Thread(target=path.write_bytes, args=(data,)).start()
     else:
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    with pytest.raises(UserError) as caught:
-        texts(path, on_error=on_error)
-    reason = "a JSON array; expected one object per line, such as by jq -c '.[]'"
-    assert str(caught.value) == f"{path}: {reason}"
+    if name == "a.txt":
+        with pytest.raises(UserError, match=r"a\.txt: a JSON object in .* rename it to end in \.jsonl"):
+            texts(path)
+    else:
+        assert texts(path) == [row["text"] for row in json.loads(content.removeprefix("\ufeff"))]
+
+
+def test_faults_of_json_over_lines_name_the_line_of_the_object(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[\n{"text": "one"},\n{"body":\n "two"},\n{"text": "three"}\n]\n')
+    with pytest.raises(UserError, match=r"a\.json:3: no key 'text', it has body"):
+        texts(path)
+    assert texts(path, on_error="skip") == ["one", "three"]
+    path.write_text('[\n{"text": "one"},\n{"text": "two"}\n')
+    with pytest.raises(UserError, match=r"a\.json: its list of objects is not closed: cut off or damaged"):
+        texts(path, on_error="skip")
+
+
+@pytest.mark.parametrize("head", ['{"text": "one"', '{"text": "one', '{"text": "a"} x', '{"text": {"text": "b"}'])
+def test_a_damaged_first_line_is_one_unreadable_record(tmp_path, head):
+    """It is not taken for an object over several lines."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{head}\n{{"text": "two"}}\n{{"text": "three"}}\n')
+    assert texts(path, on_error="skip") == ["two", "three"]
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
+ANNEX = "/annex/objects/SHA256E-s6--0a.txt\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.jsonl", "a.txt.gz", "a.parquet", "a.arrow", "wiki_00", "pipe", "packed.gz"]
+)
+@pytest.mark.parametrize("content", [POINTER, POINTER.replace("\n", "\r\n"), POINTER * 3, ANNEX])
+def test_a_pointer_is_never_a_document(tmp_path, name, content):
+    path, data = tmp_path / name, content.encode()
+    if name == "pipe":
+        os.mkfifo(path)
+        threading.Thread(target=path.write_bytes, args=(data,)).start()
+    else:
+        path.write_bytes(gzip.compress(data) if name == "packed.gz" else data)
+    given = path if name in ("pipe", "packed.gz") else tmp_path
+    with pytest.raises(UserError, match=rf"{name}: a pointer of (Git LFS|git-annex) in place of the file: run git "):
+        texts(given, on_error="skip")
+
+
+def test_a_pointer_among_documents_is_an_unreadable_record(tmp_path):
+    (tmp_path / "a.txt").write_text(f"one\n\n{POINTER}\ntwo\n\nversion https://git-lfs.github.com/spec/v1 is text\n")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": POINTER}) + "\n")
+    with pytest.raises(UserError, match=r"a\.txt:3: a pointer of Git LFS"):
+        texts(tmp_path / "a.txt")
+    assert texts(tmp_path / "a.txt", on_error="skip") == [
+        "one",
+        "two",
+        "version https://git-lfs.github.com/spec/v1 is text",
+    ]
+    assert texts(tmp_path / "a.jsonl", on_error="skip") == []
 
 
 @pytest.mark.parametrize(
@@ -313,6 +365,12 @@ def test_rows_of_a_saved_dataset(tmp_path, capsys):
     with pyarrow.ipc.new_file(str(tmp_path / "other.arrow"), table.schema) as out:
         out.write_table(table)
     assert [text for (text,) in iter_documents([str(tmp_path / "other.arrow")])] == wanted
+
+
+def test_feather_of_the_first_version_is_named(tmp_path):
+    (tmp_path / "a.arrow").write_bytes(b"FEA1" + bytes(100) + b"FEA1")
+    with pytest.raises(UserError, match=r"a\.arrow: Feather V1, which is no Arrow file; read it by pandas"):
+        texts(tmp_path / "a.arrow")
 
 
 def test_the_list_of_a_saved_dataset_is_read_once_and_anew_when_it_changes(tmp_path, monkeypatch):

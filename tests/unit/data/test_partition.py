@@ -62,6 +62,7 @@ def articles(chance, end):
 def write_files(folder, chance):
     """Files of every format that can be read from the middle."""
     kinds = {"a.jsonl": json_lines, "b.txt": paragraphs, "c": articles, "d.json": json_lines, "e.txt": articles}
+    kinds |= {"j.json": lambda *given: f"[{','.join(filter(str.strip, json_lines(*given).splitlines()))}]"}
     kinds |= {"f": json_lines, "g.txt": paragraphs, "h.jsonl": lambda *_: "", "i.txt": lambda *_: "a mat"}
     for name in chance.sample(sorted(kinds), 5):
         text = kinds[name](chance, chance.choice(["\n", "\r\n"]))

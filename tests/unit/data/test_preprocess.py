@@ -282,6 +282,10 @@ def test_existing_output_stays_unless_overwrite(folder):
     with pytest.raises(UserError, match="no text to tokenize.*1 empty documents, 0 records skipped"):
         preprocess(config(folder, overwrite=True))
     assert outputs(folder) == before
+    (folder / "in.jsonl").write_text('{"body": "a"}\n')
+    reason = r"1 records skipped, the first because of .*in\.jsonl:1: no key 'text', it has body"
+    with pytest.raises(UserError, match=reason):
+        preprocess(config(folder, overwrite=True, on_error="skip"))
 
 
 def test_impossible_settings_are_refused(folder):

@@ -261,3 +261,8 @@ def test_command_stops_at_a_bad_line_for_sentencepiece_too(corpus, tmp_path):
     skipped = run(*flags, tmp_path / "a.model", "--on-error", "skip")
     assert skipped.returncode == 0, skipped.stderr
     assert "1 unreadable records skipped" in skipped.stdout and (tmp_path / "a.model").exists()
+    (tmp_path / "in.jsonl").write_text("{bad\n[]\n")
+    for kind in ("sentencepiece", "wordpiece"):
+        flags = ("--input", tmp_path / "in.jsonl", "--type", kind, "--vocab-size", 60, "--output", tmp_path / "b.model")
+        refused = run(*flags, "--on-error", "skip").stderr
+        assert "2 records skipped, the first because of " in refused and "in.jsonl:1: not JSON (" in refused

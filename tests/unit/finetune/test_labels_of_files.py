@@ -60,6 +60,31 @@ def test_numbers_with_a_decimal_comma_are_no_classes(read):
     assert told == "train.csv, line 2: label is '1,5', expected a number such as 1.5, with a decimal point"
 
 
+@pytest.mark.parametrize(
+    ("labels", "order"),
+    [
+        (["+1", "-1"], ("-1", "+1")),
+        (["1", "-1"], ("-1", "1")),
+        (["1.0", "-1.0"], ("-1.0", "1.0")),
+        (["+1", "+0"], ("+0", "+1")),
+        (["1e0", "-1e0"], ("-1e0", "1e0")),
+        (["10", "+9", "-10"], ("-10", "+9", "10")),
+        ([str(10**20 + 1), str(10**20)], (str(10**20), str(10**20 + 1))),
+        (["+1", "-1", "x"], ("+1", "-1", "x")),
+    ],
+)
+def test_labels_that_are_numbers_are_sorted_by_size(read, labels, order):
+    data = read(labels, kind="classification", **({"metric": "f1"} if len(order) == 2 else {}))
+    assert data.task.labels == order
+    if len(order) == 2:
+        assert data.facts[0].startswith(f"classification, f1 of {order[1]!r}; ")
+
+
+def test_a_label_that_float32_does_not_hold_is_refused(read):
+    told = fault(read, "1.5", "1e39", kind="regression")
+    assert told == "train.csv, line 3: label is '1e39', expected at most 3.40282e+38 in size; use another unit"
+
+
 @pytest.mark.parametrize("pair", [("A", "A "), ("O\u0308ff", "\u00d6ff")])
 def test_labels_that_look_alike_are_warned_of(read, pair):
     (told,) = (fact for fact in read(["B", *pair]).facts if "Unicode" in fact)

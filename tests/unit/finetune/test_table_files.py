@@ -9,6 +9,9 @@ import tracemalloc
 
 import pytest
 
+from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
+from megatron_ddrp.data.preprocess.records import parse_chunk
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.layouts import conll_text
 from megatron_ddrp.tasks.finetune.table_files import columns_of, read_rows
@@ -64,6 +67,90 @@ def test_one_list_of_objects(write, indent):
     path = write("a.json", json.dumps(ROWS, indent=indent))
     assert cells(path) == ROWS
     assert next(read_rows(path)).where == f"{path}, row 1"
+
+
+LAYOUTS = {
+    "bracket": "[{a},\n{b}]\n",
+    "blank": " [ {a}\n,\r\n {b} ] ",
+    "lines": "[\n{a},\n{b}\n]",
+    "after": "{a}\n\n{b}\n",
+    "beside": "{a} {b}",
+    "commas": "{a},{b}",
+    "carriage": "{a}\r{b}\r",
+    "lists": "[{a}]\n[{b}]\n",
+}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts_and_tables_read_json_in_any_layout(write, layout, indent):
+    """Brackets, quotation marks and escapes inside the texts are text, whatever the size of the blocks."""
+    rows = [{"text": 'a "]},{[\\', "of": {"text": [1, {}]}}, {"text": 'ü \u2028 \\\\"', "of": []}]
+    first, second = (json.dumps(row, indent=indent, ensure_ascii=False) for row in rows)
+    path = write("a.json", "\ufeff" + LAYOUTS[layout].replace("{a}", first).replace("{b}", second))
+    assert cells(path) == rows
+    assert [text for (text,) in iter_documents([path])] == [row["text"] for row in rows]
+    for size in (1, 7, 40):
+        with OpenInput(InputFile(path, path)) as opened:
+            found = [
+                text for chunk in iter_chunks(opened, ["text"], size) for (text,) in parse_chunk(chunk, ["text"]).texts
+            ]
+        assert found == [row["text"] for row in rows]
+
+
+def test_a_list_of_thousands_of_objects_is_read_in_parts(write):
+    rows = [{"text": f"{number} " * 20, "label": number} for number in range(3000)]
+    path = write("a.json", json.dumps(rows))
+    assert cells(path) == rows
+    assert [row.where for row in read_rows(path)][-1] == f"{path}, row 3000"
+
+
+UNUSED = ["NaN", "-Infinity", "1e999", "7" * 400, '"\\ud83d"', '["\\ud83d"]']
+
+
+@pytest.mark.parametrize("value", UNUSED, ids=["nan", "infinity", "large", "digits", "surrogate", "inside"])
+def test_what_json_forbids_is_refused_only_in_the_columns_that_are_read(write, value):
+    path = write("a.jsonl", f'{{"text": "a", "other": {value}}}\n')
+    assert [row.cells["text"] for row in read_rows(path, ["text"])] == ["a"]
+    assert columns_of(path) == ["text", "other"]
+    if "ud83d" in value:
+        assert ", line 1: key 'other' has half a surrogate pair" in fault(path, ["other"])
+
+
+def test_the_first_line_of_excel_names_the_separator(write):
+    assert cells(write("a.csv", "sep=,\r\ntext,label\r\na,x\r\n")) == [{"text": "a", "label": "x"}]
+    rows = list(read_rows(write("a.tsv", "\ufeffsep=\t\r\ntext\tlabel\r\na\tx\r\n")))
+    assert [(row.where[-6:], row.cells) for row in rows] == [("line 3", {"text": "a", "label": "x"})]
+    assert fault(write("a.csv", "sep=;\na;b\n1;2\n")).startswith(", line 1: semicolon-separated")
+
+
+TAGGED = "{first}1 CD O\n# # O\n\n# SYM O\nx NN B-X\n"
+
+
+@pytest.mark.parametrize(
+    "first", ["# id domain=en\n", "# newdoc\n", "# id 3\tdomain=en\n", "# text = 1 # .\n", "# id 3 x\n"]
+)
+def test_a_comment_in_conll_is_refused_by_its_line(write, first):
+    assert fault(write("a.conll", TAGGED.format(first=first))).startswith(", line 1: a comment, expected only tokens")
+    later = TAGGED.format(first="a NN O\n\n" + first)
+    assert fault(write("a.conll", later)).startswith(", line 3: a comment, expected only tokens with tags; remove")
+
+
+def test_a_sign_that_begins_comments_elsewhere_is_a_token(write):
+    found = cells(write("a.conll", TAGGED.format(first="#hashtag NN B-tag\n")))
+    assert [row["tokens"] for row in found] == [["#hashtag", "1", "#"], ["#", "x"]]
+    found = cells(write("a.conll", "# SYM\nnext X\n\n# #\n"))
+    assert [row["tags"] for row in found] == [["SYM", "X"], ["#"]]
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"])
+def test_a_pointer_of_git_lfs_is_no_table(write, name):
+    assert fault(write(name, POINTER)).startswith(": a pointer of Git LFS in place of the file: run git lfs install")
+    packed = gzip.compress(POINTER.encode())
+    assert ": a pointer of Git LFS" in fault(write(f"b{name}.gz".replace(".gz.gz", ".gz"), packed))
 
 
 def test_csv_keeps_what_quotes_hold(write):
@@ -197,11 +284,28 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
             '{"a": 1}\n{"a": ',
             ", line 2: not JSON (Expecting value at column 7); expected one object per line",
         ),
-        ("a.json", '[\n{"a": 1}\n{"a": 2}\n]', ", line 3: not JSON (Expecting ',' delimiter at column 1); expected"),
-        ("a.jsonl", "3\n", ", line 1: a JSON int, expected an object with the columns as keys"),
-        ("a.json", '[{"a": 1}, 2]', ", row 2: a JSON int, expected an object with the columns as keys"),
-        ("a.jsonl", '{"a": "\\ud800"}', ", line 1: holds half a surrogate pair, which is no character"),
-        ("a.jsonl", "[" * 100_000, ", line 1: nested too deeply; expected one object per line"),
+        ("a.json", '[\n{"a": 1}\n{"a": 2}\n]', ", row 2, line 3: not JSON (no comma"),
+        ("a.jsonl", "3\n", ", line 1: a JSON int, expected one object per line"),
+        ("a.json", '[{"a": 1}, 2]', ", row 2, line 1: a JSON int, expected one object per line"),
+        ("a.jsonl", '{"a": "\\ud800"}', ", line 1: key 'a' has half a surrogate pair, which is not a character"),
+        (
+            "a.jsonl",
+            '{"a": 1}\n' + "[" * 100_000,
+            ", line 2: not JSON (nested too deeply); expected one object per line",
+        ),
+        ("a.json", "[" * 100_000, ": its list of objects is not closed: cut off or damaged"),
+        ("a.json", '[{"a": 1}', ": its list of objects is not closed: cut off or damaged"),
+        ("a.json", '[{"a": 1},]', ": its list of objects is not closed: cut off or damaged"),
+        ("a.json", '[{"a": 1},\n{"a": 2', ": its list of objects is not closed: cut off or damaged"),
+        ("a.json", '[{"a": 1},,{"a": 2}]', ", row 2, line 1: not JSON (no comma, or more than one"),
+        ("a.json", '[{"a": 1}] more', ": its list of objects is not closed"),
+        ("a.json", '[[{"a": 1}]]', ", row 1, line 1: a JSON list, expected one object per line"),
+        ("a.json", '{\n"a": 1\n}\n{\n"a":: 2\n}\n', ", row 2, line 4: not JSON (Expecting value at column 5 of line 2"),
+        ("a.csv", "text,label\ra,x\rb,y\r", r": its lines end in \r alone; convert them: tr '\r' '\n'"),
+        ("a.conll", "a O\rb O\r", r": its lines end in \r alone"),
+        ("a.tsv", "text\ta\n".encode("utf-16"), ": in UTF-16, expected UTF-8; write it anew: iconv -f UTF-16 -t"),
+        ("a.csv", "text,a\n".encode("utf-16-le"), ": in UTF-16LE, expected UTF-8"),
+        ("a.csv", " text ,label\n1,2\n", ", line 2: no column 'text', it has ' text ', label; did you mean ' text '?"),
         ("a.tsv", b"text\na\nb\xff\n", ", line 3: not UTF-8 (byte 0xff); save it as UTF-8"),
         ("a.csv", b"text\n\xe4", ", line 2: not UTF-8 (byte 0xe4); save it as UTF-8"),
         ("a.csv", "a,b\n1,2\n3\n", ", line 3: 1 columns, expected 2 (a, b); the row is cut off or not comma-separated"),
@@ -214,8 +318,8 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
         ("a.jsonl", '{"a": 1}\n{"a": 1, "a": 1}', ", line 2: key 'a' is twice in one object; remove one"),
         ("a.jsonl", '{"b": {"a": 1, "a": 2}}', ", line 1: key 'a' is twice in one object; remove one"),
         ("a.jsonl", '{"b": 1, "\\u0062": 2}', ", line 1: key 'b' is twice in one object; remove one"),
-        ("a.json", '[{"a": 1}, {"a": 1, "a": 2}]', ", line 1: key 'a' is twice in one object; remove one"),
-        ("a.json", '[\n{"a": 1,\n"a": 2}\n]', ": key 'a' is twice in one object; remove one"),
+        ("a.json", '[{"a": 1}, {"a": 1, "a": 2}]', ", row 2, line 1: key 'a' is twice in one object; remove one"),
+        ("a.json", '[\n{"a": 1,\n"a": 2}\n]', ", row 1, line 2: key 'a' is twice in one object; remove one"),
         ("a.json", '{"data": [{"paragraphs": [], "paragraphs": []}]}', ", line 1: key 'paragraphs' is twice in one"),
         ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
         ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),
@@ -229,12 +333,13 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
         (
             "a.doc",
             "",
-            ": expected a name that ends in .jsonl, .json, .csv, .tsv, .parquet, .conll, .txt, .conllu, or in",
+            ": expected a name that ends in .jsonl, .json, .ndjson, .csv, .tsv, .parquet, .conll, .txt, .conllu, or",
         ),
     ],
 )
 def test_faults_name_file_and_line(write, name, content, expected):
-    assert fault(write(name, content)).startswith(expected)
+    columns = ["text"] if "no column" in expected else []
+    assert fault(write(name, content), columns).startswith(expected)
 
 
 def test_columns_that_a_row_lacks(write):

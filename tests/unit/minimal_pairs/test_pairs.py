@@ -19,9 +19,9 @@ GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
         (GOOD + "\n" + '{"sentence_good": "a b"}\n', "line 3: sentence_bad is missing"),
         (GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n', "line 2: sentence_good is ' '"),
         (GOOD + '{"sentence_good": 3, "sentence_bad": "b"}\n', "line 2: sentence_good is 3"),
-        (GOOD + "[1]\n", "row 1: a JSON int, expected an object"),
+        (GOOD + "[1]\n", "line 2: a JSON list, expected one object per line"),
         (GOOD + "{\n", "line 2: not JSON"),
-        (GOOD + "[" * 100_000 + "\n", "line 2: nested too deeply; expected one object per line"),
+        (GOOD + "[" * 100_000 + "\n", "line 2: not JSON (nested too deeply); expected one object per line"),
         (GOOD + '{"sentence_good": "\xe9", "sentence_bad": "b"}\n', "line 2: not UTF-8"),
         (GOOD[:-2] + ', "UID": 7}\n', "line 1: UID is 7"),
         (

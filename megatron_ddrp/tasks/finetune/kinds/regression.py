@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LARGEST_LABEL = 3.4028234e38
+"""Largest size of a label: the largest number of float32."""
+
+
 class Regression(SequenceKind):
     """Kind that predicts a number."""
 
@@ -47,6 +51,8 @@ class Regression(SequenceKind):
         number = self._as_number(cell)
         if number is None or not math.isfinite(number):
             raise ValueError(f"label is {cell!r}, expected a number such as 1.5, with a decimal point")
+        if abs(number) > LARGEST_LABEL:
+            raise ValueError(f"label is {cell!r}, expected at most {LARGEST_LABEL:g} in size; use another unit")
         return number
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:

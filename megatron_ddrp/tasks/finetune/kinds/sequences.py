@@ -136,7 +136,7 @@ class Classification(SequenceKind):
         """Raise ValueError for a single label, and for labels that may be numbers of a regression."""
         if len(task.labels) < 2:
             raise ValueError(f"all rows have the label {task.labels[0]!r}, expected two labels or more")
-        if not is_guessed or not all(re.fullmatch(r"-?\d+([.,]\d+)?", name) for name in task.labels):
+        if not is_guessed or not all(re.fullmatch(r"[+-]?\d+([.,]\d+)?", name) for name in task.labels):
             return
         for name in task.labels:
             if "," in name:
