@@ -23,7 +23,7 @@ VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint docs test check lock docker-steps endurance gpu-report
+.PHONY: help setup quickstart lint docs test check lock floors docker-steps endurance gpu-report
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ check: lint docs ## lint, format, types, the documentation's links and the fast 
 lock: $(STAMP) ## write requirements-lock.txt anew: the newest versions that pyproject.toml allows, for every Python
 	$(BIN)/python -m pip install --quiet uv
 	bash tools/lock_requirements.sh
+
+floors: $(STAMP) ## an hour and 14 GB: the fast tests with the lowest and with the newest versions that pyproject.toml allows
+	$(BIN)/python -m pip install --quiet uv
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.floors
 
 endurance: $(STAMP) ## hours: fifty kills, thousands of damaged files, every layout against one process; writes tables in docs/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50

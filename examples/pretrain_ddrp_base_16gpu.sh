@@ -3,7 +3,8 @@
 #
 #   hardware   2 machines with 8 GPUs of 32 GB each (V100, which have no bf16); ssh without a password between them
 #              and one file system for the data and SAVE
-#   time       an estimate, not measured: two days on 16 V100s, at 23 % of their peak
+#   time       an estimate, not measured (no V100 was at hand): two days on 16 V100s, at 23 % of their peak
+#   torch      V100s need a build with CUDA 12.6: docs/install.md
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
 #   [HOSTFILE=examples/hostfile_2x8] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \

@@ -17,13 +17,14 @@ from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
 from megatron_ddrp.analysis.probe import measure_probe, shuffle_text
-from megatron_ddrp.analysis.session import Output, Session, View, find_device
+from megatron_ddrp.analysis.session import Output, Session, View
 from megatron_ddrp.analysis.similarity import measure_similarity, near_and_far, table_cosines
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.model.gpus import named_device
 from megatron_ddrp.pages import machine
 
 GPU_TOKENS, CPU_TOKENS = 16384, 2048
@@ -179,7 +180,7 @@ def report_throughput(arguments: argparse.Namespace) -> None:
     """Report tokens per second and memory of encoders at inference, per row length."""
     output = Output(arguments.output)
     lengths = sorted(set(arguments.lengths))
-    device = find_device(arguments.device)
+    device = named_device(arguments.device, f"--device {arguments.device}")
     tokens = arguments.tokens or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
     setting = Setting(device, tokens, arguments.rounds, arguments.bf16, arguments.seed)
     snapshots = find_snapshots(arguments.load, every=False)

@@ -21,6 +21,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
+from megatron_ddrp.model.gpus import named_device
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Session:
         self.arguments, self.load, self.passes = arguments, load, passes
         self.output = Output(arguments.output)
         self.prefixes = _prefixes(arguments.data_path) if arguments.data_path else ()
-        self.device = find_device(arguments.device)
+        self.device = named_device(arguments.device, f"--device {arguments.device}")
         self.snapshots = find_snapshots(arguments.load, every_checkpoint)
         if getattr(arguments, "random_init", False):
             self.snapshots = beside_random_weights(self.snapshots, arguments.seed)
@@ -166,17 +167,3 @@ def _prefixes(data_path: Sequence[str]) -> tuple[str, ...]:
     if blend.weights is not None:
         raise UserError("--data-path has weights: an analysis takes prefixes only; leave them out", WRONG_ARGUMENTS)
     return tuple(blend.prefixes)
-
-
-def find_device(name: str | None) -> torch.device:
-    """Return the device called `name`; without a name, a GPU if there is one. Raises `UserError` for a missing one."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # fails on "meta", which holds no numbers
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        allowed = "expected cpu, or cuda where torch sees a GPU"
-        raise UserError(f"--device {name}: {reason}; {allowed}", WRONG_ARGUMENTS) from None
-    return device

@@ -19,6 +19,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
+from megatron_ddrp.model.gpus import missing_code
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.run.cost import estimate_step, mfu, why_not, with_chosen_backend
 from megatron_ddrp.run.devices import DEVICES, Device
@@ -96,9 +97,10 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     }
     if device_memory is not None:
         refuse_too_large(needs, parallel, device_memory)
-    fault = precision_fault(training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if fault:
-        print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    faults = {"": missing_code(device), f"--{training.precision}: ": precision_fault(training.precision, device)}
+    for line in [cause + fault for cause, fault in faults.items() if fault]:
+        print(f"warning: a run on this machine would be refused: {line}")
     needed = memory_table(needs, parallel.zero_stage)
     remarks = OPTIMIZERS.find(config.optimizer.optimizer).remarks(model)
     lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)

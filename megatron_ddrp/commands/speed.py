@@ -23,6 +23,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
+from megatron_ddrp.model.gpus import named_device
 from megatron_ddrp.run.callbacks import Callback
 from megatron_ddrp.run.cost import estimate_step
 from megatron_ddrp.run.devices import DEVICES, Device
@@ -93,7 +94,7 @@ class PresentDevice:
     def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """Choose the device; `clock` gives the seconds of the measurements."""
         self.vocab_size, self.clock, self.patience = vocab_size, clock, PATIENCE
-        self.type = "cuda" if torch.cuda.is_available() else "cpu"
+        self.type = named_device().type
         if self.type == "cuda":
             device = torch.device(self.type)
             self.name, self.memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB

@@ -33,6 +33,7 @@ from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
 from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pool_rows, rows_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import Bert, count_parameters
+from megatron_ddrp.model.gpus import named_device
 
 BAR_AFTER = 2
 """Seconds after which a progress bar appears."""
@@ -64,7 +65,7 @@ def load_encoder(
     Raises:
         UserError: one line that names the folder's fault.
     """
-    chosen = _device(device)
+    chosen = named_device(device, f"device={device!r:.60}")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
@@ -76,21 +77,6 @@ def load_encoder(
         raise UserError(str(error).removeprefix("--load "), error.exit_code) from None
     loading.warn_of(encoder)
     return TextEncoder(encoder, chosen, kind, files)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    """Return the device of an argument. Raises `UserError` if torch does not know or see it."""
-    count = torch.cuda.device_count()
-    try:
-        chosen = torch.device(("cuda" if count else "cpu") if device is None else device)
-    except (RuntimeError, TypeError):
-        raise UserError(f"device={device!r:.60}: expected cpu, cuda, or cuda:N for the GPU with number N") from None
-    if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        seen = f"{count} GPU{'s' * (count > 1)}" if count else "no GPU"
-        raise UserError(f"device={device!r:.60}: torch sees {seen} here; leave it out, or give cpu")
-    if chosen.type == "meta":
-        raise UserError(f"device={device!r:.60}: torch cannot compute on it here; leave it out, or give cpu")
-    return chosen
 
 
 class TextEncoder:

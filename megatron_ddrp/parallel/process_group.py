@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, is_of_others, print_error
+from megatron_ddrp.model.gpus import usable
 from megatron_ddrp.parallel.agreement import refuse_differences
 from megatron_ddrp.parallel.rendezvous import complete_environment, join
 
@@ -93,20 +94,20 @@ def own_device(local_rank: int) -> torch.device:
     DeepSpeed takes it for the number of the GPU.
 
     Raises:
-        UserError: the host has more ranks than GPUs.
+        UserError: the host has more ranks than GPUs, or torch has no code for this GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and os.environ.get("SLURM_LOCALID") == str(local_rank):  # srun started this rank, nothing between
         os.environ["LOCAL_RANK"] = "0"
-        return torch.device("cuda", 0)
+        return usable(torch.device("cuda", 0))
     if local_rank >= gpus:
         raise UserError(
             f"rank {local_rank} of this host sees {gpus} GPU{'s' * (gpus > 1)}, and each rank needs its own: start at "
             f"most {gpus} per host, or let CUDA_VISIBLE_DEVICES show more"
         )
-    return torch.device("cuda", local_rank)
+    return usable(torch.device("cuda", local_rank))
 
 
 def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.endurance.docker_steps import ROOT, context_files, read_dockerfile
+from tests.endurance.floors import floor_of, requirements
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,6 +43,13 @@ def test_the_lock_holds_a_fitting_version_of_every_requirement() -> None:
     for requirement in required():
         versions = [str(lock.specifier)[2:] for lock in locked if lock.name == requirement.name.lower()]
         assert versions and all(map(requirement.specifier.contains, versions)), requirement
+
+
+def test_the_page_has_the_floors_as_versions_that_were_run() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z0-9]+) \| ([0-9.]+) \| [0-9.]+ \|$", page, re.MULTILINE)
+    floors = {requirement.name: floor_of(requirement) for requirement in chain(*requirements().values())}
+    assert {name: Version(lowest) for name, lowest in rows} == floors, "make floors prints the table"
 
 
 def test_the_lock_names_no_host_and_no_build_of_torch() -> None:

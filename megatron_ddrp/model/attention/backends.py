@@ -7,15 +7,14 @@ an `Attending` and also returns HCD's mean pairwise cosine, by its cheapest meth
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 
-Content-only attention over rows with several documents or padding takes `torch.nn.attention.varlen` (torch 2.10 and
-newer): runs of tokens laid end to end, each of which attends to itself. So no mask is stored, and no pair of two
-documents or outside the window is computed. Padding is a run of its own, and its output is never read. Limits: no
-dropout, no bias, half precision, GPUs from A100 on.
+Content-only attention over rows with several documents or padding takes `torch.nn.attention.varlen`: runs of tokens
+laid end to end, each of which attends to itself. So no mask is stored, and no pair of two documents or outside the
+window is computed. Padding is a run of its own, and its output is never read. Limits: no dropout, no bias, half
+precision, GPUs from A100 on.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 from functools import cache
@@ -59,18 +58,11 @@ def why_not_flash(demand: Demand) -> str | None:
 
 def why_not_varlen(demand: Demand) -> str | None:
     """Return the reason why `varlen_attention` cannot run, in one line, or None if it can."""
-    if not _has_varlen():
-        return f"varlen attention needs torch 2.10 or newer, got {torch.__version__}"
     if demand.dropout:
         return f"varlen attention has no dropout, got {demand.dropout}"
     if demand.window is not None and not _has_windows():
         return f"varlen attention has no window in torch {torch.__version__}, got {demand.window}"
     return why_not_flash(demand)
-
-
-@cache
-def _has_varlen() -> bool:
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 @cache

@@ -79,11 +79,10 @@ def check_texts(plan: Plan) -> None:
 
 def _remarks(experiment: Experiment) -> list[str]:
     """Return what the missing runs will say about their precision on this machine, each line once."""
-    import torch  # here, because --help must not import torch
+    from megatron_ddrp.engine.device import precision_remarks  # here, because --help must not import torch
+    from megatron_ddrp.tasks.jobs.workers import device_of
 
-    from megatron_ddrp.engine.device import precision_remarks
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(0)
     lines = [f"  {line}" for run in experiment.missing_runs for line in precision_remarks(run.config, device)]
     return list(dict.fromkeys(lines))
 

@@ -21,6 +21,7 @@ import torch
 from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.errors import FAILURE, UserError, run_command
+from megatron_ddrp.model.gpus import usable
 from megatron_ddrp.tasks.jobs.store import AnyJob, Row, Store
 
 SPAWN: SpawnContext = multiprocessing.get_context("spawn")
@@ -30,7 +31,7 @@ SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 def device_of(worker: int) -> torch.device:
     """Return the device of a worker: GPUs are assigned in turn; without a GPU, the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", worker % torch.cuda.device_count())
+        return usable(torch.device("cuda", worker % torch.cuda.device_count()))
     return torch.device("cpu")
 
 
