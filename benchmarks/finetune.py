@@ -42,7 +42,7 @@ def make_rows(batches: int) -> Encoded:
     pieces = [[2, *rng.integers(5, VOCABULARY, length - 2).tolist(), 3] for length in lengths]
     writer = RowWriter(pad_id=0)
     for row in pieces:
-        writer.add(row, len(row) // 2)
+        writer.add(row, [int(place >= len(row) // 2) for place in range(len(row))])
     return writer.rows(rng.integers(0, 2, len(pieces)))
 
 
@@ -97,7 +97,7 @@ def theirs(config: Any, rows: Encoded, order: list[np.ndarray], folder: str) -> 
         examples = [
             {
                 "input_ids": rows.pieces[rows.places(numbers[at : at + 1])].tolist(),
-                "token_type_ids": (np.arange(rows.lengths[n]) >= rows.seconds[n]).astype(int).tolist(),
+                "token_type_ids": rows.segments[rows.places(np.array([n]))].tolist(),
                 "label": int(rows.targets[n]),
             }
             for at, n in enumerate(numbers)

@@ -80,7 +80,9 @@ def read_model(path: Path) -> tuple[Any, Tokenizer, Config]:
     config = read_config(path).replace(model={"attention_backend": "auto", "compile": "off"})
     model = build_model(config.model, objective=config.objective)
     load_weights(model, path)
-    return model.eval(), load_tokenizer(path.resolve().parent / TOKENIZER), config
+    tokenizer = load_tokenizer(path.resolve().parent / TOKENIZER)
+    tokenizer.settle_rows(config.model.num_segments)
+    return model.eval(), tokenizer, config
 
 
 def read_config(path: Path) -> Config:

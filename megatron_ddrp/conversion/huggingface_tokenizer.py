@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import codecs
+import importlib.util
+import re
 import tempfile
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.conversion.foreign_config import one_of, refuse_code, show
-from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer, read_backend
+from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer, make_exact, read_backend
+from megatron_ddrp.data.tokenizers.row_form import backend_rows
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.wordpiece import read_vocab
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json, quiet_transformers, read_bytes, read_object, reading
@@ -24,40 +29,51 @@ _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BERT_LIKE = ("Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "MobileBert", "MPNet", "Splinter")
 BERT_CLASSES = tuple(f"{name}Tokenizer" for name in (*_BERT_LIKE, "SqueezeBert"))
 """Values of `tokenizer_class`, without `Fast`, that stand for BERT's rules on a vocab.txt."""
+BYTE_LEVEL_CLASSES = ("RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "DebertaTokenizer")
+"""Values of `tokenizer_class`, without `Fast`, that stand for RoBERTa's rules."""
+PROBED_PIECES = 2000
+"""Number of pieces, at most, whose text our tokenizer and that of transformers must split alike."""
+_WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return a folder's tokenizer, or None if it has none.
+    """Return a folder's tokenizer, or None if it has none. Its ids, roles and rows are those of AutoTokenizer.
 
     Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
-    usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt, of another
-    vocabulary, or of a tokenizer.json whose rules tokenizer_config.json changes. Raise `UserError` if a file cannot be
-    read, if vocab.txt belongs to a tokenizer with other rules than BERT's, or if transformers is needed and fails.
+    usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt or of another
+    vocabulary. Where transformers reads the folder in another way, because the class that tokenizer_config.json names
+    has rules of its own, its tokenizer replaces ours. Raise `UserError` if a file cannot be read, if vocab.txt belongs
+    to a tokenizer with other rules than BERT's, or if transformers is needed and fails.
     """
     settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
     model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
-    if model.is_file() and (not rules.is_file() or _same_pieces(model, folder)):
-        return build_tokenizer("SentencePiece", tokenizer_model=model)
     lower, kind = settings["do_lower_case"], settings["tokenizer_class"]
     is_bert = kind is None or str(kind).removesuffix("Fast") in BERT_CLASSES
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    if vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
-        return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
-    if rules.is_file() and not (is_bert and kind and _changes_rules(settings, rules)):
-        return build_tokenizer("HuggingFace", tokenizer_model=folder)
-    if rules.is_file():
-        return _convert(folder, rules.name)
-    if vocab.is_file() and is_bert:
-        return _convert(folder, "vocab.txt", **{} if kind else {"tokenizer_type": "bert"})
-    if vocab.is_file():
+    if model.is_file() and (not rules.is_file() or _same_pieces(model, folder)):
+        own = build_tokenizer("SentencePiece", tokenizer_model=model)
+    elif vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
+        own = build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
+    elif rules.is_file():
+        own = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    elif vocab.is_file() and not is_bert:
         raise UserError(
             f"{folder}: its vocab.txt belongs to a {show(kind)}, expected BertTokenizer or another class with BERT's "
             "rules; add the tokenizer.json of this model if there is one, or choose another model"
         )
-    for name in OTHER_VOCABULARIES:
-        if (folder / name).is_file():
-            return _convert(folder, name)
-    return None
+    else:
+        others = [name for name in ("vocab.txt", *OTHER_VOCABULARIES) if (folder / name).is_file()]
+        choice = {} if kind or others[:1] != ["vocab.txt"] else {"tokenizer_type": "bert"}
+        return _as_ours(folder, _load(folder, others[0], **choice)) if others else None
+    if importlib.util.find_spec("transformers") is None:
+        if own.tokenizer_type == "HuggingFace":
+            _refuse_other_rules(settings, rules)
+        return own
+    try:
+        theirs = _load(folder, own.file_name)
+    except UserError:  # transformers cannot read every folder that we can
+        return own
+    return _reconciled(folder, own, theirs)
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -83,18 +99,51 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _changes_rules(settings: dict[str, Any], rules: Path) -> bool:
-    """Return whether tokenizer_config.json asks for other rules of BERT's than a tokenizer.json has.
+def _refuse_other_rules(settings: dict[str, Any], rules: Path) -> None:
+    """Raise `UserError` if a BERT or RoBERTa class, by its settings, has other rules than the tokenizer.json beside it.
 
-    Then it decides: transformers builds the tokenizers of its BERT classes from these settings.
+    Then the class decides, in transformers: it builds its tokenizer from these settings.
     """
-    normalizer = parse_json(_read_rules(rules).to_str(), lenient=True)["normalizer"]
-    if not normalizer or normalizer["type"] != "BertNormalizer":
-        return False
-    lower, strip = settings["do_lower_case"], settings.get("strip_accents")
-    wanted = (lower, lower if strip is None else strip, settings.get("tokenize_chinese_chars", True))
-    lower, strip = normalizer["lowercase"], normalizer["strip_accents"]
-    return wanted != (lower, lower if strip is None else strip, normalizer["handle_chinese_chars"])
+    kind = str(settings["tokenizer_class"]).removesuffix("Fast")
+    if kind not in (*BERT_CLASSES, *BYTE_LEVEL_CLASSES):
+        return
+    layout = parse_json(_read_rules(rules).to_str(), lenient=True)
+    parts = [layout[name] or {"type": "none"} for name in ("normalizer", "pre_tokenizer")]
+    types = ("BertNormalizer", "BertPreTokenizer") if kind in BERT_CLASSES else ("none", "ByteLevel")
+    wanted = {"lowercase": settings["do_lower_case"], "strip_accents": settings.get("strip_accents")}
+    wanted["handle_chinese_chars"] = settings.get("tokenize_chinese_chars", True)
+    wanted["add_prefix_space"] = settings.get("add_prefix_space", False)
+    for part, expected in zip(parts, types, strict=True):
+        for name, value in (("type", expected), *wanted.items()):
+            if value is not None and part.get(name) not in (None, value):
+                raise UserError(
+                    f"{rules}: {name} is {show(part[name])} there, and {show(value)} by tokenizer_config.json with its "
+                    f"{kind}, which decides: install transformers, which can make this tokenizer"
+                )
+
+
+def _reconciled(folder: Path, own: Tokenizer, theirs: Any) -> Tokenizer:
+    """Return our tokenizer with the roles and rows of that of transformers, or the latter as ours if ids differ."""
+    if own.tokenizer_type == "SentencePiece" and not theirs.is_fast:
+        return own
+    if not theirs.is_fast:
+        raise UserError(
+            f"{folder}: its tokenizer is a {type(theirs).__name__}, whose rules are code: choose another model"
+        )
+    named, pieces = {getattr(theirs, f"{role}_token") for role in SPECIAL_PIECES} - {None}, {*own.pieces}
+    can_read = pieces - {""} <= theirs.get_vocab().keys() and named <= pieces
+    if own.tokenizer_type == "HuggingFace":
+        can_read &= type(theirs.backend_tokenizer.model) is type(_read_rules(folder / own.file_name).model)
+    if not can_read:
+        return own  # the class is of another kind than this vocabulary, or has names that it lacks
+    added = theirs.added_tokens_decoder.values()
+    special = {*theirs.all_special_tokens, *(token.content for token in added if token.special)} - {""}
+    probes = (text for text in _probes(own, theirs) if not any(map(text.__contains__, special)))
+    texts = [f"a {theirs.mask_token} a", *probes]
+    ids = [own.encode_with_masks(texts[0]), *own.encode_batch(texts[1:])]
+    roles = ((getattr(theirs, f"{role}_token_id"), getattr(own, f"{role}_id")) for role in SPECIAL_PIECES)
+    is_same = ids == theirs(texts, add_special_tokens=False)["input_ids"] and all(i in (None, j) for i, j in roles)
+    return _with_rows(own, theirs) if is_same else _as_ours(folder, theirs)
 
 
 def _added_pieces(folder: Path) -> set[str]:
@@ -116,7 +165,20 @@ def _same_pieces(model: Path, folder: Path) -> bool:
     return ours.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces
 
 
-def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
+def _probes(own: Tokenizer, theirs: Any) -> Iterator[str]:
+    """Yield texts of pieces in many spellings, and of many characters."""
+    some = (own.decode([i]) for i in range(0, own.vocab_size, 1 + own.vocab_size // PROBED_PIECES))
+    added = (token.content for token in theirs.added_tokens_decoder.values())
+    for word in dict.fromkeys([*re.findall(r"\w+", " ".join(some)), *added]):
+        wide, parts = word.translate(_WIDE), unicodedata.normalize("NFD", word)
+        yield f"{word} {word.upper()}  {word.title()}\t{wide}\n{parts} x{word}x-{word}\u0301 1{word}23 \u4e2d{word}"
+        yield f" {word}\u00a0{word}\u3000{word}. {word}'s,{word}\u00ad{word}\u200d{word}\r\n{word} "
+    codes = (*range(0x20, 0x3130), *range(0x3130, 0xFB00, 97), *range(0xFB00, 0x10000))
+    letters = [chr(code) for code in codes if unicodedata.category(chr(code)) not in ("Cs", "Cn", "Co")]
+    yield from (" ".join(letters[start : start + 64]) for start in range(0, len(letters), 64))
+
+
+def _load(folder: Path, vocabulary: str, **choice: str) -> Any:
     """Return the tokenizer that transformers makes of a folder's `vocabulary`.
 
     `choice` may name the type of the tokenizer (`tokenizer_type`), if the folder does not.
@@ -132,13 +194,29 @@ def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
         'transformers and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
         f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
-    with tempfile.TemporaryDirectory() as written:
-        with reading(folder, refused), quiet_transformers():
-            from transformers import AutoTokenizer
+    with reading(folder, refused), quiet_transformers():
+        from transformers import AutoTokenizer
 
-            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
-            loaded.save_pretrained(written)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
+
+
+def _as_ours(folder: Path, theirs: Any) -> Tokenizer:
+    """Return the tokenizer of transformers as one of ours."""
+    with tempfile.TemporaryDirectory() as written:
+        theirs.save_pretrained(written)
         try:
-            return build_tokenizer("HuggingFace", tokenizer_model=written)
+            return _with_rows(build_tokenizer("HuggingFace", tokenizer_model=written), theirs)
         except UserError as error:
             raise UserError(str(error).replace(written, str(folder)), error.exit_code) from None
+
+
+def _with_rows(own: Tokenizer, theirs: Any) -> Tokenizer:
+    """Give our tokenizer the rows of that of transformers, whose pieces around a text are [CLS] and [SEP]."""
+    backend = RustTokenizer.from_str(theirs.backend_tokenizer.to_str())
+    make_exact(backend)
+    own.own_rows = rows = backend_rows(backend)
+    if rows and [i < 0 for i, _ in rows.single] == [False, True, False]:
+        own.cls_id, own.sep_id = rows.single[0][0], rows.single[2][0]
+    if rows and "token_type_ids" not in theirs.model_input_names:
+        own.own_rows = rows.without_segments()
+    return own

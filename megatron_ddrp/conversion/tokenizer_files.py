@@ -18,11 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import Metaspace
 
 from megatron_ddrp.data.tokenizers.huggingface import make_exact, read_backend
+from megatron_ddrp.data.tokenizers.row_form import backend_rows, usual_rows
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer, read_model
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, WORD_START, Tokenizer
 from megatron_ddrp.data.tokenizers.wordpiece import bert_backend
@@ -49,13 +50,15 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_seg
         )
     names = {f"{role}_token": tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in SPECIAL_PIECES}
     if not (is_copied and _is_ready(tokenizer, folder)):
-        _add_specials(tokenizer, converted, names)
+        _add_specials(tokenizer, converted)
         converted.save(str(folder / "tokenizer.json"))
-    is_wordpiece = tokenizer.tokenizer_type.startswith("BertWordPiece")
+    is_usual = tokenizer.rows.is_made_by(usual_rows(tokenizer.cls_id, tokenizer.sep_id))  # by BertTokenizer
+    is_wordpiece = tokenizer.tokenizer_type.startswith("BertWordPiece") and is_usual
+    has_segments = min(num_segments, tokenizer.rows.num_segments) > 1
     settings = {
         "tokenizer_class": "BertTokenizer" if is_wordpiece else "PreTrainedTokenizerFast",
         "model_max_length": max_length,
-        "model_input_names": ["input_ids", *["token_type_ids"] * (num_segments > 1), "attention_mask"],
+        "model_input_names": ["input_ids", *["token_type_ids"] * has_segments, "attention_mask"],
         "clean_up_tokenization_spaces": False,
         **names,
     }
@@ -97,22 +100,17 @@ def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
     file = folder / tokenizer.file_name
     copied = read_backend(file.read_bytes(), file)
     known = {i for i, token in copied.get_added_tokens_decoder().items() if token.special}
-    outer = copied.encode("").ids
     varies = copied.truncation is not None or copied.padding is not None or getattr(copied.model, "dropout", None)
-    return not varies and set(tokenizer.special_ids.tolist()) <= known and outer == [tokenizer.cls_id, tokenizer.sep_id]
+    is_marked = set(tokenizer.special_ids.tolist()) <= known
+    return not varies and is_marked and tokenizer.rows.is_made_by(backend_rows(copied))
 
 
-def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer, names: dict[str, str]) -> None:
+def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer) -> None:
     """Mark the special pieces, and add [CLS] and [SEP] around texts as in training."""
     known = converted.get_added_tokens_decoder()  # a copied tokenizer has its own settings for them
     missing = [tokenizer.pieces[i] for i in tokenizer.special_ids.tolist() if i not in known]
     converted.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in missing])
-    cls, sep = names["cls_token"], names["sep_token"]
-    converted.post_processor = processors.TemplateProcessing(
-        single=f"{cls}:0 $A:0 {sep}:0",
-        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
-        special_tokens=[(cls, tokenizer.cls_id), (sep, tokenizer.sep_id)],
-    )
+    converted.post_processor = tokenizer.rows.processor(tokenizer.pieces)
 
 
 def _write_json(path: Path, values: dict) -> None:

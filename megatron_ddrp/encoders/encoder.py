@@ -34,6 +34,7 @@ from megatron_ddrp.encoders.huggingface import (
     HuggingFaceEncoder,
     load_folder,
     load_tokenizer,
+    num_segments,
 )
 from megatron_ddrp.errors import UserError
 
@@ -62,8 +63,6 @@ class Encoder:
     """Sentence for the user about loaded, missing and unused weights and about skipped damage."""
     rebuild: Callable[[], nn.Module] | None = None
     """Builder of the same architecture with random weights; None if runs start from the loaded weights."""
-    pair_separators: int = 1
-    """Number of separators between the two texts of a pair."""
     family_model: Callable[[nn.Module, HeadForm, Labels], nn.Module] | None = None
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
     warning: str = ""
@@ -156,23 +155,22 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         _fingerprint(model, encoding, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
         _origin(len(names) - len(unused), unused, random_init, masked_lm, f" from {chosen.name}"),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
-        pair_separators=pair_separators(config.model, tokenizer),
         warning="; ".join(remarks),
     )
-
-
-def pair_separators(config: Any, tokenizer: Tokenizer) -> int:
-    """Return the number of separators between two texts: 2 in the RoBERTa family, which has no second segment.
-
-    `config` is the configuration of a training checkpoint or of an export.
-    """
-    return 2 if config.num_segments == 1 and tokenizer.pieces[tokenizer.cls_id] == "<s>" else 1
 
 
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
     found = load_folder(folder, raw_config, masked_lm, random_init)
     tokenizer = load_tokenizer(folder)
     remarks = [check_rows(folder, tokenizer.vocab_size, found.config.vocab_size)]
+    segments = num_segments(found.config)
+    if tokenizer.own_rows is None:
+        tokenizer.settle_rows(segments)
+    if 1 < segments < tokenizer.rows.num_segments or (masked_lm and any(i for _, i in tokenizer.rows.single)):
+        raise UserError(
+            f"--load {folder}: its tokenizer writes rows with {tokenizer.rows.num_segments} segments, also around a "
+            f"single text, and its model has {segments}: put the tokenizer of the model's training into the folder"
+        )
     if found.config.model_type in PADDING_SENSITIVE:
         remarks.append(
             f"warning: {folder}: padding changes the states of a {found.config.model_type} model, so results depend on "
@@ -187,7 +185,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     fingerprint = _fingerprint(encoder, encoding, drawn)
     if not random_init:
         settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
-        facts = f"{fingerprint} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
+        facts = f"{fingerprint} {tokenizer.fingerprint} {tokenizer.rows} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return Encoder(
         with_random_weights(str(folder)) if random_init else str(folder),
@@ -199,7 +197,6 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         fingerprint,
         _origin(len(names), sorted(found.weights.unused), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
-        pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=partial(FamilyModel.on_top_of, folder),
         warning="; ".join(filter(None, remarks)),
     )

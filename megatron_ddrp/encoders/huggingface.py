@@ -30,7 +30,6 @@ ROBERTA_FAMILY = (
     *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet"),
     *("data2vec-text", "ibert", "roberta-prelayernorm", "xmod"),
 )
-"""Model types with two separators in a pair."""
 COUNT_FROM_PADDING = (*ROBERTA_FAMILY, "esm", "layoutlmv3", "lilt", "luke", "markuplm")
 """Model types with positions numbered from the padding id + 1."""
 ENCODERS_WITH_CAUSAL_LM = ("bert-generation",)
@@ -44,8 +43,13 @@ SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"
 
 def foreign_inputs(config: Any, batch: Batch) -> dict[str, torch.Tensor]:
     """Return a batch as keyword arguments for a model of transformers: segments only if its `config` has them."""
-    segments = {"token_type_ids": batch.segment_ids} if getattr(config, "type_vocab_size", 0) > 1 else {}
+    segments = {"token_type_ids": batch.segment_ids} if num_segments(config) > 1 else {}
     return {"input_ids": batch.input_ids, "attention_mask": (batch.document_ids > 0).long(), **segments}
+
+
+def num_segments(config: Any) -> int:
+    """Return the number of segments that a model distinguishes, ours or one of transformers; 0 without any."""
+    return int(getattr(config, "num_segments", getattr(config, "type_vocab_size", 0)))
 
 
 def model_builder(model_type: str, head: str) -> Callable[[Any], Any]:
@@ -141,9 +145,6 @@ class Folder:
     max_length: int
     """Longest sequence that the model has positions for, in tokens."""
 
-    pair_separators: int
-    """Number of separators between the two texts of a pair."""
-
 
 def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
     """Load the model of a folder in fp32 on the CPU, with `masked_lm` under its masked-LM head.
@@ -183,8 +184,7 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bo
     model, weights = (build(config), Filled()) if random_init else fill(folder, config, build)
     pooler = set() if random_init else _pooler_weights(model)  # every run creates its own
     weights = Filled(weights.missing - pooler, weights.unused | (pooler - weights.missing))
-    separators = 2 if config.model_type in ROBERTA_FAMILY else 1
-    return Folder(config, model.float(), build, weights, _longest(config), separators)
+    return Folder(config, model.float(), build, weights, _longest(config))
 
 
 def _is_decoder(config: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.row_form import RowForm
 
 _ROWS_TO_SORT = 64
 """Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
@@ -41,8 +41,8 @@ class Encoded:
     """Pieces of all rows in sequence, int32 `[all pieces]`."""
     ends: np.ndarray
     """End of each row in `pieces`, exclusive, `[rows]`."""
-    seconds: np.ndarray
-    """Number of pieces before the second text, which is segment 1, `[rows]`; the row's length for a single text."""
+    segments: np.ndarray
+    """Segments of all pieces, int8 `[all pieces]`."""
     targets: np.ndarray
     """Targets of the loss: `[rows, …]`, or `[all pieces]` if each piece has one."""
     pad_id: int
@@ -78,44 +78,39 @@ class RowWriter:
 
     def __init__(self, pad_id: int):
         self._pad_id = pad_id
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ends, self._seconds = array("q"), array("i")
-        self._written = 0
+        self._pieces, self._segments = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._ends, self._written = array("q"), 0
 
-    def add(self, pieces: Sequence[int], second: int | None = None) -> None:
-        """Add a row. Its pieces from index `second` are segment 1."""
-        self._file.write(np.asarray(pieces, dtype=np.int32).tobytes())
+    def add(self, pieces: Sequence[int], segments: Sequence[int] | None = None) -> None:
+        """Add a row. By default all of its pieces are in segment 0."""
+        self._pieces.write(np.asarray(pieces, dtype=np.int32).tobytes())
+        self._segments.write(bytes(len(pieces)) if segments is None else bytes(segments))
         self._written += len(pieces)
         self._ends.append(self._written)
-        self._seconds.append(len(pieces) if second is None else second)
 
     def rows(self, targets: np.ndarray, gold: Any = None) -> Encoded:
         """Return the rows with their targets; no more rows can be added."""
-        self._file.flush()
-        pieces = np.memmap(self._file, dtype=np.int32, mode="r") if self._written else np.empty(0, np.int32)
-        self._file.close()  # the map stays
-        ends, seconds = np.frombuffer(self._ends, np.int64), np.frombuffer(self._seconds, np.int32)
-        return Encoded(pieces, ends, seconds, targets, self._pad_id, gold)
+        read = []
+        for file, dtype in ((self._pieces, np.int32), (self._segments, np.int8)):
+            with file:  # the map stays
+                file.flush()
+                read.append(np.memmap(file, dtype=dtype, mode="r") if self._written else np.empty(0, dtype))
+        return Encoded(read[0], np.frombuffer(self._ends, np.int64), read[1], targets, self._pad_id, gold)
 
 
-def text_row(
-    sides: Sequence[Sequence[int]], tokenizer: Tokenizer, max_length: int, pair_separators: int
-) -> tuple[list[int], int]:
-    """Return the row of one text or of a pair, cut to `max_length` pieces, and where its segment 1 begins.
+def text_row(sides: Sequence[Sequence[int]], rows: RowForm, max_length: int) -> tuple[list[int], list[int], list[int]]:
+    """Return the row of one text or of a pair, cut to `max_length` pieces: `RowForm.row`.
 
-    `sides` are the pieces of the texts. [CLS] and [SEP] stand around them, `pair_separators` times [SEP] between two.
+    `sides` are the pieces of the texts.
     """
     kept = [list(side) for side in sides]
-    between = pair_separators if len(kept) > 1 else 1
-    truncate(kept, max_length - len(kept) - between)
-    first = [tokenizer.cls_id, *kept[0], *[tokenizer.sep_id] * between]
-    second = [*kept[1], tokenizer.sep_id] if len(kept) > 1 else []
-    return first + second, len(first)
+    truncate(kept, max_length - rows.num_specials(len(kept)))
+    return rows.row(kept)
 
 
-def whole_length(sides: Sequence[Sequence[int]], pair_separators: int) -> int:
+def whole_length(sides: Sequence[Sequence[int]], rows: RowForm) -> int:
     """Return the length of the row of one text or of a pair before `text_row` cuts it."""
-    return sum(map(len, sides)) + (2 + pair_separators if len(sides) > 1 else 2)
+    return sum(map(len, sides)) + rows.num_specials(len(sides))
 
 
 def cut_warning(cut: int, rows: int, max_length: int) -> str:
@@ -154,8 +149,9 @@ def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
     positions = np.arange(lengths.max())
     valid = positions < lengths[:, None]  # [batch, seq]
     input_ids = np.full(valid.shape, encoded.pad_id, dtype=np.int64)
-    input_ids[valid] = encoded.pieces[encoded.places(rows)]
+    places, segment_ids = encoded.places(rows), np.zeros_like(input_ids)
+    input_ids[valid], segment_ids[valid] = encoded.pieces[places], encoded.segments[places]
     return Batch.of_texts(input_ids, valid.astype(np.int64))._replace(
-        segment_ids=(valid & (positions >= encoded.seconds[rows][:, None])).astype(np.int64),
+        segment_ids=segment_ids,
         sequence_ids=np.where(valid, np.asarray(rows)[:, None], 0),
     )

@@ -234,7 +234,7 @@ class TextEncoder:
             raise UserError(f"text={text!r:.60}: expected one string; call fill_mask once per text")
         check_count("top_k", top_k)
         tokenizer = self.tokenizer
-        ids = [tokenizer.cls_id, *tokenizer.encode_with_masks(text), tokenizer.sep_id]
+        ids, _, _ = tokenizer.rows.row([tokenizer.encode_with_masks(text)])
         places = [place for place, i in enumerate(ids) if i == tokenizer.mask_id]
         if not places:
             raise UserError(f"no {self.mask_token} in {text[:60]!r}: write {self.mask_token} where a piece is missing")

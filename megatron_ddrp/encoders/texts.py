@@ -36,14 +36,14 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
         raise UserError(
             f"max_length={longest!r:.60}: expected {SHORTEST} to {encoder.max_length}, which the encoder knows"
         )
-    separators, writer, lengths = encoder.pair_separators, RowWriter(encoder.tokenizer.pad_id), []
+    form, writer, lengths = encoder.tokenizer.rows, RowWriter(encoder.tokenizer.pad_id), []
     num_unknown, unknown = 0, encoder.tokenizer.unk_id
     pieces = iter(encoder.tokenizer.encode_batch([side for row in sides for side in row]))
     for row in sides:
         own = [next(pieces) for _ in row]
-        lengths.append(whole_length(own, separators))
+        lengths.append(whole_length(own, form))
         num_unknown += any(own) and all(piece == unknown for side in own for piece in side)
-        writer.add(*text_row(own, encoder.tokenizer, longest, separators))
+        writer.add(*text_row(own, form, longest)[:2])
     if cut := sum(length > longest for length in lengths):
         warnings.warn(
             f"{cut} of {len(lengths)} texts had more than {longest} pieces and were cut (the longest has "

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.tokenizers.row_form import backend_rows
 from megatron_ddrp.data.tokenizers.spelling import (
     BEGIN,
     END,
@@ -83,6 +84,7 @@ class HuggingFaceTokenizer(Tokenizer):
             content,
             more_special_ids=[i for i, token in added.items() if token.special],
         )
+        self.own_rows = backend_rows(self._backend)
         self.spells_all = closed
         self.drops_text = unknown is None and not self.spells_all
         self._drop_probe = drop_probe(layout) if self.drops_text else None

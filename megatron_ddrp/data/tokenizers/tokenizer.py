@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath, write_bytes
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
+from megatron_ddrp.data.tokenizers.row_form import RowForm, read_rows, usual_rows
 from megatron_ddrp.data.tokenizers.spelling import WordMarks
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import parse_json, read_bytes
@@ -44,7 +45,6 @@ DESCRIPTION_FILE = "megatron_tokenizer.json"
 WORD_START = "\u2581"
 """SentencePiece's character for a space, ▁."""
 
-
 Span = tuple[int, int]
 """First character of a piece, and the position after its last character."""
 
@@ -57,8 +57,7 @@ class Tokenizer(ABC):
         pieces: `vocab_size` strings, id → piece.
         cls_id, sep_id, pad_id, mask_id, unk_id: the ids of [CLS], [SEP], [PAD], [MASK], [UNK].
         special_ids: int64 `[special]`, sorted: these five and all others that the vocabulary marks as special.
-        word_starts: bool `[vocab_size]`, True if a piece begins a word. The first piece of a text begins a word even if
-            this is False for it.
+        word_starts: bool `[vocab_size]`, True if a piece begins a word. A text's first piece always begins a word.
         word_ends: bool `[vocab_size]`, True if a piece ends a word, in vocabularies that mark the ends of words.
         word_side: the side that they mark, as in `WordMarks`.
         fingerprint: SHA-256 of the type and the vocabulary's content, in hexadecimal.
@@ -72,6 +71,8 @@ class Tokenizer(ABC):
     """True if the vocabulary spells every text, by pieces of bytes, so that no character gives [UNK]."""
     drops_text: bool = False
     """True if characters without a piece are left out of the ids; see `count_dropped`."""
+    own_rows: RowForm | None = None
+    """Rows that the tokenizer's own files describe, if they do."""
 
     def __init__(
         self,
@@ -101,6 +102,18 @@ class Tokenizer(ABC):
         """Number of ids; every id is smaller."""
         return len(self.pieces)
 
+    @property
+    def rows(self) -> RowForm:
+        """Rows of fine-tuning and of exports: the tokenizer's own, otherwise BERT's."""
+        return self.own_rows or usual_rows(self.cls_id, self.sep_id)
+
+    def settle_rows(self, num_segments: int) -> None:
+        """Choose the rows of a run: [CLS] and [SEP] around a text, and pairs by the files, as BERT or as RoBERTa."""
+        is_roberta = num_segments == 1 and self.pieces[self.cls_id] == "<s>"
+        usual = usual_rows(self.cls_id, self.sep_id, is_roberta)
+        if self.own_rows is None or self.own_rows.single != usual.single:
+            self.own_rows = usual
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return a text's ids, without [CLS] and [SEP]. A special token's name inside the text is ordinary text."""
@@ -109,9 +122,8 @@ class Tokenizer(ABC):
     def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the same ids as `encode`, and the span of `text` of each piece.
 
-        A span counts characters of `text` before normalization. It may begin with the blank before a word, and is
-        empty for a piece without characters. If one character gives several pieces, all have its span, or only the last
-        one has it and the others an empty span.
+        A span counts characters of `text` before normalization. It may begin with the blank before a word; a piece
+        without characters has an empty one. If a character gives several pieces, all have its span, or only the last.
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -119,10 +131,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_with_masks(self, text: str) -> list[int]:
-        """Return a text's ids as `encode` does, but with [MASK] where the text names the vocabulary's mask piece.
-
-        The parts between the masks are encoded one by one, as transformers does.
-        """
+        """Return a text's ids with [MASK] where it names the mask piece; `encode` reads each part between."""
         first, *others = (self.encode(part) for part in text.split(self.pieces[self.mask_id]))
         return first + [i for part in others for i in (self.mask_id, *part)]
 
@@ -153,8 +162,8 @@ class Tokenizer(ABC):
 
     def count_unknown(self, ids: np.ndarray) -> int:
         """Return the number of unknown pieces among a text's ids, which may end in [SEP]."""
-        shared = len(self.roles_of("unk")) > 1  # with [CLS] or [SEP]: then no text gives it
-        return 0 if shared else int(np.count_nonzero(ids == self.unk_id))
+        is_shared = len(self.roles_of("unk")) > 1  # with [CLS] or [SEP]: then no text gives it
+        return 0 if is_shared else int(np.count_nonzero(ids == self.unk_id))
 
     def roles_of(self, role: str) -> list[str]:
         """Return the names of the roles, such as [CLS], that have the same piece as `role`."""
@@ -163,17 +172,17 @@ class Tokenizer(ABC):
 
     def save(self, folder: AnyPath) -> None:
         """Write the vocabulary and its description into a folder for `load_tokenizer`."""
-        names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}
         description = {
             "tokenizer_type": self.tokenizer_type,
             "file": self.file_name,
             "vocab_size": self.vocab_size,
-            "special_tokens": names,
+            "special_tokens": {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES},
             "fingerprint": self.fingerprint,
+            "rows": self.own_rows,
         }
-        text = json.dumps(description, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         write_bytes(Path(folder) / self.file_name, self._content)
-        write_bytes(Path(folder) / DESCRIPTION_FILE, text.encode())
+        text = json.dumps(description, indent=2, sort_keys=True, ensure_ascii=False)
+        write_bytes(Path(folder) / DESCRIPTION_FILE, f"{text}\n".encode())
 
     def _only_text(self, ids: list[int]) -> list[int]:
         """Return the ids with [UNK] in place of every special id that text must not produce."""
@@ -255,6 +264,7 @@ def load_tokenizer(folder: AnyPath) -> Tokenizer:
     tokenizer = build_tokenizer(described["tokenizer_type"], vocab_file=file, tokenizer_model=file, specials=names)
     if tokenizer.fingerprint != described["fingerprint"]:
         raise UserError(f"{file}: not the vocabulary that was saved here (fingerprint differs); copy the folder again")
+    tokenizer.own_rows = described["rows"] or tokenizer.own_rows
     return tokenizer
 
 
@@ -263,7 +273,8 @@ def read_description(folder: AnyPath) -> dict[str, Any]:
     path = Path(folder) / DESCRIPTION_FILE
     try:
         found = parse_json(read_bytes(path))
-        return {name: found[name] for name in ("tokenizer_type", "file", "special_tokens", "fingerprint")}
+        known = {name: found[name] for name in ("tokenizer_type", "file", "special_tokens", "fingerprint")}
+        return known | {"rows": read_rows(found.get("rows"))}  # older runs have none
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a tokenizer description ({error!r}); save the tokenizer again") from None
 

@@ -18,7 +18,7 @@ from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import Encoder
-from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head
+from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head, num_segments
 from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order, pad_batch
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -51,14 +51,13 @@ class FineTuned(NamedTuple):
     task: Task
     columns: Columns
     max_length: int
-    pair_separators: int
     device: torch.device
 
     def encode(self, texts: list[tuple[str, ...]]) -> Encoded:
         """Return the rows of some texts."""
         kind = KINDS[self.task.kind]
         examples = [Example(text, kind.unlabelled(self.task)) for text in texts]
-        return kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
+        return kind.encode(self.task, examples, self.tokenizer, self.max_length)
 
     @torch.inference_mode()
     def predict(self, encoded: Encoded) -> list[Any]:
@@ -113,13 +112,21 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
             f"--load {folder}: its config.json has other labels or fewer positions than its task; fine-tune again, or "
             "copy it again"
         )
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.own_rows is None:
+        tokenizer.settle_rows(num_segments(model.config))
+    between = len(tokenizer.rows.pair) - len(tokenizer.rows.single) - 1
+    if columns.pair and facts.get("pair_separators", between) != between:
+        raise UserError(
+            f"--load {folder}: an earlier version trained it on pairs with {facts['pair_separators']!r:.60} separators "
+            f"between the texts, and its tokenizer writes {between}; fine-tune again"
+        )
     return FineTuned(
         FamilyModel(model).to(device).eval(),
-        load_tokenizer(folder),
+        tokenizer,
         task,
         columns,
         facts["max_seq_length"],
-        facts["pair_separators"],
         device,
     )
 

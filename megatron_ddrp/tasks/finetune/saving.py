@@ -7,7 +7,6 @@ far: the run with the highest score; among equal scores, the run whose name come
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_card import loading_lines, render_card
 from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.task_heads import HeadForm
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.training_record import facts_table
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
-from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder
+from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, num_segments
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.tasks.finetune.heads import TaskModel
@@ -38,7 +38,6 @@ FINETUNED = "finetuned"
 """Key in config.json of the facts about task and run."""
 SHORTEST_ROW = 4
 """Number of special pieces of a pair."""
-TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 
 
 def model_name(task: Task, encoder: Encoder) -> str:
@@ -73,7 +72,6 @@ def keep_if_best(
             "task": data.task.facts,
             "columns": list(data.columns) if data.columns else None,
             "max_seq_length": run.max_seq_length,
-            "pair_separators": encoder.pair_separators,
             "data": run.data,
             "run": run.name,
             "score": row["score"],
@@ -112,7 +110,6 @@ def _are_facts(facts: Any) -> bool:
             and all(isinstance(name, str) for name in names)
             and type(facts["max_seq_length"]) is int
             and facts["max_seq_length"] >= SHORTEST_ROW
-            and facts["pair_separators"] in (1, 2)
             and type(facts["score"]) in (int, float)
         )
     except (KeyError, TypeError):
@@ -160,9 +157,7 @@ def _write_family_model(
     setattr(model.config, FINETUNED, facts)
     states = {name: tensor.to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
     with whole_folder(folder) as new:
-        for pattern in TOKENIZER_FILES:
-            for path in encoder.folder.glob(pattern):
-                shutil.copy(path, new / path.name)
+        write_tokenizer(encoder.tokenizer, new, encoder.max_length, num_segments(model.config))
         if model.config.model_type == OWN_MODEL_TYPE:
             write_model_code(new, model.config.position_encoding)
             classes = {"AutoConfig": "configuration_ddrp.DdrpConfig", "AutoModel": "modeling_ddrp.DdrpModel"}

@@ -134,7 +134,7 @@ class Sweep:
         """Return the examples as rows for a run's encoder; print a warning with `file` for examples that do not fit."""
         encoder, task = self.encoders[run.encoder], self.data[run.task].task
         kind = KINDS[task.kind]
-        encoded = kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
+        encoded = kind.encode(task, examples, encoder.tokenizer, run.max_seq_length)
         if encoded.warning and self.speaks:
             print(f"{self.options.suite.program}: warning: {task.name}, {file}: {encoded.warning}", file=sys.stderr)
         return encoded

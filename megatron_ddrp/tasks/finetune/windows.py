@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer
+
+ZERO_WIDTH_JOINER = "\u200d"
+
+
+def _characters(*ranges: str) -> frozenset[str]:
+    """Return the characters of some ranges, each given by its first and last character."""
+    return frozenset(chr(code) for ends in ranges for code in range(ord(ends[0]), ord(ends[1]) + 1))
+
+
+_JOINING = _characters(
+    *("\u200c\u200d", "\u1160\u11ff", "\ud7b0\ud7fb", "\uff9e\uff9f", "\U0001f3fb\U0001f3ff", "\U000e0020\U000e007f")
+)
+"""Characters other than marks that belong to the one before: joiners, Jamo, voicing, skin tones, tags of flags."""
+_PREPENDED = _characters(
+    *("\u0600\u0605", "\u06dd\u06dd", "\u070f\u070f", "\u0890\u0891", "\u08e2\u08e2", "\U000110bd\U000110bd"),
+    "\U000110cd\U000110cd",
+)
+"""Format characters that belong to the one behind, such as Arabic's number sign."""
 
 
 class Window(NamedTuple):
@@ -79,3 +98,23 @@ def pieces_of_answer(spans: np.ndarray, begin: int, end: int) -> Span | None:
     """
     inside = np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin))
     return (int(inside[0]), int(inside[-1])) if len(inside) else None
+
+
+def text_of_pieces(context: str, spans: np.ndarray, first: int, last: int) -> str:
+    """Return the text from a row's piece `first` to `last`, with whole characters as readers see them.
+
+    Some tokenizers drop marks, or compose them with the letter before, so that they belong to no piece. The text keeps
+    them, by the rules of extended grapheme clusters (Unicode Standard Annex 29), up to the neighbouring pieces.
+    """
+    begin, end = int(spans[first, 0]), int(spans[last, 1])
+    before = spans[:first, 1]
+    after = spans[last + 1 :, 0]
+    lowest = before[before <= begin].max(initial=0)
+    highest = after[after >= end].min(initial=len(context))
+    while end < highest and (unicodedata.category(context[end])[0] == "M" or context[end] in _JOINING):
+        end += 1
+    if end == highest < len(context) and context[end - 1] == ZERO_WIDTH_JOINER:  # the pieces separate the cluster
+        end -= 1
+    while begin > lowest and context[begin - 1] in _PREPENDED:
+        begin -= 1
+    return context[begin:end].strip()

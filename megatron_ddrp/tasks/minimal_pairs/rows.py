@@ -57,22 +57,23 @@ def masked_rows(
         lengths[len(pieces)].append(number)
     for count in sorted(lengths, reverse=True):
         members = np.array(lengths[count])
-        table = np.array([[tokenizer.cls_id, *sentences[i], tokenizer.sep_id] for i in members])  # [members, length]
-        words = _word_numbers(table, tokenizer)
-        size = max(1, min(budget // (count + 2), most_rows))
+        rows = [tokenizer.rows.row([sentences[i]]) for i in members]
+        table, first = np.array([ids for ids, _, _ in rows]), rows[0][2][0]  # [members, length]
+        words = _word_numbers(table, tokenizer, first)
+        size = max(1, min(budget // table.shape[1], most_rows))
         for start in range(0, len(members) * count, size):
             flat = np.arange(start, min(start + size, len(members) * count))
-            which, places = flat // count, flat % count + 1
+            which, places = flat // count, flat % count + first
             ids = table[which]  # [rows, length], a copy
             targets = ids[np.arange(len(ids)), places]
             ids[_masked(words[which], places, score)] = tokenizer.mask_id
             yield MaskedRows(members[which], ids, places, targets)
 
 
-def _word_numbers(table: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the word number of each place for ids `[rows, length]`. A sentence's first piece begins a word."""
+def _word_numbers(table: np.ndarray, tokenizer: Tokenizer, first: int) -> np.ndarray:
+    """Return the word number of each place for ids `[rows, length]`. A sentence's `first` piece begins a word."""
     starts = word_begins(tokenizer.word_starts, tokenizer.word_ends, table)
-    starts[:, 1] = True
+    starts[:, first] = True
     return starts.cumsum(axis=1)
 
 

@@ -63,11 +63,12 @@ def encode_pairs(paradigm: Paradigm, tokenizer: Tokenizer, max_length: int) -> t
     Raises `UserError` with file and line for a sentence without a piece or with too many for the encoder's positions.
     """
     encoded = tokenizer.encode_batch(paradigm.good), tokenizer.encode_batch(paradigm.bad)
+    room = max_length - tokenizer.rows.num_specials(1)
     for key, sentences in zip(SENTENCES, encoded, strict=True):
         for place, pieces in zip(paradigm.places, sentences, strict=True):
-            if not 0 < len(pieces) <= max_length - 2:
+            if not 0 < len(pieces) <= room:
                 raise UserError(
-                    f"{place}: {key} has {len(pieces)} pieces; expected 1 to {max_length - 2}, the number of positions "
+                    f"{place}: {key} has {len(pieces)} pieces; expected 1 to {room}, the number of positions "
                     "of the encoder"
                 )
     return encoded

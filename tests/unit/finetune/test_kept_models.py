@@ -3,15 +3,19 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_ddrp.conversion.exported_folder import SUMS
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.predict import load_finetuned
 from megatron_ddrp.tasks.finetune.saving import read_facts
+from tests.unit.conversion.test_tokenizer_rules import make
 from tests.unit.finetune.test_own_tasks import GLANCE, model_of, words
 
 CPU = torch.device("cpu")
@@ -22,7 +26,6 @@ FACTS = [
     *(("kind", value) for value in ("other", 7, [])),
     *(("columns", value) for value in ({}, ["text"], [[], None, "label"], "abc", MISSING)),
     *(("max_seq_length", value) for value in (10**12, -1, 0, 1.5, True, None, "8", MISSING)),
-    *(("pair_separators", value) for value in (0, 3, "1", MISSING)),
     *(("score", value) for value in ("high", None, MISSING)),
     *(("run", value) for value in (3, MISSING)),
 ]
@@ -96,3 +99,67 @@ def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, topics, 
     assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE[:-1], "2")) == 0
     assert f"({kept} is damaged); to use it" in capsys.readouterr().out
     assert (kept / "config.json").read_bytes() == damaged
+
+
+PAIRS = [("red cats", "the dogs sing", "yes"), ("green birds", "blue", "no")] * 8
+
+
+def mixed_folder(folder, kind, family, **more):
+    """A tiny model of class `kind` with the tokenizer of another family."""
+    import transformers
+
+    folder.mkdir()
+    make(folder, family)
+    pieces = find_tokenizer(folder).vocab_size
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=pieces, max_position_embeddings=40, **sizes, **more)
+    getattr(transformers, f"{kind}ForMaskedLM")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "more"),
+    [
+        ("Roberta", "bert", {"type_vocab_size": 1, "pad_token_id": 1}),
+        ("Bert", "roberta", {"pad_token_id": 1}),
+        ("Bert", "xlm-roberta", {"pad_token_id": 1}),
+        ("Electra", "deberta", {"pad_token_id": 1}),
+    ],
+)
+def test_a_kept_model_gets_the_rows_of_training_from_auto_tokenizer(tmp_path, kind, family, more):
+    """The model's type is not its tokenizer: separators and segments are those of the folder's own."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    source = mixed_folder(tmp_path / "in", kind, family, **more)
+    for name in ("train", "valid"):
+        lines = (json.dumps({"text": a, "text_pair": b, "label": label}) for a, b, label in PAIRS)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert main(words(tmp_path, source, tmp_path / "out", *GLANCE)) == 0
+    kept = load_finetuned(model_of(tmp_path / "out"), CPU)
+    encoded, pair = kept.encode([PAIRS[0][:2]]), PAIRS[0][:2]
+    batch = pad_batch(encoded, np.array([0])).map(torch.from_numpy)
+    for folder in (source, model_of(tmp_path / "out")):
+        row = AutoTokenizer.from_pretrained(folder)(*pair, return_tensors="pt")
+        assert torch.equal(row["input_ids"], batch.input_ids)
+        if kept.model.model.config.type_vocab_size > 1:
+            assert torch.equal(row.get("token_type_ids", batch.segment_ids * 0), batch.segment_ids)
+    model = AutoModelForSequenceClassification.from_pretrained(model_of(tmp_path / "out")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(kept.model(batch), model(**row).logits, rtol=0, atol=1e-5)
+    edit(model_of(tmp_path / "out"), lambda values: values["finetuned"].update(pair_separators=3))
+    (model_of(tmp_path / "out") / SUMS).unlink()
+    with pytest.raises(UserError, match="an earlier version trained it on pairs with 3 separators .* fine-tune again"):
+        load_finetuned(model_of(tmp_path / "out"), CPU)
+
+
+def test_segments_that_a_model_lacks_are_refused_by_name(tmp_path):
+    folder = mixed_folder(tmp_path / "in", "Bert", "bert", pad_token_id=1)
+    layout = json.loads((folder / "tokenizer.json").read_text())
+    layout["post_processor"]["single"][0]["SpecialToken"]["type_id"] = 2  # as Funnel's
+    (folder / "tokenizer.json").write_text(json.dumps(layout))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="its tokenizer writes rows with 3 segments, .* and its model has 2") as refused:
+        load_encoder(folder)
+    assert "\n" not in str(refused.value)

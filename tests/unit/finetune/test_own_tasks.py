@@ -249,7 +249,7 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
         path.mkdir(parents=True)
         task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
         facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": columns}
-        facts |= {"max_seq_length": 64, "pair_separators": 1}
+        facts |= {"max_seq_length": 64}
         (path / "config.json").write_text(json.dumps({"finetuned": facts}))
     (model.parent / "notes.txt").write_text("")
     for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
@@ -264,7 +264,7 @@ def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
 def test_a_second_text_is_refused_by_a_model_that_was_trained_on_single_ones(tmp_path):
     task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
     facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": ["text", None, "label"]}
-    facts |= {"max_seq_length": 64, "pair_separators": 1}
+    facts |= {"max_seq_length": 64}
     (tmp_path / "config.json").write_text(json.dumps({"finetuned": facts}))
     with pytest.raises(UserError, match="--text-pair-column title: .* was trained on single texts; leave") as refused:
         load_finetuned(tmp_path, torch.device("cpu"), (None, "title"))

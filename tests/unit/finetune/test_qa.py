@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ddrp.data.tokenizers.row_form import usual_rows
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -34,7 +35,7 @@ def example(context=CONTEXT, *answers):
 
 
 def encode(tokenizer, examples, max_length=64, task=TASK):
-    return KIND.encode(task, examples, tokenizer, max_length, 1)
+    return KIND.encode(task, examples, tokenizer, max_length)
 
 
 def spelled(tokenizer, encoded, row):
@@ -62,15 +63,16 @@ def test_a_row_is_question_and_context_and_its_targets_the_answer(tokenizer):
         "[SEP]",
     ]
     assert spelled(tokenizer, encoded, 0) == row
-    assert encoded.seconds.tolist() == [6, 6]
+    assert encoded.segments.tolist() == 2 * [*[0] * 6, *[1] * 9]
     assert encoded.targets.tolist() == [[8, 10], [0, 0]]
     assert encoded.answers == [("Ada  Lovelace", "Ada"), ()]
     assert [CONTEXT[begin:end] for begin, end in encoded.spans[8:11]] == ["Ada", "Love", "lace"]
     assert (encoded.spans[:6] == -1).all() and (encoded.spans[14] == -1).all()
 
 
-def test_two_separators_stand_between_the_texts_of_some_families(tokenizer):
-    encoded = KIND.encode(TASK, [example(CONTEXT, "Ada")], tokenizer, 64, 2)
+def test_two_separators_stand_between_the_texts_of_some_families(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "own_rows", usual_rows(tokenizer.cls_id, tokenizer.sep_id, True))
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada")])
     assert spelled(tokenizer, encoded, 0)[4:8] == ["?", "[SEP]", "[SEP]", "it"]
     assert encoded.targets.tolist() == [[9, 9]]
 

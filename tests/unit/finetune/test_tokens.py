@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory):
 
 
 def encode(tokenizer, examples, max_length=16, task=TASK):
-    return KIND.encode(task, examples, tokenizer, max_length, 1)
+    return KIND.encode(task, examples, tokenizer, max_length)
 
 
 def by_row(encoded, values):

@@ -50,7 +50,7 @@ def read_examples(path, task, labelled=True):
 def fine_tune(task, encoder, train, dev, max_length, epochs, head="common", micro=16):
     """Do one run at batch 16 and a rate of 1e-2; return its result and the encoded development rows."""
     kind = KINDS[task.kind]
-    encoded = [kind.encode(task, rows, encoder.tokenizer, max_length, 1) for rows in (train, dev)]
+    encoded = [kind.encode(task, rows, encoder.tokenizer, max_length) for rows in (train, dev)]
     run = Run(task.name, 16, 1e-2, epochs, 1, max_length, encoder="e", data="d", micro_batch_size=micro, head=head)
     model = build_model(encoder, task, run, torch.device("cpu"))
     return finetune(run, task, model, encoded[0], {"dev": encoded[1]}), encoded[1]

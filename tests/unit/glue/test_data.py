@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.tokenizers.row_form import FIRST, SECOND, RowForm, usual_rows
 from megatron_ddrp.encoders.rows import dev_order, pad_batch, train_order, truncate
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -17,13 +18,14 @@ class WordTokenizer:
 
     pad_id, cls_id, sep_id = 0, 1, 2
     vocab_size = 100
+    rows = usual_rows(1, 2)
 
     def encode_batch(self, texts):
         return [[10 + len(word) for word in text.split()] for text in texts]
 
 
-def encode(task, examples, tokenizer, max_length, pair_separators=1):
-    return KINDS[task.kind].encode(task, examples, tokenizer, max_length, pair_separators)
+def encode(task, examples, tokenizer, max_length):
+    return KINDS[task.kind].encode(task, examples, tokenizer, max_length)
 
 
 def row_of(encoded, number):
@@ -146,11 +148,25 @@ def test_pairs_are_cls_a_sep_b_sep(tmp_path):
     assert encoded.targets.tolist() == [0, 1]
 
 
-def test_the_roberta_family_has_two_separators_in_a_pair():
-    encoded = encode(TASKS["RTE"], [Example(("a b c", "d e"), 0)], WordTokenizer(), 8, pair_separators=2)
-    assert row_of(encoded, 0) == ([1, 11, 11, 2, 2, 11, 11, 2], [0, 0, 0, 0, 0, 1, 1, 1])
-    single = encode(TASKS["SST-2"], [Example(("a b c",), 0)], WordTokenizer(), 8, pair_separators=2)
-    assert row_of(single, 0)[0] == [1, 11, 11, 11, 2]
+FUNNEL = RowForm(((1, 2), (FIRST, 0), (2, 0)), ((1, 2), (FIRST, 0), (2, 0), (SECOND, 1), (2, 1)))
+SUFFIX = RowForm(((FIRST, 0), (2, 0)), ((FIRST, 0), (2, 0), (SECOND, 0), (2, 0)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "pair", "segments", "single"),
+    [
+        (usual_rows(1, 2, True), [1, 11, 11, 2, 2, 11, 11, 2], [0] * 8, [1, 11, 11, 11, 2]),
+        (FUNNEL, [1, 11, 11, 11, 2, 11, 11, 2], [2, 0, 0, 0, 0, 1, 1, 1], [1, 11, 11, 11, 2]),
+        (SUFFIX, [11, 11, 11, 2, 11, 11, 2], [0] * 7, [11, 11, 11, 2]),
+    ],
+    ids=["RoBERTa", "Funnel", "T5"],
+)
+def test_the_tokenizer_decides_the_separators_and_segments_of_rows(rows, pair, segments, single):
+    tokenizer = WordTokenizer()
+    tokenizer.rows = rows
+    encoded = encode(TASKS["RTE"], [Example(("a b c", "d e"), 0)], tokenizer, 8)
+    assert row_of(encoded, 0) == (pair, segments)
+    assert row_of(encode(TASKS["SST-2"], [Example(("a b c",), 0)], tokenizer, 8), 0)[0] == single
 
 
 def test_doubled_quotation_marks_stay_as_released(tmp_path):

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.task_heads import SEQUENCE, SPAN, Labels
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.data.tokenizers.row_form import usual_rows
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.encoders.encoder import load_encoder, pair_separators
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import PADDING_SENSITIVE, _is_decoder
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
@@ -24,7 +24,7 @@ EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue gr
 
 def hidden(encoder):
     """Hidden states of both rows and which of them are no padding: `[2, seq, hidden]`, `[2, seq]`."""
-    encoded = KINDS["classification"].encode(TASKS["RTE"], EXAMPLES, encoder.tokenizer, encoder.max_length, 1)
+    encoded = KINDS["classification"].encode(TASKS["RTE"], EXAMPLES, encoder.tokenizer, encoder.max_length)
     batch = pad_batch(encoded, torch.arange(2).numpy()).map(torch.from_numpy)
     with torch.no_grad():
         return encoder.module.eval()(batch), batch.document_ids > 0
@@ -157,7 +157,8 @@ def test_other_encoders_of_transformers(bert_folder, kind):
     states, valid = hidden(encoder)
     assert states.shape == (*valid.shape, 16)
     assert torch.isfinite(states).all()
-    assert (encoder.pair_separators, encoder.max_length) == ((2, 15) if kind == "Roberta" else (1, 16))
+    assert encoder.tokenizer.rows == usual_rows(encoder.tokenizer.cls_id, encoder.tokenizer.sep_id)
+    assert encoder.max_length == (15 if kind == "Roberta" else 16)
 
 
 @pytest.mark.parametrize("kind", ["Data2VecText", "IBert", "RobertaPreLayerNorm", "Xmod", "Luke", "Esm"])
@@ -176,9 +177,8 @@ def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind
     getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
     encoder = load_encoder(bert_folder)
     assert encoder.max_length == 8
-    assert encoder.pair_separators == 2 or kind in ("Luke", "Esm")
     example = Example(("red cat runs bird sings", "dog blue green"), 0)
-    encoded = KINDS["classification"].encode(TASKS["RTE"], [example], encoder.tokenizer, encoder.max_length, 2)
+    encoded = KINDS["classification"].encode(TASKS["RTE"], [example], encoder.tokenizer, encoder.max_length)
     batch = pad_batch(encoded, torch.arange(1).numpy()).map(torch.from_numpy)
     assert encoder.module.eval()(batch).shape == (1, 8, 16)
 
@@ -275,17 +275,25 @@ def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind
 @pytest.mark.parametrize(
     ("segments", "first", "expected"), [(1, "<s>", 2), (2, "<s>", 1), (1, "[CLS]", 1), (0, "[CLS]", 1)]
 )
-def test_a_pair_of_the_roberta_family_has_two_separators(segments, first, expected):
-    """As the same model has as a Hugging Face folder."""
-    tokenizer = SimpleNamespace(pieces=["x", first], cls_id=1)
-    assert pair_separators(ModelConfig(num_segments=segments), tokenizer) == expected
+def test_a_pair_of_a_run_like_roberta_has_two_separators(tmp_path, segments, first, expected):
+    """As its export has."""
+    last = {"<s>": "</s>", "[CLS]": "[SEP]"}[first]
+    from transformers import AutoTokenizer
+
+    (tmp_path / "vocab.txt").write_text(f"<pad>\n<unk>\n{first}\n{last}\n<mask>\nred\ncat\n")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
+    tokenizer.settle_rows(segments)
+    assert tokenizer.rows == usual_rows(2, 3, expected == 2)
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tokenizer, tmp_path / "out", 16, segments)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("red", "cat")["input_ids"] == [2, 5, *[3] * expected, 6, 3]
 
 
 def test_a_run_in_the_style_of_roberta_has_two_separators_between_texts(tmp_path):
     (tmp_path / "vocab.txt").write_text("<pad>\n<unk>\n<s>\n</s>\n<mask>\nred\ncat\n")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
     folder = write_checkpoint(tmp_path / "run", tokenizer, num_segments=1, position_encoding="absolute")
-    assert load_encoder(folder).pair_separators == 2
+    assert load_encoder(folder).tokenizer.rows == usual_rows(2, 3, True)
 
 
 def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_folder):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_ddrp.data.tokenizers.row_form import usual_rows
 from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
@@ -91,7 +92,7 @@ class Pieces:
     def __init__(self, *pieces, mark):
         import numpy as np
 
-        self.pieces = ["<s>", "</s>", "<mask>", *pieces]
+        self.pieces, self.rows = ["<s>", "</s>", "<mask>", *pieces], usual_rows(0, 1)
         self.word_starts = np.array([piece.startswith(("<", mark)) for piece in self.pieces])
         self.word_ends = np.zeros(len(self.pieces), bool)
 

@@ -190,13 +190,8 @@ class Kind(ABC):
         return len(self.hub_labels(task).names) or 2
 
     @abstractmethod
-    def encode(
-        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int
-    ) -> Encoded:
-        """Return the rows of the examples, each of at most `max_length` pieces including special ones.
-
-        `pair_separators` is the number of separators between two texts: 2 in the RoBERTa family, otherwise 1.
-        """
+    def encode(self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int) -> Encoded:
+        """Return the rows of the examples, in the tokenizer's form, each of at most `max_length` pieces in all."""
 
     def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
         """Return the targets of some rows in the form that `loss_sum` takes."""

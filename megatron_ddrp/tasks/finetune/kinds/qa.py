@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import unicodedata
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from megatron_ddrp.tasks.finetune.layouts import flat_answers
 from megatron_ddrp.tasks.finetune.metrics import ANSWER_F1, EXACT_MATCH, Metric
 from megatron_ddrp.tasks.finetune.output_files import SquadFile
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
-from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
+from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer, text_of_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,10 +114,8 @@ class QuestionAnswering(Kind):
                 raise ValueError(f"{predicted!r:.80} or {gold!r:.80} is no answer")
         return [tuple(gold) for gold in labels], list(predictions)
 
-    def encode(
-        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
-    ) -> Windows:
-        """Return rows `[CLS] question [SEP] window [SEP]`, with segment 1 from the window on."""
+    def encode(self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int) -> Windows:
+        """Return rows of pairs of the question and a window: `[CLS] question [SEP] window [SEP]` for BERT."""
         writer = RowWriter(tokenizer.pad_id)
         targets, questions = array("q"), array("q")
         spans: list[np.ndarray] = []
@@ -129,18 +126,19 @@ class QuestionAnswering(Kind):
         for number, example in enumerate(examples):
             question, context = example.texts
             asked = tokenizer.encode(question)[: min(LONGEST_QUESTION, max_length // 2 - 2)]
-            before = [tokenizer.cls_id, *asked, *[tokenizer.sep_id] * pair_separators]
-            room = max_length - len(before) - 1
+            room = max_length - len(asked) - tokenizer.rows.num_specials(2)
             pieces, places = locate(context)
             answer = _first_answer(example.label, places)
             first_row = len(questions)
             for begin, end in context_windows(len(pieces), room, min(OVERLAP, room // 2)):
-                writer.add([*before, *pieces[begin:end], tokenizer.sep_id], len(before))
+                row, segments, (_, before) = tokenizer.rows.row([asked, pieces[begin:end]])
+                writer.add(row, segments)
                 target = [0, 0]
                 if answer is not None and begin <= answer[0] and answer[1] < end:
-                    target = [len(before) - begin + piece for piece in answer]
+                    target = [before - begin + piece for piece in answer]
                 targets.extend(target)
-                spans.append(np.pad(places[begin:end], ((len(before), 1), (0, 0)), constant_values=-1))
+                around = (before, len(row) - before - (end - begin))
+                spans.append(np.pad(places[begin:end], (around, (0, 0)), constant_values=-1))
                 questions.append(number)
             lost += answer is not None and not any(targets[2 * first_row :])
             gold.append(example.label.texts if isinstance(example.label, Answers) else ())
@@ -202,11 +200,10 @@ class QuestionAnswering(Kind):
             best = int(of_rows[:, 0].argmax())
             score, first, last, _ = of_rows[best]
             is_none = score == -math.inf or (NO_ANSWER in task.labels and of_rows[:, 3].min() > score)
-            place = begins[rows[best]]
-            begin, end = encoded.spans[place + int(first), 0], encoded.spans[place + int(last), 1]
-            while end < len(context) and unicodedata.combining(context[end]):
-                end += 1  # some tokenizers drop accents, which then belong to no piece
-            answers.append("" if is_none else context[begin:end].strip())
+            place, length = begins[rows[best]], encoded.lengths[rows[best]]
+            answers.append(
+                "" if is_none else text_of_pieces(context, encoded.spans[place : place + length], int(first), int(last))
+            )
         return answers
 
     def beside(self, task: Task) -> tuple[str, ...]:

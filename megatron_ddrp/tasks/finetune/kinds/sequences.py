@@ -54,9 +54,7 @@ class SequenceKind(Kind):
         """Yield a warning for each file whose labels leave the metric undefined."""
         return self.undefined(task, labels)
 
-    def encode(
-        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
-    ) -> Encoded:
+    def encode(self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int) -> Encoded:
         """Return the rows of the examples."""
         writer = RowWriter(tokenizer.pad_id)
         labels: list[Any] = []
@@ -64,8 +62,8 @@ class SequenceKind(Kind):
         for some in chunks(examples, _TOGETHER):
             texts = zip(*(example.texts for example in some), strict=True)
             for row in zip(*(tokenizer.encode_batch(side) for side in texts), strict=True):
-                writer.add(*text_row(row, tokenizer, max_length, pair_separators))
-                cut += whole_length(row, pair_separators) > max_length
+                writer.add(*text_row(row, tokenizer.rows, max_length)[:2])
+                cut += whole_length(row, tokenizer.rows) > max_length
             labels += [example.label for example in some]
         rows = writer.rows(self.as_targets(self.answers(task, labels)))
         return replace(rows, warning=cut_warning(cut, len(rows), max_length), cut=cut)

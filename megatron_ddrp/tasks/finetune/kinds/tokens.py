@@ -185,26 +185,26 @@ class Tokens(Kind):
         """Return the tag for every word."""
         return replace(answers, classes=np.full(len(answers.classes), float(label)))
 
-    def encode(
-        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
-    ) -> Encoded:
+    def encode(self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int) -> Encoded:
         """Return rows of whole words. Targets are class numbers `[all pieces]`, 0 for an unknown label."""
         writer, targets = RowWriter(tokenizer.pad_id), array("i")
         classes, ends = array("d"), array("q")
-        room = max_length - 2
+        room = max_length - tokenizer.rows.num_specials(1)
         for example in examples:
             words = [own[:room] for own in pieces_of_words(tokenizer, example.texts)]
             labels = np.broadcast_to(np.asarray(example.label, dtype=np.float64), len(words))
             firsts = np.nan_to_num(labels).astype(np.int64).tolist()
             for window in windows_of([len(own) for own in words], room, room // OVERLAP):
-                row, marks = [tokenizer.cls_id], [IGNORED_LABEL]
+                text, marks = [], []
                 for number in range(window.begin, window.end):
                     is_labelled = window.own_begin <= number < window.own_end
-                    row += words[number]
+                    text += words[number]
                     marks += [firsts[number] if is_labelled else IGNORED_LABEL]
                     marks += [IGNORED_LABEL] * (len(words[number]) - 1)
-                writer.add([*row, tokenizer.sep_id])
-                targets.extend([*marks, IGNORED_LABEL])
+                row, segments, (begin,) = tokenizer.rows.row([text])
+                writer.add(row, segments)
+                after = len(row) - begin - len(text)
+                targets.extend([*[IGNORED_LABEL] * begin, *marks, *[IGNORED_LABEL] * after])
             classes.extend(labels.tolist())
             ends.append(len(classes))
         gold = Tags(np.array(classes), np.array(ends), task.labels)
