@@ -54,7 +54,7 @@ def write_corpora(folder: Path, sizes: Sizes) -> None:
     for name, lengths in (("long", np.array([sizes.corpus_tokens])), ("short", texts.clip(8, max(sizes.lengths)))):
         ids = random.integers(len(special), sizes.vocabulary, int(lengths.sum())).astype(np.uint16)
         prefix = str(folder / name)
-        with UnfinishedDatasets(f"{prefix}.unfinished", [prefix], np.dtype(np.uint16), {}) as output:
+        with UnfinishedDatasets(f"{prefix}.unfinished", [prefix], np.dtype(np.uint16)) as output:
             output.append(0, ids.tobytes(), lengths, np.ones_like(lengths))
             output.publish([None])
 

@@ -17,8 +17,8 @@
 #   DRY_RUN=1 ...   print the two sbatch commands
 #
 # Run it on the login node with the environment active. INPUT holds files, folders and patterns, names without blanks;
-# the flags are those of `megatron-ddrp preprocess`. A task that is stopped and queued again resumes. The parts may be
-# removed after the merge.
+# the flags are those of `megatron-ddrp preprocess`. A task that is stopped and queued again begins its part
+# again. The parts may be removed after the merge.
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 : "${INPUT:?files, folders or patterns of text}" "${PREFIX:?beginning of the names of the datasets}" "${PARTS:?number of parts}"

@@ -74,6 +74,8 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-4}" bash "$REC
 # A rank that srun kills because another one ended first has a code of its own; the run's code is in its folder.
 [[ $code == 0 ]] || code=$(cat "$save/exit_code" 2>/dev/null || echo "$code")
 if [[ $code == 75 ]]; then # stopped by the signal, with a checkpoint
+    # The last task of an array has the array's id as its job's, which stands for all tasks.
+    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || SLURM_JOB_ID=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

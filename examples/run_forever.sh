@@ -56,8 +56,10 @@ while true; do
     done
     kill -KILL -- "-$child" 2>/dev/null || true
     child=''
-    # torchrun exits 1 for every code but 0; the run's own code is in its folder.
-    [[ $code == 0 ]] || code=$(cat "$save/exit_code" 2>/dev/null || echo "$code")
+    # torchrun exits 1 for every code but 0, and deepspeed 0 if a signal ended its ssh. The run's own code is in its
+    # folder; a run that ended well always writes it.
+    [[ $code != 0 ]] || code=1
+    code=$(cat "$save/exit_code" 2>/dev/null || echo "$code")
     case $code in
         0 | 2 | 75) exit "$code" ;;
     esac

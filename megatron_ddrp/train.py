@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -17,13 +19,13 @@ from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.deepspeed_values import flatten_keys, load_file
 from megatron_ddrp.config.differences import settings_of_all_ranks
-from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, plugin_files
+from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, package_sum, plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
 from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, check_stored, load_checkpoint
 from megatron_ddrp.engine.compatibility import changed_tokenizer
-from megatron_ddrp.engine.deepspeed_file import read_settings, refuse_old_deepspeed
+from megatron_ddrp.engine.deepspeed_file import deepspeed_version, read_settings, refuse_old_deepspeed
 from megatron_ddrp.engine.device import (
     allow_tf32,
     check_device,
@@ -153,8 +155,8 @@ def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: C
 
 
 def remarks_of_ranks(own: Sequence[str]) -> list[str]:
-    """Return the remarks of all ranks, each line once; a collective call."""
-    return list(dict.fromkeys(remark for remarks in gather_objects(own) for remark in remarks))
+    """Return the remarks of all ranks and on versions that differ, each line once; a collective call."""
+    return list(dict.fromkeys([*other_versions(), *(remark for remarks in gather_objects(own) for remark in remarks)]))
 
 
 def with_stored_layout(config: Config, load: Path | None) -> Config:
@@ -185,7 +187,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
 
 
 def contents_of_files(config: Config) -> dict[str, str]:
-    """Return what all ranks must share: name → value of each key of the DeepSpeed file, and the plug-ins' sums.
+    """Return what all ranks must share: name → value of each key of the DeepSpeed file, and the sums of the code.
 
     The keys of paths are left out: a node may have its own disk.
     """
@@ -193,7 +195,15 @@ def contents_of_files(config: Config) -> dict[str, str]:
     keys = flatten_keys(load_file(path)) if path else {}
     read = {f"{key} of --deepspeed_config": str(value) for key, value in keys.items() if not key.endswith("_path")}
     with refusals_as_user_errors():
+        read["the code of megatron_ddrp"] = package_sum()
         return read | {f"the code of plug-in {number}": code_sum(file) for number, file in enumerate(plugins, 1)}
+
+
+def other_versions() -> list[str]:
+    """Return a line per host whose Python, torch or DeepSpeed has another version than rank 0's; a collective call."""
+    own = f"Python {platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed_version()}"
+    (_, first), *others = gather_objects((socket.gethostname(), own))
+    return [f"host {host} has {theirs}; rank 0 has {first}" for host, theirs in dict(others).items() if theirs != first]
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:

@@ -23,7 +23,7 @@ def write_dataset(prefix: Any, documents: Sequence, dtype: Any = np.uint16, mani
     sequences = [np.asarray(sequence, dtype) for document in documents for sequence in document]
     ids = b"".join(sequence.tobytes() for sequence in sequences)
     sizes, lengths = np.array([*map(len, sequences)], int), np.array([*map(len, documents)], int)
-    with UnfinishedDatasets(f"{prefix}.unfinished", [str(prefix)], np.dtype(dtype), {}) as output:
+    with UnfinishedDatasets(f"{prefix}.unfinished", [str(prefix)], np.dtype(dtype)) as output:
         output.append(0, ids, sizes, lengths)
         output.publish([manifest])
     return IndexedDataset(prefix)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.checkpoint.state import STATE, write_state
 from megatron_ddrp.config import load_config
-from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.data.atomic import sync_folder, write_text
 from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
@@ -127,6 +127,7 @@ def complete(temporary: Path, state: dict[str, Any], since: int) -> Path:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     temporary.rename(path)
+    sync_folder(path.parent)  # `latest` must never name a checkpoint that a power cut takes away
     mark_latest(path.parent, path.name)
     for passed in all_checkpoints(path.parent):
         if since < iteration_of(passed.name) < iteration_of(path.name):

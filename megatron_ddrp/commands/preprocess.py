@@ -1,9 +1,10 @@
 """Text → Megatron indexed dataset (PREFIX_text_document.bin, .idx and .json).
 
 Each document becomes one sequence of token ids, without [CLS] and [SEP]: the sample builder adds them. The .json holds
-the numbers of documents and tokens, the tokenizer and the input files. The dataset appears when it is complete. The
-same command resumes a run that was killed. On several machines, each takes a part of the input with --partition, and
-`megatron-ddrp dataset merge` joins the parts into the files that one run would have written.
+the numbers of documents and tokens, the tokenizer and the input files. The dataset appears when it is complete;
+a killed command leaves nothing that counts. On several machines, or where hours of work must not be lost, each command
+takes a part of the input with --partition, and `megatron-ddrp dataset merge` joins the parts into the files that one
+command would have written.
 
     megatron-ddrp preprocess --input wiki.jsonl --output-prefix data/wiki --vocab-file vocab.txt --workers 8
     megatron-ddrp preprocess --input shards/ --output-prefix data/all --vocab-file vocab.txt --dry-run
@@ -103,7 +104,7 @@ def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
     if dry_run:
         print_estimate(config)
         return None
-    exit_on_sigterm()  # so that what is done is kept
+    exit_on_sigterm()  # so that unfinished files are removed
     result = preprocess(config)
     print(result.summary())
     if config.partition is None and words is None:

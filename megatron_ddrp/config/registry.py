@@ -173,6 +173,13 @@ def code_sum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def package_sum() -> str:
+    """Return the SHA-256 of the package's own Python files and their names."""
+    package = Path(__file__).parents[1]
+    lines = [f"{file.relative_to(package)} {code_sum(file)}\n" for file in sorted(package.rglob("*.py"))]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def plugin_files() -> tuple[Path, ...]:
     """Return the files of all loaded plug-ins, in the order of loading."""
     return tuple(dict.fromkeys(PLUGINS.values()))

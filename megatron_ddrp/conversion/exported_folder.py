@@ -27,7 +27,7 @@ from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
 from megatron_ddrp.data.atomic import atomic_folder
 from megatron_ddrp.data.sealed import file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages, refusals_as_user_errors
 from megatron_ddrp.foreign import quiet_transformers, read_object
 from megatron_ddrp.model import Encoder
 
@@ -166,7 +166,9 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
 def whole_folder(output: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
     """Provide a new folder of weights to write into, as `atomic_folder` does; its `check` runs before the renaming."""
     try:
-        with atomic_folder(output, check) as folder:
+        with refusals_as_user_errors(output), atomic_folder(output, check) as folder:
             yield folder
-    except SafetensorError as error:
-        raise UserError(f"--output {output}: the weights cannot be written: {error}") from None
+    except Exception as error:  # tokenizers raises no class of its own for a full disk
+        if isinstance(error, UserError) or not (isinstance(error, SafetensorError) or "os error" in str(error)):
+            raise
+        raise UserError(f"--output {output}: cannot be written: {error}") from None

@@ -9,6 +9,7 @@ Nothing else is ever deleted. An output behind symbolic links is replaced where 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import random
@@ -96,25 +97,41 @@ def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Ite
     with _name_refusals(path):
         target, _ = _place(path)
         temporary, descriptor = _claim(path, target, _new_folder)
-    replaced = None
+        _restore(target)
     try:
         yield temporary
         check()
         with _name_refusals(path):
-            if target.is_dir() and any(target.iterdir()):
-                replaced = _own_name(target, "old")
-                os.rename(target, replaced)
-            os.rename(temporary, target)
+            sync_tree(temporary)
+            is_new = not (target.is_dir() and any(target.iterdir()))
+            if is_new or not _exchange(temporary, target):
+                if not is_new:
+                    os.rename(target, _own_name(target, "old"))
+                os.rename(temporary, target)
             sync_folder(target.parent)
+        shutil.rmtree(temporary, ignore_errors=True)  # after an exchange, the folder that was replaced
     except BaseException:
-        if replaced is not None and not target.exists():
-            os.rename(replaced, target)
+        _restore(target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
         os.close(descriptor)
     for old in _own_names(target, "old"):
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders at once, where the system can (Linux; not on NFS); return whether it did."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    at_working_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    return call is not None and not call(at_working_folder, bytes(one), at_working_folder, bytes(other), exchange)
+
+
+def _restore(target: Path) -> None:
+    """Give a replaced folder its name back if its writer was stopped before the new one got it."""
+    if not target.exists():
+        for old in _own_names(target, "old")[:1]:
+            os.rename(old, target)
 
 
 @contextlib.contextmanager
@@ -151,7 +168,7 @@ def _claim(path: Path, target: Path, make: Callable[[Path], int]) -> tuple[Path,
 
     Raises `BeingWritten` about `path` while another process holds one for the same output.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     for wait in (*WAITS, None):
         while True:
             temporary = _own_name(target, "tmp")
@@ -252,8 +269,24 @@ def sync(stream: IO[bytes]) -> None:
     os.fsync(stream.fileno())
 
 
+def sync_tree(folder: Path) -> None:
+    """Sync all files and names below a folder to the disk, also those that other libraries wrote."""
+    for path in (*folder.rglob("*"), folder):
+        if not path.is_symlink():
+            sync_folder(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and the missing ones above it, if it is not there, with their names on the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # a folder that may be entered and not read
+            sync_folder(each.parent)
+
+
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Sync the names in a folder, or the bytes of a file, to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,6 +21,7 @@ from megatron_ddrp import checkpoint as files
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import CheckpointConfig, Config, changed_settings
 from megatron_ddrp.config.registry import OPTIMIZERS
+from megatron_ddrp.data.atomic import make_folder
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
@@ -158,7 +159,7 @@ def save_checkpoint(
 def _make_empty(folder: Path) -> None:
     with refusals_as_user_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_folder(folder)
 
 
 def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:

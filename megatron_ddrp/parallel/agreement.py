@@ -28,7 +28,8 @@ def gather_objects(item: T) -> list[T]:
 def agree(action: Callable[[], T]) -> T:
     """Run `action` on every rank; if any rank raises a `UserError`, raise one on all of them, the same if one failed.
 
-    Without this, a rank that stops alone leaves the others waiting in their next collective call until the timeout.
+    The error names the host if other hosts do not fail. Without this, a rank that stops alone leaves the others waiting
+    in their next collective call until the timeout.
     """
     result, own, message = None, None, None
     try:
@@ -36,9 +37,13 @@ def agree(action: Callable[[], T]) -> T:
     except UserError as error:
         own, message = error, (str(error), error.exit_code)
         own.agreed = True
-    failures = [failure for failure in gather_objects(message) if failure is not None]
+    gathered = gather_objects((socket.gethostname(), message))
+    failures = [(host, *failure) for host, failure in gathered if failure is not None]
     if failures:
-        raise own or shared_error(*failures[0])
+        host, text, code = failures[0]
+        if {host for host, _ in gathered} - {host for host, *_ in failures}:
+            raise shared_error(f"{text} (on host {host})", code)
+        raise own or shared_error(text, code)
     return result  # type: ignore[return-value]
 
 
@@ -74,6 +79,6 @@ def refuse_differences(own: Mapping[str, str]) -> None:
             if ours != other:
                 raise UserError(
                     f"{name} is {other} on rank {rank} (host {host}) and {ours} on rank 0: start all ranks with the "
-                    "same settings and the same data",
+                    "same code, settings and data",
                     WRONG_ARGUMENTS,
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,13 +64,22 @@ class MetricsLog:
         self.callbacks.tell(event, row)
 
     def restore(self) -> list[str]:
-        """Write metrics.jsonl again if it was deleted; return its name in that case."""
-        return self._file.restore() if self._file else []
+        """Write metrics.jsonl again if it was deleted, and sync it; return its name if it was deleted."""
+        if self._file is None:
+            return []
+        written = self._file.restore()
+        self._file.sync()
+        return written
 
     def say(self, line: str) -> None:
-        """Print a line for people."""
+        """Print a line for people. A run that saves goes on without its reader, such as an ssh that has ended."""
         if self.active:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except OSError:
+                if self._file is None:
+                    raise
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self._printed = self._now()
 
     def is_quiet(self) -> bool:

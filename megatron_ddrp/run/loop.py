@@ -196,7 +196,7 @@ class TrainingRun:
         return progress.iteration
 
     def _restore(self) -> None:
-        """Write deleted files of the `--save` folder again, on rank 0, and report it."""
+        """Write deleted files of the `--save` folder again, on rank 0, and report it; sync its rows to the disk."""
         if self.home is None:
             return
         with refusals_as_user_errors(self.home.path):

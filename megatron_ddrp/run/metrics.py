@@ -149,6 +149,10 @@ class MetricsFile:
             raise
         self._waiting.clear()
 
+    def sync(self) -> None:
+        """Sync the rows to the disk: a run that resumes from a checkpoint never writes those before it again."""
+        os.fsync(self._descriptor)
+
     def restore(self) -> list[str]:
         """Write the file and its rows again if it was deleted; return its name in that case."""
         if self.path.exists():

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.config.registry import plugin_files
-from megatron_ddrp.data.atomic import write_bytes
+from megatron_ddrp.data.atomic import make_folder, write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.run.launch import forget_exit_code
@@ -42,7 +42,7 @@ def sole_writer(folder: Path) -> Iterator[int]:
             ) from None
         except OSError:
             pass
-        if os.pread(descriptor, 5, 0) not in (b"", b"host "):
+        if os.pread(descriptor, 5, 0).strip(b"\0") not in (b"", b"host "):  # a power cut may leave zeros
             raise UserError(f"{path} is not the lock of a run: move it away, or give another --save")
         os.truncate(descriptor, 0)
         os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
@@ -83,7 +83,7 @@ class RunFolder:
         self._held.close()
 
     def _hold(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self._lock = self._held.enter_context(sole_writer(self.path))
 
     def _keep_plugins(self) -> list[str]:

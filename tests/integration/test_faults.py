@@ -281,14 +281,19 @@ def supervise(folder: Path, commands: str, *more: str, **variables: str) -> subp
 @pytest.mark.parametrize(
     ("commands", "code", "starts"),
     [
-        ("echo >> $D/starts; test $(wc -l < $D/starts) -ge 4", 0, 4),
+        ("echo >> $D/starts; test $(wc -l < $D/starts) -ge 4 && echo 0 > $D/exit_code", 0, 4),
+        ("echo >> $D/starts; test $(wc -l < $D/starts) -lt 3 || echo 0 > $D/exit_code", 0, 3),
         ("echo >> $D/starts; exit 75", 75, 1),
         ("echo >> $D/starts; exit 2", 2, 1),
         ("echo >> $D/starts; exit 1", 1, 5),
         ("echo >> $D/starts; echo 75 > $D/exit_code; exit 1", 75, 1),
-        ("echo >> $D/starts; wc -l < $D/starts > $D/latest; test $(wc -l < $D/starts) -ge 9", 0, 9),
+        (
+            "echo >> $D/starts; wc -l < $D/starts > $D/latest; "
+            "test $(wc -l < $D/starts) -ge 9 && echo 0 > $D/exit_code",
+            *(0, 9),
+        ),
     ],
-    ids=["failures", "asked", "arguments", "gives-up", "torchrun", "progress"],
+    ids=["failures", "lost-ssh", "asked", "arguments", "gives-up", "torchrun", "progress"],
 )
 def test_run_forever_knows_the_codes(commands: str, code: int, starts: int, tmp_path: Path) -> None:
     supervisor = supervise(tmp_path, commands)

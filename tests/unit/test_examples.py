@@ -251,11 +251,12 @@ def test_seeds_are_an_array_of_runs_with_folders_of_their_own(tmp_path: Path) ->
     assert done.stdout.splitlines()[-1] == f"{queued} --lr 2e-4", done.stderr
     assert "array: seeds 1-5%2, each on 2 nodes, saved in " in done.stderr
     rank = f"mkdir -p {tmp_path / 'save-seed3'}; echo 75 > {tmp_path / 'save-seed3' / 'exit_code'}; exit 143"
-    done = run_slurm(tmp_path, IN_A_JOB | {"SLURM_ARRAY_TASK_ID": "3"}, "--lr", "2e-4", rank=rank)
+    of_array = {"SLURM_ARRAY_JOB_ID": "20005", "SLURM_ARRAY_TASK_ID": "3"}
+    done = run_slurm(tmp_path, IN_A_JOB | of_array, "--lr", "2e-4", rank=rank)
     _, started, requeued = done.stdout.splitlines()
     folder = tmp_path / "save-seed3"
     assert f" --save {folder} --load {folder} --seed 3 --lr 2e-4" in started
-    assert (done.returncode, requeued) == (75, "scontrol requeue 20007")
+    assert (done.returncode, requeued) == (75, "scontrol requeue 20005_3")  # this task alone
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--save", "--load"])

@@ -1,6 +1,7 @@
 """metrics.jsonl: damaged lines are kept aside and told, rows after them count, and a full disk loses none."""
 
 import json
+import os
 import resource
 
 import pytest
@@ -246,3 +247,23 @@ def test_tensorboard_keeps_the_steps_before_a_resume_and_drops_those_after_it(tm
     read = events.EventAccumulator(str(tmp_path))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (2, 5.0), (3, 6.0)]
+
+
+def test_a_run_that_saves_goes_on_without_its_reader(tmp_path, monkeypatch):
+    """As when the ssh of a host ends: the rows are in the folder."""
+    for save in (tmp_path, None):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w", encoding="utf-8") as stream:
+            monkeypatch.setattr("sys.stdout", stream)
+            config = Config().replace(checkpoint={"save": str(save) if save else None})
+            with MetricsLog(config, 0, active=True) as log:
+                if save is None:
+                    with pytest.raises(BrokenPipeError):
+                        log.say("nobody has a row of this run")
+                else:
+                    log.say("lost")
+                    log.write({"iteration": 1, "loss": 2.0}, "on_step")
+                    log.say("lost too")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for the last flush
+    assert [row["iteration"] for row in read_rows(tmp_path)] == [1]

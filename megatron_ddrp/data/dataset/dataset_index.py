@@ -197,7 +197,7 @@ def suggest(index: Path) -> str:
         return f"there is no folder {folder}; check --data-path"
     unfinished = [path for path in sorted(folder.glob("*.unfinished")) if f"{name}_".startswith(f"{path.stem}_")]
     if unfinished:
-        return f"its preprocessing has not ended ({unfinished[0]}): run the same command again, which resumes"
+        return f"its preprocessing has not ended ({unfinished[0]}): run the same command again"
     there = sorted(path.stem for path in folder.glob("*.idx"))
     longer = [other for other in there if other.startswith(f"{name}_")]
     similar = longer or difflib.get_close_matches(name, there, n=1, cutoff=0.85)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +23,11 @@ from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import PATH, entry, path_entry, refuse_existing, tokenizer_name
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.dataset.unfinished import Job, UnfinishedDatasets, finish_left, job_of
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.randomness import permute
 from megatron_ddrp.data.sealed import Advance, file_sha256, silent
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, refusals_as_user_errors
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens", "dropped_characters")
 """Manifest entries that are summed and that the datasets themselves do not show; dropped if a manifest lacks one."""
@@ -46,6 +45,9 @@ def merge(
     that are not one whole run, and for an output that exists.
     """
     output_prefix = os.fspath(dataset_path(output_prefix, ""))
+    folder, job = f"{output_prefix}.unfinished", _job("merge", list(prefixes), prefixes, output_prefix)
+    if finish_left(folder, [output_prefix], job):
+        return IndexedDataset(output_prefix)
     if not overwrite:
         refuse_existing([output_prefix])
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
@@ -61,8 +63,7 @@ def merge(
     for dataset in datasets:
         dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
-    job = {"merge": list(prefixes), "process": [os.getpid(), time.time()]}  # unique, so that a new merge starts over
-    with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dtype, job) as output:
+    with refusals_as_user_errors(folder), UnfinishedDatasets(folder, [output_prefix], dtype, job) as output:
         for dataset, manifest in zip(datasets, manifests, strict=True):
             _append(output, dataset, manifest or {}, advance)
         known = [manifest for manifest in manifests if manifest is not None]
@@ -71,6 +72,13 @@ def merge(
             merged = merge_manifests(known, datasets, dtype) | path_entry(prefixes, output_prefix)
         output.publish([merged])
     return IndexedDataset(output_prefix)
+
+
+def _job(name: str, settings: list[Any], prefixes: Sequence[str], output_prefix: str) -> Job:
+    """Return the job of a command that reads some datasets, of which the output may replace one."""
+    files = [dataset_path(prefix, ".bin") for prefix in prefixes]
+    own = os.path.realpath(dataset_path(output_prefix, ".bin"))
+    return job_of(name, settings, [file for file in files if os.path.realpath(file) != own])
 
 
 def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
@@ -162,6 +170,9 @@ def shuffle(
     dataset and for an output that exists.
     """
     output_prefix = os.fspath(dataset_path(output_prefix, ""))
+    folder, job = f"{output_prefix}.unfinished", _job("shuffle", [prefix, seed], [prefix], output_prefix)
+    if finish_left(folder, [output_prefix], job):
+        return IndexedDataset(output_prefix)
     if not overwrite:
         refuse_existing([output_prefix])
     dataset = IndexedDataset(prefix)
@@ -170,8 +181,7 @@ def shuffle(
     if manifest is not None:
         sha256 = file_sha256(dataset_path(dataset.prefix, ".bin"), advance)
         refuse_wrong_sums(dataset.prefix, manifest, sha256)
-    job = {"shuffle": prefix, "process": [os.getpid(), time.time()]}  # unique, so that a new shuffle starts over
-    with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dataset.dtype, job) as output:
+    with refusals_as_user_errors(folder), UnfinishedDatasets(folder, [output_prefix], dataset.dtype, job) as output:
         for begin in range(0, dataset.num_documents, BLOCK):
             places = np.arange(begin, min(begin + BLOCK, dataset.num_documents))
             documents = permute(places, dataset.num_documents, seed, "shuffle of a dataset", 0)  # [at most BLOCK]

@@ -2,29 +2,26 @@
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
 processes parse and tokenize (progress.py). So the output's bytes depend neither on the number of workers nor on time.
-Every few seconds the written part is synced to the disk (unfinished.py), and a killed run resumes from there. All
-documents are stored, however short, without special tokens ([CLS] and [SEP] are added to samples).
+The dataset appears whole or not at all (unfinished.py). All documents are stored, however short, without special tokens
+([CLS] and [SEP] are added to samples).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import megatron_ddrp
 from megatron_ddrp.data.dataset.manifest import PATH, refuse_existing, relative_path, tokenizer_entry
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets, finish_left, job_of
 from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.partition import own_bytes, own_files, partition_entry
 from megatron_ddrp.data.preprocess.records import Chunk
-from megatron_ddrp.data.preprocess.signals import delay_signals
 from megatron_ddrp.data.progress import map_in_order, progress
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.tokenizers.vocabulary_fit import (
@@ -36,24 +33,17 @@ from megatron_ddrp.data.tokenizers.vocabulary_fit import (
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 
 CHUNK_BYTES = BLOCK_BYTES
-TEXT_RULES = 4
-"""Version of the text reading. It rises when a file gives other texts or chunks, and no run resumes an earlier one."""
-CHECKPOINT_SECONDS = 15.0
-"""Seconds between checkpoints: the most work that a killed run loses."""
 
 
 @dataclass
 class PreprocessResult:
-    """Counts of the written data, in total or up to a checkpoint."""
+    """Counts of the written data, in total."""
 
     prefixes: list[str]
     by_key: list[KeyCounts]
     skipped: int = 0
     first_skipped: str = ""
-    chunks: int = 0
-    """Number of finished chunks of the input."""
     text_bytes: int = 0
-    """Bytes of text in this run, without those of the resumed run."""
     seconds: float = field(default=0.0, compare=False)
 
     def total(self, name: str) -> int:
@@ -81,10 +71,10 @@ class PreprocessResult:
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
-    """Write one dataset per JSON key, and resume an interrupted run of the same command.
+    """Write one dataset per JSON key, which gets its name when it is complete.
 
-    A dataset gets its name when it is complete. Warnings about a vocabulary that does not fit go to standard error.
-    Raises `UserError` for inputs, tokenizers and outputs that cannot be used.
+    Warnings about a vocabulary that does not fit go to standard error. Raises `UserError` for inputs, tokenizers and
+    outputs that cannot be used.
     """
     files = find_inputs(config.input, leave_out=config.vocabularies)
     tokenize = ChunkTokenizer(config)
@@ -96,35 +86,21 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     for warning in filter(None, [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]):
         print(warning, file=sys.stderr)
     folder = config.unfinished_folder
-    job = _job(config, files, rules)
-    with ExitStack() as closing:
-        with delay_signals():  # a signal between opening and the block would leave empty files
-            output = closing.enter_context(UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job))
-        if not config.overwrite and not output.published:
+    job = job_of("preprocess", [rules, config.json_keys], [file.path for file in files])
+    is_left = finish_left(folder, config.prefixes, job)  # the same command makes it again, as after any other kill
+    with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job) as output:
+        if not config.overwrite and not is_left:
             refuse_existing(config.prefixes)
-        if output.state and output.state["skipped"] and config.on_error == "stop":
-            raise UserError(f"{folder}: this run has skipped records; add --on-error skip, or remove the folder")
-        if output.discarded:
-            print(f"{folder}: damaged, or left by another command, input or version; starting afresh", file=sys.stderr)
-        run = _Run(config, files, tokenize, output, rules)
-        try:
-            hint = "make room or choose another --output-prefix, and run the same command again"
-            with refusals_as_user_errors(folder, hint):
-                result = run.to_the_end()
-        except (KeyboardInterrupt, SystemExit):
-            with delay_signals():
-                kept = run.keep()
-            if kept:
-                done = f"{run.result.total('documents'):,} documents are kept in {folder}"
-                print(f"stopped; {done}; the same command resumes from there", file=sys.stderr)
-            raise
+        hint = "make room or choose another --output-prefix, and run the same command again"
+        with refusals_as_user_errors(folder, hint):
+            result = _Run(config, files, tokenize, output, rules).to_the_end()
     for warning in result.warnings():
         print(warning, file=sys.stderr)
     return result
 
 
 class _Run:
-    """A preprocessing run, resumed from the last checkpoint if there is one."""
+    """A preprocessing run."""
 
     def __init__(
         self,
@@ -135,53 +111,30 @@ class _Run:
         rules: dict[str, Any],
     ):
         self._config, self._files, self._tokenize, self._output, self._rules = config, files, tokenize, output, rules
-        self._resumable = not any(is_stream(file.path) for file in files)
         self._inputs: list[dict[str, Any]] = []  # the manifest's entries
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
-        if output.state is not None:
-            counts = [KeyCounts(**counts) for counts in output.state["by_key"]]
-            kept = {name: output.state[name] for name in ("prefixes", "skipped", "first_skipped", "chunks")}
-            self.result = PreprocessResult(**kept, by_key=counts)
 
     def to_the_end(self) -> PreprocessResult:
-        """Tokenize the rest of the input and publish the datasets."""
-        started = saved = time.monotonic()
-        if not self._output.published:
-            with progress("B", own_bytes(self._files), scale=True) as bar:
-                tokenized = map_in_order(
-                    ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
-                )
-                for chunk in tokenized:
-                    with delay_signals():
-                        self._add(chunk)
-                        if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
-                            self.keep()
-                            saved = time.monotonic()
-                    bar.update(chunk.read)
-            if self._config.partition is None:  # a part may be empty: the merge of all parts is complete then
-                self._refuse_empty()
+        """Tokenize the input and publish the datasets."""
+        started = time.monotonic()
+        with progress("B", own_bytes(self._files), scale=True) as bar:
+            for chunk in map_in_order(
+                ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
+            ):
+                self._add(chunk)
+                bar.update(chunk.read)
+        if self._config.partition is None:  # a part may be empty: the merge of all parts is complete then
+            self._refuse_empty()
         self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
         self.result.seconds = time.monotonic() - started
         return self.result
 
-    def keep(self) -> bool:
-        """Sync the finished work so that it can be resumed; return False if there is none or a stream is read."""
-        sensible = self._resumable and self.result.chunks > 0 and not self._output.published
-        if sensible:
-            by_key = [counts._asdict() for counts in self.result.by_key]
-            self._output.checkpoint({**asdict(self.result), "by_key": by_key})
-        return sensible
-
     def _chunks(self) -> Iterator[Chunk]:
-        """Yield the unfinished chunks of all files."""
-        done = self.result.chunks
-        seen = 0
+        """Yield the chunks of all files."""
         for number, file in enumerate(self._files):
             with OpenInput(file) as opened:
                 for chunk in iter_chunks(opened, self._config.json_keys, CHUNK_BYTES):
-                    seen += 1
-                    if seen > done:
-                        yield chunk._replace(file=number)
+                    yield chunk._replace(file=number)
                 self._inputs.append(opened.manifest_entry())
 
     def _add(self, chunk: TokenizedChunk) -> None:
@@ -193,12 +146,10 @@ class _Run:
         result.skipped += len(reasons)
         result.first_skipped = result.first_skipped or next(iter(reasons), "")
         result.text_bytes += chunk.text_bytes
-        result.chunks += 1
 
     def _refuse_empty(self) -> None:
         for key, counts in zip(self._config.json_keys, self.result.by_key, strict=True):
             if counts.tokens == 0:
-                self._output.discard()
                 left_out = f"{counts.empty_documents} empty documents, {self.result.skipped} records skipped"
                 if self.result.skipped:
                     left_out += f", the first because of {self.result.first_skipped}"
@@ -223,29 +174,10 @@ class _Run:
 
 
 def _rules(config: PreprocessConfig, tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """Return the settings that turn text into ids, for the manifest and for resuming."""
+    """Return the settings that turn text into ids, for the manifest."""
     return {
         "tokenizer": tokenizer_entry(tokenize.tokenizer),
         "append_eod": config.append_eod,
         "sentence_splitter": tokenize.splitter_name,
         "version": megatron_ddrp.__version__,
-    }
-
-
-def _job(config: PreprocessConfig, files: list[InputFile], rules: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that decides the output's bytes; standard input and pipes are never the same again."""
-    inputs: list[Any] = []
-    for file in files:
-        if is_stream(file.path):
-            inputs.append([file.path, os.getpid(), time.time()])
-        else:
-            status = os.stat(file.path)
-            borders = [] if file.end is None else [file.begin, file.end]
-            inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns, *borders])
-    return {
-        **rules,
-        "inputs": inputs,
-        "json_keys": config.json_keys,
-        "chunk_bytes": CHUNK_BYTES,
-        "text_rules": TEXT_RULES,
     }

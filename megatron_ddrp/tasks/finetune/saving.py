@@ -77,7 +77,8 @@ def keep_if_best(
             "score": row["score"],
         }
         before = read_facts(folder)
-        if before and _rank(before) >= _rank(facts):
+        is_whole = (folder / CARD).is_file()  # the last file of a kept model: the run of a killed command comes again
+        if before and (_rank(before), is_whole) >= (_rank(facts), True):
             return
         form = write_model(encoder, model, data.task, facts, folder)
         write_text(folder / CARD, finetuned_card(folder, encoder, data.task, form, run, row))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from megatron_ddrp.data.atomic import take_lock
+from megatron_ddrp.data.atomic import make_folder, sync_folder, take_lock
 from megatron_ddrp.data.sealed import BrokenSeal, check_object, seal_object
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.foreign import parse_json, refuse_stand_in
@@ -107,8 +107,7 @@ class Store:
 
     def append(self, row: Row) -> None:
         """Append a row and sync it to disk, unless the file has a line for the same job."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as stream:
+        with refusals_as_user_errors(self.path), self._opened() as stream:
             take_lock(stream.fileno(), wait=True)
             self._read(stream)
             if self._name(row) in self._done:
@@ -118,7 +117,13 @@ class Store:
             stream.write(json.dumps(seal_object(row)).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
+            if not self._offset:
+                sync_folder(self.path.parent)  # with the first row, the name of the file
             self._read(stream)
+
+    def _opened(self) -> BinaryIO:
+        make_folder(self.path.parent)
+        return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
 
     def _read(self, stream: BinaryIO) -> None:
         stream.seek(self._offset)
@@ -186,7 +191,7 @@ def one_at_a_time(folder: Path, name: str) -> Iterator[None]:
 def _locked(folder: Path, name: str, wait: bool) -> BinaryIO | None:
     """Lock the file of a name and return it; None if another process holds it and `wait` is False."""
     path = folder / "locks" / f"{name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     stream = path.open("ab")
     try:
         if take_lock(stream.fileno(), wait):

@@ -183,8 +183,6 @@ KINDS = (
         VALID_OR_NOT | {"wrong type": wrong_type},
         BERT_READERS,
     ),
-    Kind("unfinished dataset", "again.unfinished/job.json", ANY_JSON, ("preprocess, resumed",), ("again.un",)),
-    Kind("unfinished dataset", "again.unfinished/0.*", BYTES, ("preprocess, resumed",), ("again.un",)),
     Kind(
         "vocabulary",
         "vocab.txt",

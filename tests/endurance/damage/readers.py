@@ -123,11 +123,6 @@ READERS = {
             ("tools/dataset.py", "merge", "--output-prefix", "out/all", "data/other_text_document", DATASET),
             ("out/all.bin", "out/all.idx"),
         ),
-        Reader(
-            "preprocess, resumed",
-            ("tools/preprocess_data.py", "--input", "{home}/texts.jsonl", *PREPROCESS),
-            ("again_text_document.*",),
-        ),
         _preprocess("preprocess", "texts.jsonl", *PREPROCESS[:2]),
         _preprocess("preprocess, packed", _PACKED, *PREPROCESS[:2]),
         _preprocess(

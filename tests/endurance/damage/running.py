@@ -44,8 +44,6 @@ class Command(NamedTuple):
     folder: Path
     stdout: Path
     stderr: Path
-    stop_after: int | None = None
-    """Chunks after which preprocessing is told to stop."""
 
 
 class Ended(NamedTuple):
@@ -101,8 +99,6 @@ def _perform(command: Command) -> None:
     torch.set_num_threads(1)
     tqdm.tqdm.set_lock(threading.RLock())  # its own holds a semaphore that nobody frees when this process exits
     preprocess.CHUNK_BYTES = CHUNK_BYTES
-    if command.stop_after is not None:
-        _stop_after(command.stop_after)
     script, *words = command.words
     if script == "-m":
         module, *words = words
@@ -111,17 +107,3 @@ def _perform(command: Command) -> None:
     else:
         sys.argv = [str(ROOT / script), *words]
         runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _stop_after(chunks: int) -> None:
-    """End preprocessing as SIGTERM would after so many chunks."""
-    from megatron_ddrp.data.preprocess import pipeline as preprocess
-
-    add = preprocess._Run._add
-
-    def add_and_stop(run, chunk):  # type: ignore[no-untyped-def]
-        add(run, chunk)
-        if run.result.chunks == chunks:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    preprocess._Run._add = add_and_stop  # type: ignore[method-assign]

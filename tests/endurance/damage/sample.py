@@ -6,7 +6,6 @@ run/, other/                                       training runs, stopped at ste
 export/, plain/                                    Hugging Face folders of ours: with model code, and a plain BERT
 bert/                                              a BERT that transformers wrote
 glue_data/, glue/                                  a task, and a finished sweep over three seeds
-again.unfinished/                                  a preprocessing that was stopped
 packed/texts.jsonl.*                               the texts, once in each packing
 hf/, sp.model                                      tokenizers of tokenizers and of SentencePiece
 tone/                                              a task file and its rows
@@ -85,15 +84,13 @@ def make_sample(folder: Path) -> Path:
     _run(folder, *READERS["minimal-pairs, resumed"].words)
     _write_comparison(folder)
     _stop_clocks(folder)
-    preprocess = [word.format(home=folder) for word in READERS["preprocess, resumed"].words]
-    _run(folder, *preprocess, stop_after=3, exit_code=143)
     return folder
 
 
-def _run(folder: Path, *words: str, stop_after: int | None = None, exit_code: int = 0) -> None:
+def _run(folder: Path, *words: str) -> None:
     streams = [folder.with_name(f"sample.{stream}") for stream in ("stdout", "stderr")]
-    ended = run_one(Command(words, folder, *streams, stop_after))
-    if ended.exit_code != exit_code:
+    ended = run_one(Command(words, folder, *streams))
+    if ended.exit_code:
         raise RuntimeError(f"{' '.join(words)} ended with {ended.exit_code}\n{ended.stdout}\n{ended.stderr}")
 
 

@@ -19,7 +19,7 @@ SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.ta
 
 
 def writing(prefix):
-    return UnfinishedDatasets(f"{prefix}.unfinished", [str(prefix)], np.dtype(np.uint16), {})
+    return UnfinishedDatasets(f"{prefix}.unfinished", [str(prefix)], np.dtype(np.uint16))
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

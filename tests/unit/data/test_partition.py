@@ -276,26 +276,3 @@ def test_a_fault_in_a_whole_file_does_not_open_it_again(folder, empty_corpus):
         patch.setattr("sys.stdin", stream)
         assert lines_before(InputFile("-", "-")) == 0
         assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) == 0
-
-
-def test_an_interrupted_part_resumes_and_another_part_does_not_take_it_over(folder, monkeypatch):
-    expected = preprocess(config(folder, (2, 3))).prefixes
-    contents = [Path(f"{prefix}.bin").read_bytes() for prefix in expected]
-    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(pipeline, "CHECKPOINT_SECONDS", 0.0)
-    add, calls = pipeline._Run._add, []
-
-    def stop_after_three(self, chunk):
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        calls.append(chunk)
-        add(self, chunk)
-
-    again = {"output_prefix": str(folder / "again" / "p")}
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Run, "_add", stop_after_three)
-        with pytest.raises(KeyboardInterrupt):
-            preprocess(config(folder, (2, 3), **again))
-    assert [path.name for path in (folder / "again").iterdir()] == ["p_part2-of-3.unfinished"]
-    resumed = preprocess(config(folder, (2, 3), **again))
-    assert [Path(f"{prefix}.bin").read_bytes() for prefix in resumed.prefixes] == contents

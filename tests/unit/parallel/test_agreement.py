@@ -16,9 +16,10 @@ def meetings(monkeypatch):
     def gather(own):
         seen.append(own)
         other = answers.pop(0) if answers else (True if isinstance(own, bool) else None)
-        return [own, other]
+        return [own, other] if isinstance(own, bool) else [own, ("b", other)]
 
     monkeypatch.setattr(agreement, "gather_objects", gather)
+    monkeypatch.setattr("socket.gethostname", lambda: "a")
     monkeypatch.setattr(agreement, "PAUSE", 0.01)
     return answers, seen
 
@@ -33,14 +34,14 @@ def test_ranks_meet_while_this_one_works(meetings):
         return "read"
 
     assert agreement.agree_on_long_work(work) == "read"
-    assert seen[:4] == [False] * 4 and seen[-2:] == [True, None]
+    assert seen[:4] == [False] * 4 and seen[-2:] == [True, ("a", None)]
 
 
 def test_a_rank_that_is_done_meets_those_that_work(meetings):
     answers, seen = meetings
     answers += [False, False, False]
     assert agreement.agree_on_long_work(lambda: 3) == 3
-    assert seen == [True, True, True, True, None]
+    assert seen == [True, True, True, True, ("a", None)]
 
 
 def test_errors_of_both_ranks_are_raised_here(meetings):
@@ -49,14 +50,22 @@ def test_errors_of_both_ranks_are_raised_here(meetings):
     def refuse():
         raise UserError("damaged", 2)
 
-    with pytest.raises(UserError, match="^damaged$") as caught:
+    with pytest.raises(UserError, match=r"^damaged \(on host a\)$") as caught:
         agreement.agree_on_long_work(refuse)
     assert caught.value.exit_code == 2 and caught.value.agreed
     answers += [True, ("of another rank", 1)]
-    with pytest.raises(UserError, match="^of another rank$"):
+    with pytest.raises(UserError, match=r"^of another rank \(on host b\)$"):
         agreement.agree_on_long_work(lambda: None)
     with pytest.raises(ZeroDivisionError):
         agreement.agree_on_long_work(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_an_error_of_all_hosts_names_none(monkeypatch, hosts):
+    failure = ("no vocabulary", 2)
+    monkeypatch.setattr(agreement, "gather_objects", lambda _: [(host, failure) for host in hosts])
+    with pytest.raises(UserError, match="^no vocabulary$"):
+        agreement.agree(lambda: None)
 
 
 @pytest.mark.parametrize(
