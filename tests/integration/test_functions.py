@@ -287,7 +287,11 @@ def test_all_signals_and_timeouts_are_set_back() -> None:
         assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
 
 
-@pytest.mark.parametrize("callbacks", [Norm(), [Norm], None, 5, "Norm", [None], {"norm": Norm()}], ids=repr)
+@pytest.mark.parametrize(
+    "callbacks",
+    [Norm(), [Norm], None, 5, "Norm", [None], {"norm": Norm()}],
+    ids=["an object", "a class", "none", "a number", "a name", "a list of none", "a dictionary"],
+)
 def test_what_is_no_list_of_callbacks_is_refused(callbacks: Any, settings: Settings) -> None:
     with pytest.raises(UserError, match="callbacks=.*: expected a list of objects of classes derived from Callback"):
         pretrain(**settings, callbacks=callbacks)
