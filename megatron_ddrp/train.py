@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -64,12 +63,17 @@ class Trained(NamedTuple):
     """Steps of the run so far."""
 
 
-def train(config: Config, callbacks: Sequence[Callback] = (), with_data: WithData | None = None) -> Trained:
+def train(
+    config: Config,
+    callbacks: Sequence[Callback] = (),
+    with_data: WithData | None = None,
+    requests: StopRequests | None = None,
+) -> Trained:
     """Train on this rank; every rank runs the same code. The process group stays.
 
     `with_data` makes the data of a run of one rank and returns `config` with them. What needs none is refused before.
     """
-    began, alone = time.monotonic(), not is_launched()
+    requests = requests or StopRequests(config.checkpoint.exit_duration_in_mins, alone=not is_launched()).heed()
     ranks = process_group.start(config.parallel, settings_of_all_ranks(config))
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
@@ -109,11 +113,9 @@ def train(config: Config, callbacks: Sequence[Callback] = (), with_data: WithDat
         notes = open_notes(config, corpus)
         if notes is not None and resumed and not resumed.weights_only:
             agree(lambda: load_notes(notes, resumed.path))
-
         level = agree(lambda: corpus.unigram_loss if first else 0.0)
         home = RunFolder(folder, config, corpus.tokenizer, level) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
-        requests = StopRequests(config.checkpoint.exit_duration_in_mins, began, alone).heed()
         listeners = Callbacks([PlateauWatch(level), *own_callbacks, *callbacks] if first else [], requests)
         log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
         shifted = agree(lambda: corpus.split_remarks() if first else [])

@@ -9,7 +9,7 @@ from megatron_ddrp.arguments import Arguments, Invocation, parse_arguments
 from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.config import concerns
 from megatron_ddrp.errors import allocations_as_user_errors
-from megatron_ddrp.run.launch import first_rank_speaks
+from megatron_ddrp.run.launch import StopRequests, first_rank_speaks, is_launched
 
 SECTIONS = (Invocation, *concerns().values())
 
@@ -36,12 +36,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.dry_run:
         rehearse(arguments)
         return 0
+    requests = StopRequests(arguments.config.checkpoint.exit_duration_in_mins, alone=not is_launched()).heed()
     from megatron_ddrp.parallel import process_group
     from megatron_ddrp.parallel.process_group import lost_rank_in_one_line, print_shared_errors_once
     from megatron_ddrp.train import train
 
     with print_shared_errors_once(), lost_rank_in_one_line(), allocations_as_user_errors():
-        code = train(arguments.config).code
+        code = train(arguments.config, requests=requests).code
         process_group.stop()
     if code == 0 and arguments.config.checkpoint.save and words is None:
         run = shlex.quote(arguments.config.checkpoint.save)

@@ -37,7 +37,7 @@ def guest() -> Iterator[None]:
     alone = not is_launched()
     with plugins_forgotten_after(), ExitStack() as stack:
         stack.callback(_restore_environment, dict(os.environ))
-        for number in (*SIGNALS, signal.SIGHUP):
+        for number in SIGNALS:
             stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
         stack.callback(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it for its process groups
         stack.callback(random.setstate, random.getstate())

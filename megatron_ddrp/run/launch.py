@@ -2,14 +2,15 @@
 
 This module does not import torch, so that a wrong argument is refused at once.
 
-After SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) or SIGINT (Ctrl-C) the current step finishes; on
-GPUs the next one too, which is already launched. Then all ranks save and exit with `ASKED_TO_STOP`, whichever of them
-got the signal. The signals are handled until the process ends: a late one, such as a launcher's SIGTERM after the first
-rank has ended, must not kill a rank that still writes its last files or change its exit code.
+After SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`), SIGHUP (a closed terminal) or SIGINT (Ctrl-C) the
+current step finishes; on GPUs the next one too, which is already launched. Then all ranks save and exit with
+`ASKED_TO_STOP`, whichever of them got the signal. The signals are handled from the command's start, so that one before
+the first step ends the run there, until the process ends: a late one, such as a launcher's SIGTERM after the first rank
+has ended, must not kill a rank that still writes its last files or change its exit code.
 
 A second SIGINT ends a process at once, unless a launcher started it: launchers forward the terminal's SIGINT, so one
 Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT ignored, as
-shells start background jobs of scripts, keeps ignoring it; SIGTERM stops it.
+shells start background jobs of scripts, keeps ignoring it; SIGTERM stops it. So does one that `nohup` started, SIGHUP.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ OUT_OF_TIME = 1000
 """Code of the time limit, larger than every signal's number."""
 BY_CALLBACK = 1001
 """Code of a callback that raises `StopTraining`."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:
@@ -151,7 +152,7 @@ class StopRequests:
     def heed(self) -> StopRequests:
         """Handle the signals from now on, until the process ends; return this object."""
         for number in SIGNALS:
-            if not (number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN):
+            if number not in (signal.SIGINT, signal.SIGHUP) or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._receive)
         return self
 

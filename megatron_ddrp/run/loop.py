@@ -73,7 +73,9 @@ class TrainingRun:
                 self.show_step(self.numbers_of(result, after, clock), clock)
             return replace(after, since_logged={}) if logged else after
 
-        request, saved_at = 0, begin.iteration
+        if request := largest_over_ranks(requests.code, ranks.device):  # received before the first step
+            return progress, request
+        saved_at = begin.iteration
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
         to_do = config.training.train_iters - begin.iteration
         stream = iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.run import launch
+from megatron_ddrp.run import loop
 from tests.integration.launch import Result, start_ranks, training_rows
 from tests.integration.test_faults import at_step, send
 
@@ -49,13 +51,13 @@ def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path
 
 def signal_late(number: signal.Signals) -> None:
     """Send a signal while the last files are written, and while the other ranks are awaited after that."""
-    for module, name in ((launch, "note_exit_code"), (process_group, "stop")):
+    for module, name in ((loop, "note_exit_code"), (process_group, "stop")):
         setattr(module, name, functools.partial(after_a_signal, number, getattr(module, name)))
 
 
-def after_a_signal(number: signal.Signals, call: Callable[..., None], *arguments: object) -> None:
+def after_a_signal(number: signal.Signals, call: Callable[..., Any], *arguments: object) -> Any:
     send(number)
-    call(*arguments)
+    return call(*arguments)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
@@ -63,6 +65,26 @@ def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, fl
     ended = start_ranks(flags(save=tmp_path), 1, before=functools.partial(signal_late, number)).check()
     assert ended.exit_codes == [0]
     assert (tmp_path / "exit_code").read_text() == "0\n" and not (tmp_path / "lock").exists()
+
+
+def signal_early(number: signal.Signals) -> None:
+    """Send a signal to the last rank before it meets the others."""
+    if os.environ["RANK"] == "1":
+        process_group.start = functools.partial(after_a_signal, number, process_group.start)  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_before_the_first_step_ends_all_ranks_there(
+    number: signal.Signals, flags: Flags, tmp_path: Path
+) -> None:
+    command = flags(save=tmp_path, load=tmp_path)
+    ended = start_ranks(command, 2, before=functools.partial(signal_early, number))
+    assert ended.exit_codes == [75, 75], ended.stderr
+    assert f"stopped at step 0 by {number.name}\n" in ended.stdout[0]
+    assert (tmp_path / "exit_code").read_text() == "75\n" and newest(tmp_path) is None
+    start_ranks(command, 2).check()
+    assert (tmp_path / "exit_code").read_text() == "0\n"
 
 
 def test_two_interrupts_end_at_once(flags: Flags, tmp_path: Path) -> None:

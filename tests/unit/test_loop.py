@@ -98,6 +98,13 @@ def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(mo
     assert made.saves == [(0, 4), (4, 6)]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_before_the_first_step_ends_the_run_there(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(monkeypatch, late)
+    made.requests.received = 10
+    assert made() == (Progress(), 10) and made.events == []
+
+
 def test_a_profile_begins_and_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No step that is still being computed is in it, and none of its own is left out."""
     made = training(monkeypatch, late=True)
