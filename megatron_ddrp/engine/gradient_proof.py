@@ -9,6 +9,7 @@ of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,10 +71,10 @@ class GradientProof:
         """Return False if the gradients are not finite, so that the step will be skipped; a collective call."""
         compared = self._compare()
         all_found = gather_objects(compared)
-        if any(error != error for found in all_found for _, error, _ in found):
+        if not all(math.isfinite(error) for found in all_found for _, error, _ in found):
             return False
-        off = [(error / allowed, error, name) for found in all_found for name, error, allowed in found if allowed]
-        excess, error, name = max(off, default=(0.0, 0.0, ""))
+        off = [(error / allowed, error, name) for found in all_found for name, error, allowed in found]
+        excess, error, name = max(off)
         precision = self.config.training.precision
         if excess > 1:
             shape, parallel = self.ranks, self.config.parallel
@@ -84,10 +85,14 @@ class GradientProof:
                 f"{shape.data_size} data ranks); pip install 'deepspeed>={LOWEST_DEEPSPEED}', or give another layout "
                 "(--no-gradient-proof trains on with them)"
             )
-        worst = max((error for found in all_found for _, error, _ in found), default=0.0)
-        if worst > SAID:
-            dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
-            self.say(f"gradients are added up and reduced in {dtypes}: those of the first step are off by {worst:.1%}")
+        summed, reduced = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        reduced = "few bits" if self.engine.zero_quantized_gradients() else reduced
+        worst = max(error for _, error, _ in off)
+        if worst > SAID and {summed, reduced} != {"float32"}:
+            self.say(
+                f"gradients are added up in {summed} and reduced in {reduced}: those of the first step are off by "
+                f"{worst:.1%}"
+            )
         return True
 
     @property
@@ -102,7 +107,7 @@ class GradientProof:
     def _compare(self) -> list[tuple[str, float, float]]:
         """Return (name, relative error, its bound) of each parameter; a collective call.
 
-        The error is ‖g − Σ‖ ÷ ‖Σ‖, nan if it is not finite, and 0 for a gradient of 0.
+        The error is ‖g − Σ‖ ÷ ‖Σ‖; of a gradient of 0 it is 0, or 1 for one that DeepSpeed gives another value.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -121,7 +126,7 @@ class GradientProof:
             self.sums.items(), torch.stack(numbers).tolist(), strict=True
         ):
             bound = self.bound(total, len(sums) - 1)
-            error, allowed = (difference / size, bound / size) if size else (float(difference > bound), 1.0)
+            error, allowed = (difference / size, bound / size) if size else (float(difference > bound), 0.5)
             compared.append((name, error, allowed))
         return compared
 
@@ -133,7 +138,10 @@ class GradientProof:
         adds up N micro-batches in one precision, then, in another, R data ranks with up to three roundings more: the
         conversion, the division by R, and a second stage's share of tied weights. Our own sum has N + R summands in
         fp32. Below the smallest normal number, a rounding is off by up to half of the smallest subnormal one instead.
+        Quantized gradients have no such bound.
         """
+        if self.engine.zero_quantized_gradients():
+            return math.inf
         summed, reduced = map(torch.finfo, self.dtypes)
         micro_batches, ranks = self.num_micro_batches, self.ranks.data_size + 3
         ours = (micro_batches + ranks) * torch.finfo(torch.float32).eps

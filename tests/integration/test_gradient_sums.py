@@ -82,7 +82,7 @@ def test_a_changed_gradient_ends_the_run_in_every_layout(flags: Flags, tmp_path:
         errors, lines = {proved.error for proved in ranks}, [proved.lines for proved in ranks]
         if not changed:
             assert errors == {""} and lines[0][0].startswith(
-                "gradients are added up and reduced in bfloat16: those of the first step are off by 0."
+                "gradients are added up in bfloat16 and reduced in bfloat16: those of the first step are off by 0."
             ), (name, errors, lines)
             continue
         (error,) = errors
