@@ -32,14 +32,8 @@ MOST_LENIENT_DIGITS = 4300
 """Largest number of digits in lenient JSON: Python itself reads no longer numbers."""
 _QUIET = RLock()
 """Lock of the thread in `quiet_transformers`."""
-_STAND_INS = {
-    rb"(?:version https://\S+/spec/v\d+\s+(?:ext-\S+ \S+\s+)*oid \S+\s+size \d+\s*)+": (
-        "Git LFS",
-        "git lfs install && git lfs pull",
-    ),
-    rb"/annex/objects/\S+\s*": ("git-annex", "git annex get"),
-}
-"""Pattern of a file that stands for another one → program that left it there, and the command that gets the file."""
+_POINTER = re.compile(r"(?:version https://\S+/spec/v\d+\s+(?:ext-\S+ \S+\s+)*oid \S+\s+size \d+\s*)+")
+"""Pointer of Git LFS, or several."""
 
 
 @contextlib.contextmanager
@@ -97,13 +91,10 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     return content
 
 
-def stand_in(content: bytes) -> str:
-    """Return the line about a content that only stands for a file, such as a pointer of Git LFS; otherwise nothing."""
-    for pattern, (program, command) in _STAND_INS.items():
-        if re.fullmatch(pattern, content):
-            run = f"run {command} in its repository, or download the file itself"
-            return f"a pointer of {program} in place of the file: {run}"
-    return ""
+def stand_in(text: str) -> str:
+    """Return the line about a text that is a pointer of Git LFS and only stands for a file; otherwise nothing."""
+    get = "run git lfs install && git lfs pull in its repository, or download the file itself"
+    return f"a pointer of Git LFS in place of the file: {get}" if _POINTER.fullmatch(text) else ""
 
 
 def refuse_stand_in(content: bytes, path: object) -> None:
@@ -111,7 +102,7 @@ def refuse_stand_in(content: bytes, path: object) -> None:
     if not content and isinstance(path, (str, os.PathLike)) and os.path.isfile(path):
         with contextlib.suppress(OSError), open(path, "rb") as stream:
             content = stream.read(1 << 16)
-    if line := stand_in(content):
+    if line := stand_in(content.decode(errors="replace") if content.startswith(b"version ") else ""):
         raise UserError(f"{path}: {line}")
 
 
@@ -166,10 +157,24 @@ def parse_json(text: str | bytes, lenient: bool = False, distinct: bool = False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
-        if line := stand_in(error.doc.encode(errors="replace")):
+        if line := stand_in(error.doc):
             raise ValueError(line) from None
         raise
     return value
+
+
+def json_values(text: str) -> Iterator[str]:
+    """Yield the text of each value of JSON lists, or of values that follow each other.
+
+    Raises `ValueError` for damaged JSON, and `RecursionError` for deep nesting.
+    """
+    end = depth = 0
+    while (begin := _BETWEEN.match(text, end).end()) < len(text):  # type: ignore[union-attr]
+        depth += text.count("[", end, begin) - text.count("]", end, begin)
+        _, end = _LENIENT.raw_decode(text, begin)
+        yield text[begin:end]
+    if depth + text.count("[", end) != text.count("]", end):
+        raise ValueError("a list is not closed, or closed twice")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -212,6 +217,8 @@ def _finite(text: str) -> float:
     return value
 
 
+_BETWEEN = re.compile(r"[\s,\[\]]*")
+"""Signs between the values of a list, or of several."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _lenient_number = functools.partial(_whole_number, most=MOST_LENIENT_DIGITS)
 _LENIENT = json.JSONDecoder(parse_int=_lenient_number)

@@ -13,7 +13,6 @@ _OTHER_FORMS = {
     "*.ckpt.*": "weights of TensorFlow",
     "flax_model*.msgpack": "weights of Flax",
     "*.onnx": "a model in ONNX",
-    "onnx/*.onnx": "a model in ONNX",
 }
 """Pattern of a file in a folder → form of a model that nobody here can read."""
 
@@ -25,13 +24,11 @@ def look_inside(folder: Path) -> str:
     """
     with contextlib.suppress(OSError):
         patterns = ("*/config.json", "*/*/config.json", "models--*/snapshots/*/config.json")
-        settings = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+        settings = [path for pattern in patterns for path in folder.glob(pattern)]
         models = [p.parent for p in settings if b'"model_type"' in p.read_bytes() or any(p.parent.glob("iter_*"))]
-        mains = {
-            path.read_bytes().strip() for pattern in ("", "models--*/") for path in folder.glob(f"{pattern}refs/main")
-        }
+        mains = {path.read_text().strip() for path in (*folder.glob("refs/main"), *folder.glob("*/refs/main"))}
         if models:
-            best = max(models, key=lambda p: (p.name.encode() in mains, [*map(int, re.findall(r"\d+", p.name))]))
+            best = max(models, key=lambda p: (p.name in mains, [*map(int, re.findall(r"\d+", p.name))], p))
             return f"give a folder inside it that holds a model, such as {best}"
         for pattern, form in _OTHER_FORMS.items():
             if any(folder.glob(pattern)) or any(folder.glob(f"*/{pattern}")):

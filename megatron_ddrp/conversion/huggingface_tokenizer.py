@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import importlib.util
 import re
 import tempfile
 import unicodedata
@@ -19,8 +18,8 @@ from megatron_ddrp.data.tokenizers.row_form import backend_rows
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.wordpiece import read_vocab
-from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import parse_json, quiet_transformers, read_bytes, read_object, reading
+from megatron_ddrp.errors import UserError, need_packages
+from megatron_ddrp.foreign import quiet_transformers, read_bytes, read_object, reading
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
@@ -29,8 +28,6 @@ _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BERT_LIKE = ("Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "MobileBert", "MPNet", "Splinter")
 BERT_CLASSES = tuple(f"{name}Tokenizer" for name in (*_BERT_LIKE, "SqueezeBert"))
 """Values of `tokenizer_class`, without `Fast`, that stand for BERT's rules on a vocab.txt."""
-BYTE_LEVEL_CLASSES = ("RobertaTokenizer", "LongformerTokenizer", "BartTokenizer", "DebertaTokenizer")
-"""Values of `tokenizer_class`, without `Fast`, that stand for RoBERTa's rules."""
 PROBED_PIECES = 2000
 """Number of pieces, at most, whose text our tokenizer and that of transformers must split alike."""
 _WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
@@ -42,8 +39,9 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
     usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt or of another
     vocabulary. Where transformers reads the folder in another way, because the class that tokenizer_config.json names
-    has rules of its own, its tokenizer replaces ours. Raise `UserError` if a file cannot be read, if vocab.txt belongs
-    to a tokenizer with other rules than BERT's, or if transformers is needed and fails.
+    has rules of its own, its tokenizer replaces ours; a tokenizer.json with such a class needs it. Raise `UserError` if
+    a file cannot be read, if vocab.txt belongs to a tokenizer with other rules than BERT's, or if transformers is
+    needed and fails or is not installed.
     """
     settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
     model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
@@ -65,10 +63,8 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
         others = [name for name in ("vocab.txt", *OTHER_VOCABULARIES) if (folder / name).is_file()]
         choice = {} if kind or others[:1] != ["vocab.txt"] else {"tokenizer_type": "bert"}
         return _as_ours(folder, _load(folder, others[0], **choice)) if others else None
-    if importlib.util.find_spec("transformers") is None:
-        if own.tokenizer_type == "HuggingFace":
-            _refuse_other_rules(settings, rules)
-        return own
+    if own.tokenizer_type == "HuggingFace" and kind not in (None, "PreTrainedTokenizerFast", "TokenizersBackend"):
+        need_packages(f"{folder}: its {show(kind)}, whose rules decide,", "transformers")
     try:
         theirs = _load(folder, own.file_name)
     except UserError:  # transformers cannot read every folder that we can
@@ -97,29 +93,6 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
         usual = {"bert": "BertTokenizer", "electra": "ElectraTokenizer"}.get(str(known.get("model_type")))
         settings["tokenizer_class"] = known.get("tokenizer_class") or usual
     return settings
-
-
-def _refuse_other_rules(settings: dict[str, Any], rules: Path) -> None:
-    """Raise `UserError` if a BERT or RoBERTa class, by its settings, has other rules than the tokenizer.json beside it.
-
-    Then the class decides, in transformers: it builds its tokenizer from these settings.
-    """
-    kind = str(settings["tokenizer_class"]).removesuffix("Fast")
-    if kind not in (*BERT_CLASSES, *BYTE_LEVEL_CLASSES):
-        return
-    layout = parse_json(_read_rules(rules).to_str(), lenient=True)
-    parts = [layout[name] or {"type": "none"} for name in ("normalizer", "pre_tokenizer")]
-    types = ("BertNormalizer", "BertPreTokenizer") if kind in BERT_CLASSES else ("none", "ByteLevel")
-    wanted = {"lowercase": settings["do_lower_case"], "strip_accents": settings.get("strip_accents")}
-    wanted["handle_chinese_chars"] = settings.get("tokenize_chinese_chars", True)
-    wanted["add_prefix_space"] = settings.get("add_prefix_space", False)
-    for part, expected in zip(parts, types, strict=True):
-        for name, value in (("type", expected), *wanted.items()):
-            if value is not None and part.get(name) not in (None, value):
-                raise UserError(
-                    f"{rules}: {name} is {show(part[name])} there, and {show(value)} by tokenizer_config.json with its "
-                    f"{kind}, which decides: install transformers, which can make this tokenizer"
-                )
 
 
 def _reconciled(folder: Path, own: Tokenizer, theirs: Any) -> Tokenizer:

@@ -88,7 +88,7 @@ def test_a_pointer_of_git_lfs_is_named_by_every_reader(tmp_path: Path, end: str)
         assert str(refused.value).startswith(f"{file}: a pointer of Git LFS in place of the file: run git lfs install")
     with pytest.raises(ValueError, match="^a pointer of Git LFS"):
         parse_json(file.read_bytes())
-    assert not stand_in(f"{POINTER}\nThis is how a pointer begins.".encode())
+    assert not stand_in(f"{POINTER}\nThis is how a pointer begins.")
 
 
 class Panic(BaseException):

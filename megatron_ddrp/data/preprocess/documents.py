@@ -13,23 +13,27 @@ Text columns of Parquet files, read by pyarrow (an optional dependency) a few ro
 from __future__ import annotations
 
 import functools
+import io
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from megatron_ddrp.data.preprocess.arrow_tables import table_rows
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, FIRST, InputFile, OpenInput, find_inputs
-from megatron_ddrp.data.preprocess.records import VALUES, Chunk, Fault, Text, parse_chunk, whole_values
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chunk
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import json_values, reading
 
 MAX_RECORD_BYTES = 1 << 26
 """Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
-MAX_VALUE_BYTES = 1 << 30
-"""Longest JSON value in bytes that is not alone on its line, such as the one that a file of SQuAD holds."""
+MAX_VALUES_BYTES = 1 << 30
+"""Largest file in bytes of JSON that is not in lines, such as the one value of SQuAD; it is read as a whole."""
 
 _JSON = re.compile(rb'(?:\[\s*)?\{\s*"[^"]*"\s*:')
-_OPEN_LINE = re.compile(rb"\{[^\n]*[{\[,:]\s*\n|\{\s*\n")
+_LIST = re.compile(rb"\[\s*[\[{\]]")
+"""Begin of a list of objects."""
+_OPEN_LINE = re.compile(r"\{[^\n]*[{\[,:]\s*\n|\{\s*\n")
 """First line of an object that goes on in the next line."""
 
 
@@ -91,7 +95,7 @@ def record_start(file: InputFile, position: int) -> int:
     size = os.path.getsize(file.path)
     if position <= 0 or position >= size:
         return 0 if position <= 0 else size
-    if (kind := _format_of(file)) in VALUES:
+    if (kind := _format_of(file)) == "values":
         return size
     is_last = _LAST_LINES[kind]
     with open(file.path, "rb") as stream:
@@ -129,8 +133,11 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     file = opened.file
     first = opened.first() if file.begin == 0 else b""
     kind = _format(file, first) if first and file.end is None else _format_of(file)
-    most = MAX_VALUE_BYTES if kind in VALUES else MAX_RECORD_BYTES
-    rest = opened.read(chunk_bytes)
+    stream: OpenInput | io.BytesIO = opened
+    most = MAX_RECORD_BYTES
+    if kind == "values":
+        stream, most = io.BytesIO(_as_lines(opened)), MAX_VALUES_BYTES
+    rest = stream.read(chunk_bytes)
     end = _end(kind, rest, 0)
     while True:
         if end:
@@ -141,15 +148,12 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
                 f"{file.path}: a record of more than {most >> 20} MiB before byte "
                 f"{file.begin + opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
             )
-        block = opened.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
+        block = stream.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
         if not block:
             break
         start = len(rest)
         rest += block
         end = _end(kind, rest, start)
-    behind = b"".join(rest[-FIRST:].split())
-    if kind == "list" and (behind[-1:] != b"]" or behind[-2:] == b",]"):
-        raise UserError(f"{file.path}: its list of objects is not closed: cut off or damaged; copy it again")
     yield kind, rest
 
 
@@ -160,12 +164,12 @@ def _format_of(file: InputFile) -> str:
 
 
 def _format(file: InputFile, first: bytes) -> str:
-    """Return the format of a file, a key of `VALUES` or of `_LAST_LINES`, from its name and first bytes."""
+    """Return the format of a file, a key of `_LAST_LINES`, from its name and first bytes."""
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first.lstrip()
     if file.ending in (".json", ".jsonl", ".ndjson") or (not file.ending and (start[:1] == b"{" or _JSON.match(start))):
-        return "list" if start[:1] == b"[" else "objects" if _is_over_lines(start) else "json"
+        return "values" if _LIST.match(start) or _is_over_lines(start.decode(errors="replace")) else "json"
     if start.startswith(b"<doc ") and b"id=" in start.partition(b"\n")[0]:
         return "wiki"
     if _JSON.match(start):
@@ -173,17 +177,29 @@ def _format(file: InputFile, first: bytes) -> str:
     return "text"
 
 
-def _is_over_lines(start: bytes) -> bool:
+def _is_over_lines(start: str) -> bool:
     """Return whether JSON begins with an object over several lines, or with two objects on a line."""
-    begin, end = next(whole_values(start), (0, 0))
-    behind = start[end:].partition(b"\n")[0].lstrip(b" \t\r,")
-    return b"\n" in start[begin:end] or behind.startswith(b"{") if end else bool(_OPEN_LINE.match(start))
+    try:
+        value = next(json_values(start), "")
+    except (ValueError, RecursionError):
+        return bool(_OPEN_LINE.match(start))
+    behind = start[len(value) :].partition("\n")[0].lstrip(" \t\r,")
+    return "\n" in value or behind.startswith("{")
+
+
+def _as_lines(opened: OpenInput) -> bytes:
+    """Return the values of JSON lists, or objects over lines, each as one line. Raises `UserError` for damaged ones."""
+    path, data = opened.file.path, opened.read(MAX_VALUES_BYTES + 1)
+    if len(data) > MAX_VALUES_BYTES:
+        size = f"more than {MAX_VALUES_BYTES >> 20} MiB of JSON that is not in lines"
+        raise UserError(f"{path}: {size}; write one object per line, such as by jq -c '.[]'")
+    with reading(path, "not JSON ({error}); mend it, or copy it again"):
+        values = json_values(data.decode(errors="surrogateescape"))
+        return "\n".join(re.sub(r"[\r\n]", " ", value) for value in values).encode(errors="surrogateescape")
 
 
 def _end(kind: str, data: bytes, start: int) -> int:
     """Return the end of the last whole record that ends after `start`, or 0."""
-    if kind in VALUES:
-        return max((end for _, end in whole_values(data)), default=0)
     is_last, end = _LAST_LINES[kind], data.rfind(b"\n", start) + 1
     while is_last and end > start:
         begin = data.rfind(b"\n", 0, end - 1) + 1
@@ -195,6 +211,7 @@ def _end(kind: str, data: bytes, start: int) -> int:
 
 _LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
     "json": None,
+    "values": None,
     "text": lambda line: line.endswith(b"\n") and line.decode("utf-8", "surrogateescape").isspace(),
     "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
 }

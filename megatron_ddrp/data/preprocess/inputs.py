@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_ddrp.data.preprocess.arrow_tables import is_beside_rows
-from megatron_ddrp.data.preprocess.hashed import HashedFile
-from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, PackedStream, packing_of
+from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, HashedFile, PackedStream, packing_of
 from megatron_ddrp.data.preprocess.python_texts import TEXTS, TextStream
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading, refuse_stand_in, refuse_wide

@@ -1,4 +1,4 @@
-"""Packed files as byte streams: gzip, xz, bzip2 and Zstandard by one reader of any number of streams in one file.
+"""Files as byte streams, hashed and unpacked: gzip, xz, bzip2 and Zstandard by one reader of any number of streams.
 
 A file is read whole or refused. A later stream that is damaged or cut off, and bytes that belong to no stream, are
 errors, although Python's `lzma.LZMAFile` and `bz2.BZ2File` end there without a word.
@@ -7,6 +7,8 @@ errors, although Python's `lzma.LZMAFile` and `bz2.BZ2File` end there without a 
 from __future__ import annotations
 
 import bz2
+import hashlib
+import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +30,34 @@ class Packing(NamedTuple):
     """Unit in bytes of the zeros that may follow a stream; 0 if there may be none."""
     several: bool = True
     """False if nothing may follow the first stream."""
+
+
+class HashedFile(io.FileIO):
+    """File, or descriptor, that counts and hashes the bytes from `begin` to `end` while they are read.
+
+    Attributes:
+        count: number of bytes read.
+        digest: their SHA-256.
+    """
+
+    def __init__(self, file: str | int, begin: int, end: int | None):
+        super().__init__(file, "rb", closefd=isinstance(file, str))
+        if begin:
+            self.seek(begin)
+        self._length = None if end is None else end - begin
+        self.count = 0
+        self.digest = hashlib.sha256()
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        if self._length is not None:
+            view = view[: self._length - self.count]
+        count = super().readinto(view) or 0
+        while not self.count and 0 < count < FIRST_BYTES and (more := super().readinto(view[count:])):
+            count += more  # a pipe may give its first bytes one by one
+        self.digest.update(view[:count])
+        self.count += count
+        return count
 
 
 class PackedStream:

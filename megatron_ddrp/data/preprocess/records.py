@@ -26,17 +26,7 @@ _UNSPACED = (
 )
 """Han, kana, bopomofo, their punctuation and full-width forms; not Hangul, which has spaces between words."""
 _BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{_UNSPACED}])\n(?=[{_UNSPACED}])")
-_PAIRS = json.JSONDecoder(object_pairs_hook=tuple)
 _UNCLOSED = "<doc …> without </doc>"
-BETWEEN = re.compile(rb"[\s,\]]*(?:\[[\s\]]*)?")
-"""Bytes between two values of lists."""
-VALUES = {"list": (b"[", b",", b"]["), "objects": (b"", b",")}
-"""Format of JSON values over lines → signs that may stand before a value."""
-_TOKENS = re.compile(rb'"(?:[^"\\\n]*(?:\\.[^"\\\n]*)*")?|[][{}]')
-"""A whole string, a quotation mark of an open one, or a bracket."""
-_POINTERS = ("version https://", "/annex/")
-"""Begins of a text that may be a pointer in its place."""
-
 Text = tuple[str, ...]
 """Texts of one document, one per JSON key."""
 
@@ -45,13 +35,13 @@ class Chunk(NamedTuple):
     """Whole records of one file, in order."""
 
     format: str
-    """Format: `json` (lines), `list` or `objects` (JSON over lines), `text`, `wiki` or `rows`."""
+    """Format: `json`, `values` (of JSON that is not in lines, each as a line), `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
     """Uncompressed bytes; for a table its rows, as in arrow_tables.py."""
     read: int
     """Bytes of the file, as stored on the disk, read since the previous chunk."""
     line: int
-    """Number of lines of the file, or of the range that is read, before the chunk; rows of a Parquet file."""
+    """Number of lines of the file, or of the range that is read, before the chunk; of rows or values their number."""
     file: int = 0
     """Number of the file among the inputs."""
 
@@ -85,7 +75,7 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
     for line, text in read_records(chunk, keys, FORMATS[chunk.format][1]):
         if isinstance(text, Fault):
             faults.append(text)
-        elif fault := next(filter(None, (stand_in(each.encode()) for each in text if each.startswith(_POINTERS))), ""):
+        elif fault := next(filter(None, map(stand_in, text)), ""):
             faults.append(Fault(line, fault))
         else:
             texts.append(text)
@@ -94,59 +84,16 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
 
 def read_records(chunk: Chunk, keys: Any, read: Callable[[Any, Any], Any]) -> Iterator[tuple[int, Any]]:
     """Yield the number of the first line of each record of a chunk, and what `read` makes of it, or a `Fault`."""
-    is_over_lines = chunk.format in VALUES
-    numbers, data, wrong = _values_as_lines(chunk.data, chunk.format) if is_over_lines else ([], chunk.data, {})
-    lines, bad = (data, {}) if chunk.format == "rows" else _decoded_lines(data)
-    bad = {**bad, **wrong}
+    lines, bad = (chunk.data, {}) if chunk.format == "rows" else _decoded_lines(chunk.data)
     for begin, end, complaint in FORMATS[chunk.format][0](lines):
         place = next((number for number in range(begin, end) if number in bad), begin) if bad else begin
-        line = chunk.line + 1 + (numbers[place] if numbers else place)
+        line = chunk.line + place + 1
         try:
             if place in bad or complaint:
                 raise ValueError(bad.get(place, complaint))
             yield line, read(lines[begin:end], keys)
         except ValueError as error:
             yield line, Fault(line, str(error))
-
-
-def whole_values(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of the JSON values that end in `data`, which begins outside of a value.
-
-    A list is a value only inside another list: its values are given one by one.
-    """
-    end = 0
-    while (begin := BETWEEN.match(data, end).end()) < len(data):  # type: ignore[union-attr]
-        depth = 0
-        for token in _TOKENS.finditer(data, begin):
-            if token[0] == b'"':  # not closed, at least not in its line
-                return
-            depth += (token[0] in b"{[") - (token[0] in b"}]")
-            if depth <= 0:
-                break
-        else:
-            return
-        end = token.end() if depth == 0 else max(begin + 1, token.start())  # a number before the end of its list
-        yield begin, end
-
-
-def _values_as_lines(data: Any, kind: str) -> tuple[list[int], bytes, dict[int, str]]:
-    """Return the JSON values of some bytes, one per line, after the number of the line of each, from 0.
-
-    After them come complaints about what stands before a value, by its index. Line breaks inside a value, which are not
-    inside a string, become carriage returns.
-    """
-    spans = [*whole_values(data)]
-    behind = BETWEEN.match(data, spans[-1][1] if spans else 0).end()  # type: ignore[union-attr]
-    spans += [(behind, len(data))] * (behind < len(data))
-    numbers, wrong, line, place, behind = [], {}, 0, 0, 0
-    for index, (begin, end) in enumerate(spans):
-        line, place = line + data.count(b"\n", place, begin), begin
-        numbers.append(line)
-        if b"".join(data[behind:begin].split()) not in VALUES[kind]:
-            wrong[index] = "not JSON (no comma, or more than one, stands before it)"
-        behind = end
-    values = (data[begin:end].replace(b"\r", b" ").replace(b"\n", b"\r") for begin, end in spans)
-    return numbers, b"\n".join(values), wrong
 
 
 def _decoded_lines(data: Any) -> tuple[list[str], dict[int, str]]:
@@ -172,31 +119,25 @@ def _find_lines(lines: list[str]) -> Iterator[Span]:
 def read_object(lines: list[str], keys: Sequence[str] | None, distinct: bool = False) -> dict[str, Any]:
     """Return the JSON object in one line. Raises `ValueError` with the reason.
 
-    Each of the `keys` must be there once, and half a surrogate pair is refused under them; under any key if there are
-    none, under no key if they are None. With `distinct` every key must be there once.
+    Half a surrogate pair is refused under the `keys`; under any key if there are none, under no key if they are None.
+    No key may be there twice, if `distinct` or if it may be one of them.
     """
     (line,) = lines
+    distinct = distinct or any(line.count(f'"{key}"') > 1 for key in keys or ())
     try:
         value = parse_json(line, lenient=True, distinct=distinct)
-    except json.JSONDecodeError as error:
-        row = line.count("\r", 0, error.pos) + 1
-        column = error.pos - line.rfind("\r", 0, error.pos)
-        of = f" of line {row} of the object" * (row > 1)
-        raise ValueError(f"not JSON ({error.msg} at column {column}{of}); expected one object per line") from None
     except RepeatedKey as error:
         raise ValueError(f"{error}; remove one") from None
     except ValueError as error:
-        raise ValueError(f"not JSON ({error}); expected one object per line") from None
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"not JSON ({reason}); expected one object per line") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, expected one object per line")
-    for key in () if keys is None else filter(value.__contains__, keys or value):
-        if not distinct and line.count(f'"{key}"') > 1 and [name for name, _ in _PAIRS.decode(line)].count(key) > 1:
-            raise ValueError(f"key {key!r} is there twice, and only one of the two would be read; remove one")
-        if "\\ud" in line or "\\uD" in line:
-            try:
-                json.dumps(value[key], ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"key {key!r} has half a surrogate pair, which is not a character") from None
+    for key in filter(value.__contains__, keys or value) if keys is not None and "\\ud" in line.lower() else ():
+        try:
+            json.dumps(value[key], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"key {key!r} has half a surrogate pair, which is not a character") from None
     return value
 
 
@@ -270,8 +211,7 @@ def _read_row(rows: list[Any], keys: Sequence[str]) -> Text:
 
 FORMATS: dict[str, tuple[Callable[[Any], Iterator[Span]], Callable[[Any, Sequence[str]], Text]]] = {
     "json": (_find_lines, _read_json),
-    "list": (_find_lines, _read_json),
-    "objects": (_find_lines, _read_json),
+    "values": (_find_lines, _read_json),
     "text": (_find_paragraphs, _read_text),
     "wiki": (_find_articles, _read_article),
     "rows": (_find_rows, _read_row),

@@ -21,6 +21,7 @@ from megatron_ddrp.errors import UserError
 DOCUMENT_START = "-DOCSTART-"
 CONLLU_COLUMNS = 10
 _BLANKS = re.compile("[ \t]+")
+_ENTITY = re.compile("[BIESLU]-.")
 _BREAKS = re.compile("[\t\r\n]")
 _SQUAD = (
     'expected SQuAD\'s {"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
@@ -31,8 +32,8 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     """Yield per sentence `line N` of its first token and its cells `tokens` and `tags` (lists of strings).
 
     Tabs separate the columns of a line with a tab, blanks those of other lines. Raises `UserError` for a line whose
-    number of columns differs from the first line's, and for a comment. The token # at the begin of a sentence is one if
-    it has a tag as other tokens have, or one without small letters and digits, such as SYM.
+    number of columns differs from the first line's, and for a comment. A word with # at the begin of a sentence is a
+    token if its tag is that of other tokens, of an entity, or one without small letters and digits, such as SYM.
     """
     width, may_be_comment = 0, True
     tags: set[str] = set()
@@ -40,8 +41,8 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
 
     def refuse_comment(number: int) -> NoReturn:
         raise UserError(
-            f"{path}, line {number}: a comment, expected only tokens with tags; remove such lines, as by "
-            f"grep -v '^# ' (if its # is a token, give the sentences as .jsonl)"
+            f"{path}, line {number}: a comment, expected only tokens with tags; remove such lines (if its # is a "
+            "token, give the sentences as .jsonl)"
         )
 
     def cells_of(number: int, line: str) -> list[str]:
@@ -50,7 +51,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
         if not cells or cells[0] == DOCUMENT_START:
             may_be_comment = True
             return []
-        may_be_comment = may_be_comment and f"{cells[0]} ".startswith("# ")
+        may_be_comment = may_be_comment and cells[0].startswith("#")
         width = width or len(cells)
         if len(cells) != width:
             if may_be_comment or not tags:
@@ -59,7 +60,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
                 f"{path}, line {number}: {len(cells)} columns, expected {width} as in the lines before: "
                 "a token first, its tag last, and a blank line after each sentence"
             )
-        if may_be_comment:
+        if may_be_comment and width > 1:
             doubtful[number] = cells[-1]
         else:
             tags.add(cells[-1])
@@ -67,7 +68,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
 
     yield from _sentences(lines, cells_of)
     for number, tag in doubtful.items():
-        if tag not in tags and any(sign.isalnum() and not sign.isupper() for sign in tag):
+        if tag not in tags and not _ENTITY.match(tag) and any(sign.isalnum() and not sign.isupper() for sign in tag):
             refuse_comment(number)
 
 

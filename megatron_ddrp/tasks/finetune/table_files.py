@@ -163,15 +163,12 @@ def decode(path: str, data: bytes, lines_before: int = 0) -> str:
 
 def _read_json(file: InputFile, columns: Sequence[str] | None) -> Iterator[Placed]:
     """Read objects in any layout that documents have, or SQuAD's nested file."""
-    number = 0
     with OpenInput(file) as opened:
         for chunk in iter_chunks(opened, columns or ()):
             for line, found in read_records(chunk, columns, partial(read_object, distinct=True)):
-                number += 1
-                place = f"line {line}" if chunk.format == "json" else f"row {number}"
+                place = f"{'line' if chunk.format == 'json' else 'row'} {line}"
                 if isinstance(found, Fault):
-                    beside = f", line {line}" * (chunk.format != "json")
-                    raise UserError(f"{file.path}, {place}{beside}: {found.reason}")
+                    raise UserError(f"{file.path}, {place}: {found.reason}")
                 yield from read_squad(file.path, found) if is_squad(found) else [(place, found)]
 
 
@@ -195,9 +192,10 @@ def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
                 blank.append(begin)
             begin = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(
-            f"{file.path}, line {begin}: {error}; a quotation mark may be unclosed, or not doubled inside a cell"
-        ) from None
+        hint = "a quotation mark may be unclosed, or not doubled inside a cell"
+        if str(error).startswith("new-line"):
+            error, hint = csv.Error(r"a line that ends in \r alone"), r"convert it: tr '\r' '\n'"
+        raise UserError(f"{file.path}, line {begin}: {error}; {hint}") from None
 
 
 def tsv_rows(path: str, lines: Iterable[str], header: Sequence[str] = (), num_cut: int = 0) -> Iterator[Placed]:
@@ -214,7 +212,7 @@ def _table(
 ) -> Iterator[Placed]:
     """Yield the rows below the header. Raises `UserError` for another separator, a repeated column and a cut row."""
     for line, cells in rows:
-        if not header and [cell.lower() for cell in cells] == ["sep=", ""]:
+        if not header and ",".join(cells).lower().rstrip(", \t") == "sep=":
             continue  # Excel's first line, which names the separator
         if not header:
             header = cells
