@@ -16,7 +16,6 @@ Activations are an estimate: they depend on the attention backend, on padding an
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -198,21 +197,16 @@ def graph_bytes(part: Part, config: Config, stage: int, width: int) -> int:
     return MOST_SHAPES * 2 * tokens * sum(part.layer_widths) * width + of_layer
 
 
-def neediest_data_rank(part: Part, data_size: int) -> int:
-    """Return the first data-parallel rank whose blocks overlap parameters of the largest total size.
+def differing_data_ranks(part: Part, data_size: int) -> list[int]:
+    """Return data-parallel ranks one of which needs the most: the first, and those in whose block a parameter begins.
 
-    Ranks differ in nothing else (`held_elements`). The time does not depend on the number of ranks: the total changes
-    only at the first rank that overlaps a parameter and at the one after the last.
+    Ranks differ only in the parameters that their blocks overlap (`held_elements`), and the others begin none.
     """
-    changes = Counter({0: 0})
+    ranks = {0}
     for sizes in part.groups:
         length = 2 * math.ceil(sum(sizes) / (2 * data_size))
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            changes[(end - size) // length] += size
-            changes[-(-end // length)] -= size
-    places = sorted(changes)
-    totals = list(accumulate(changes[place] for place in places))
-    return places[totals.index(max(totals))]
+        ranks |= {(end - size) // length for size, end in zip(sizes, accumulate(sizes), strict=True)}
+    return sorted(ranks)
 
 
 def _size_in_block(sizes: Sequence[int], rank: int, length: int) -> int:
@@ -259,8 +253,8 @@ def by_zero_stage(
 ) -> dict[int, list[Memory]]:
     """Return the memory at each ZeRO stage that the other settings allow; `notes` as in `memory_of_rank`.
 
-    The lists have the data-parallel rank that needs the most of each pipeline stage, in their order; tensor-parallel
-    neighbours need the same. `device_type` decides the size of buckets, and whether there can be graphs.
+    The lists have `differing_data_ranks` of each pipeline stage, in their order; tensor-parallel neighbours need the
+    same. `device_type` decides the size of buckets, and whether there can be graphs.
     """
     if device_type != "cuda":
         config = config.replace(parallel={"cuda_graphs": "off"})
@@ -271,8 +265,9 @@ def by_zero_stage(
     settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes), device_type) for part in parts]
     return {
         stage: [
-            memory_of_rank(part, config, stage, of_part, neediest_data_rank(part, data_size), data_size, notes)
+            memory_of_rank(part, config, stage, of_part, data_rank, data_size, notes)
             for part, of_part in zip(parts, settings, strict=True)
+            for data_rank in differing_data_ranks(part, data_size)
         ]
         for stage in stages
     }

@@ -21,6 +21,7 @@ from megatron_ddrp.config.differences import settings_of_all_ranks
 from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, package_sum, plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
+from megatron_ddrp.data.batches.samples import split_documents
 from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, check_stored, load_checkpoint
 from megatron_ddrp.engine.compatibility import changed_tokenizer
@@ -86,11 +87,12 @@ def train(
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     own_callbacks = agree(lambda: callbacks_of(config.logging))
+    agree(lambda: read_settings(config.parallel, ranks.device.type))
+    config = agree(lambda: with_stored_layout(config, load))
     if with_data:
         check_without_data(config, ranks, folder, load)
         config = with_data(config)
     verified = agree_on_long_work(partial(verify_data, config) if ranks.first_on_host else tuple)
-    config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     if ranks.world_size > 1:
         refuse_differences(agree(lambda: corpus.description | contents_of_files(config)))
@@ -137,14 +139,13 @@ def train(
 
 def check_without_data(config: Config, ranks: Ranks, folder: Path | None, load: Path | None) -> None:
     """Raise `UserError` for what would be refused behind the data, as far as that needs none, on one rank."""
-    read_settings(config.parallel, ranks.device.type)
     count_micro_batches(config.training.global_batch_size, config.training.micro_batch_size, ranks.data_size)
+    split_documents(1, config.data.split or "1")
     tokenizer = tokenizer_flags(with_tokenizer(config, ())).build()
-    config = with_stored_layout(config, load).with_vocabulary(tokenizer.vocab_size)
-    with refusals_as_user_errors(folder), sole_writer(folder) if folder and folder.is_dir() else nullcontext():
+    with refusals_as_user_errors(folder), sole_writer(folder) if folder and folder.exists() else nullcontext():
         pass
     if path := newest(load) if load else None:
-        check_stored(path, config)
+        check_stored(path, config.with_vocabulary(tokenizer.vocab_size))
         changed_tokenizer(path, tokenizer)
 
 
@@ -181,7 +182,6 @@ def allocate_model(config: Config) -> Encoder:
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
-    read_settings(config.parallel, ranks.device.type)
     corpus = Corpus.open(config)
     place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))
     validation = corpus.loader("valid", *place) if config.logging.validates else None

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,11 +132,9 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
             return Run(None, 0, False, [])
         from megatron_ddrp.train import train
 
-        def with_data(config: Config) -> Config:
-            return stack.enter_context(dataset_of(texts, config))
-
         kept = RowList()
-        trained = train(arguments.config, [kept, *members], None if texts is None else with_data)
+        with_data = None if texts is None else partial(with_texts, texts, stack)
+        trained = train(arguments.config, [kept, *members], with_data)
     save = arguments.config.checkpoint.save
     return Run(Path(save) if save else None, trained.iteration, bool(trained.code), kept.rows)
 
@@ -278,14 +277,13 @@ def input_of(texts: Iterable[Any] | None, settings: Mapping[str, Any]) -> Iterat
         yield {**settings, "input": path}
 
 
-@contextmanager
-def dataset_of(texts: Any, config: Config) -> Iterator[Config]:
-    """Yield the configuration with the texts as its data, preprocessed with the tokenizer of the run.
+def with_texts(texts: Any, stack: ExitStack, config: Config) -> Config:
+    """Return the configuration with the texts as its data, preprocessed with the tokenizer of the run.
 
-    They lie beside `save`; without it, in a temporary folder.
+    They lie beside `save`; without it, in a temporary folder that the stack removes.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        prefix = f"{Path(config.checkpoint.save)}-texts" if config.checkpoint.save else f"{temporary}/texts"
-        tokenizer = {name: getattr(config.data, name) for name in ("vocab_file", "tokenizer_type", "tokenizer_model")}
-        made = preprocess(texts=texts, output_prefix=prefix, overwrite=True, **tokenizer)
-        yield config.replace(data={"data_path": tuple(made)})
+    save, temporary = config.checkpoint.save, stack.enter_context(tempfile.TemporaryDirectory())
+    prefix = f"{Path(save)}-texts" if save else f"{temporary}/texts"
+    tokenizer = {name: getattr(config.data, name) for name in ("vocab_file", "tokenizer_type", "tokenizer_model")}
+    made = preprocess(texts=texts, output_prefix=prefix, overwrite=True, **tokenizer)
+    return config.replace(data={"data_path": tuple(made)})

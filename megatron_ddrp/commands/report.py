@@ -17,14 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import Section, option
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.data.batches.masking import predicted_pieces
 from megatron_ddrp.data.batches.unigram import entropy
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
 from megatron_ddrp.errors import UserError, need_packages
 from megatron_ddrp.foreign import read_text
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
@@ -65,16 +62,9 @@ def say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def unigram_level(prefix: str, run: Path) -> float:
-    """Return the entropy in nats of a dataset's pieces, one by one.
-
-    Those that the tokenizer in the folder `run` never lets a run predict do not count.
-    """
-    counts = IndexedDataset(prefix).piece_counts()
-    if (folder := run / TOKENIZER).is_dir():
-        predicted = predicted_pieces(load_tokenizer(folder))
-        counts = counts[: len(predicted)][predicted[: len(counts)]]
-    return entropy(counts)
+def unigram_level(prefix: str) -> float:
+    """Return the entropy in nats of the pieces of a dataset, taken one by one."""
+    return entropy(IndexedDataset(prefix).piece_counts())
 
 
 def read_words(path: Path) -> str:
@@ -119,8 +109,7 @@ def main(words: Sequence[str] | None = None) -> None:
     from megatron_ddrp.run.plateau import stored_level  # these load torch
     from megatron_ddrp.run_report.page import facts, page
 
-    load, data_path = arguments.load, arguments.data_path
-    unigram = unigram_level(data_path, load) if data_path else stored_level(load)
+    unigram = unigram_level(arguments.data_path) if arguments.data_path else stored_level(arguments.load)
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir
     output.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from functools import partial
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import TextInput
-from megatron_ddrp.config.option import COUNT, Section, option, refuse
+from megatron_ddrp.config.option import Section, option, refuse
 from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import find_inputs
@@ -32,7 +32,7 @@ from megatron_ddrp.errors import UserError
 class Vocabulary(Section):
     """vocabulary"""
 
-    vocab_size: int = option(MISSING, "number of pieces", within=COUNT)
+    vocab_size: int = option(MISSING, "number of pieces", within="[1, 10000000]")
     type: str = option("wordpiece", "kind of pieces", choices=("wordpiece", "sentencepiece"))
     lower: bool = option(False, "fold case and, for wordpiece, strip accents; the default")
     cased: bool = option(False, "keep case and accents; for BertWordPieceCase")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ddrp.config import Config, LoggingConfig
 from megatron_ddrp.config.option import as_number
 from megatron_ddrp.config.registry import CALLBACKS
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, code_of_others, need_packages
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, code_of_others, need_packages, refusals_as_user_errors
 from megatron_ddrp.run.launch import BY_CALLBACK, StopRequests
 
 if TYPE_CHECKING:
@@ -123,26 +122,21 @@ class TensorBoard(Callback):
         self._writer: Any = None
         for path in (Path(folder), *Path(folder).absolute().parents):
             try:
-                is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+                os.scandir(path).close()
+                if not os.access(path, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                return
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise self._refusal(error.strerror) from None
-            if not is_folder or not os.access(path, os.W_OK):
-                raise self._refusal(os.strerror(errno.EACCES if is_folder else errno.ENOTDIR))
-            break
-
-    def _refusal(self, reason: str | None) -> UserError:
-        line = f"--tensorboard-dir {self.folder}: cannot be written: {reason}; give a folder that can be"
-        return UserError(line, WRONG_ARGUMENTS)
+                line = f"--tensorboard-dir {folder}: cannot be written: {error.strerror}; give a folder that can be"
+                raise UserError(line, WRONG_ARGUMENTS) from None
 
     def on_start(self, config: Config, iteration: int, model: nn.Module) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        try:
+        with refusals_as_user_errors(self.folder):
             self._writer = SummaryWriter(self.folder, purge_step=iteration + 1)
-        except OSError as error:
-            raise self._refusal(error.strerror) from None
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         for name, value in numbers_of(row).items():
@@ -193,11 +187,10 @@ def callbacks_of(logging: LoggingConfig) -> list[Callback]:
     """Return the callbacks that flags and plug-ins name. Raises `UserError` for a missing package."""
     with code_of_others():
         found: list[Callback] = [CALLBACKS.find(name)() for name in CALLBACKS]
-    for wanted, package, name, make in (
-        (logging.tensorboard_dir, "tensorboard", "--tensorboard-dir", TensorBoard),
-        (logging.wandb_project, "wandb", "--wandb-project", Tracker),
-    ):
-        if wanted:
-            need_packages(name, package, exit_code=WRONG_ARGUMENTS)
-            found.append(make(wanted))
+    if logging.tensorboard_dir:
+        need_packages("--tensorboard-dir", "tensorboard", exit_code=WRONG_ARGUMENTS)
+        found.append(TensorBoard(logging.tensorboard_dir))
+    if logging.wandb_project:
+        need_packages("--wandb-project", "wandb", exit_code=WRONG_ARGUMENTS)
+        found.append(Tracker(logging.wandb_project))
     return found

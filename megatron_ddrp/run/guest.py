@@ -62,12 +62,7 @@ def _keep_matplotlib(stack: ExitStack) -> None:
     if loaded := sys.modules.get("matplotlib"):
         stack.enter_context(loaded.rc_context())
     else:
-        stack.callback(_forget_settings_of_matplotlib)
-
-
-def _forget_settings_of_matplotlib() -> None:
-    if loaded := sys.modules.get("matplotlib"):
-        loaded.rc_file_defaults()
+        stack.callback(lambda: "matplotlib" in sys.modules and sys.modules["matplotlib"].rc_file_defaults())
 
 
 def _keep_torch(stack: ExitStack, alone: bool) -> None:

@@ -373,6 +373,8 @@ def test_a_refused_call_takes_no_text(tiny_corpus: TinyCorpus, settings: Setting
         {"tensorboard_dir": tmp_path / "there.txt"},
         {"deepspeed_config": tmp_path / "there.txt"},
         {"save": whole},
+        {"save": tmp_path / "there.txt"},
+        {"split": "most"},
         {"load": tmp_path / "nowhere"},
         {"load": whole, "hidden_size": 64},
         {"load": whole, "optimizer": "muon", "zero_stage": 0},
@@ -385,7 +387,7 @@ def test_a_refused_call_takes_no_text(tiny_corpus: TinyCorpus, settings: Setting
     for more in ({"vocab_file": "nowhere.txt"}, {"workers": 0}, {"json_keys": {"a"}}, {"partition": "1/2"}, there):
         with pytest.raises(UserError):
             preprocess(texts=texts, **own | more)
-    for more in ({"vocab_size": 3}, {"output": tmp_path / "there.txt"}, {"type": "letters"}):
+    for more in ({"vocab_size": 3}, {"vocab_size": 10**9}, {"output": tmp_path / "there.txt"}, {"type": "letters"}):
         with pytest.raises(UserError):
             train_tokenizer(texts=texts, **{"vocab_size": 300, "output": tmp_path / "vocab.txt"} | more)
     assert taken == []
@@ -476,6 +478,9 @@ def test_texts_that_end_in_an_error_give_no_dataset(on_error: str, tiny_corpus: 
         (5, "texts=5: expected a list of texts or rows; a file is given by input"),
         (Path("corpus.txt"), "expected a list of texts or rows; a file is given by input"),
         (list, "expected a list of texts"),
+        (np.array("A text."), "expected a list of texts"),
+        ([], "no text to tokenize"),
+        (iter([]), "no text to tokenize"),
         ({"text": ["A text."]}, "texts is a table .dict., expected a list of texts; give one of its columns"),
         (Frame(), "texts is a table .Frame., expected a list of texts; give one of its columns"),
         ([Frame()], "text 1 is .*: expected a string, or a row"),
@@ -496,7 +501,10 @@ def test_a_table_of_pyarrow_is_refused_and_its_column_is_read(tiny_corpus: TinyC
         with pytest.raises(UserError, match="expected"):
             preprocess(texts=wrong, output_prefix=tmp_path / "own", **own)
     assert not list(tmp_path.iterdir())
-    assert preprocess(texts=table["text"].to_pylist(), output_prefix=tmp_path / "own", **own)
+    assert preprocess(texts=table["text"], output_prefix=tmp_path / "own", **own)
+    for ending in (".bin", ".idx"):
+        own_bytes = (tmp_path / f"own_text_document{ending}").read_bytes()
+        assert own_bytes == Path(f"{tiny_corpus.prefix}{ending}").read_bytes()
 
 
 def test_a_vocabulary_and_a_run_from_texts_alone(tmp_path: Path) -> None:

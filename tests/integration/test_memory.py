@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -48,13 +47,8 @@ def estimates(config: Config, world_size: int) -> list[Memory]:
     data_size = config.parallel.data_parallel_size(world_size)
     micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * data_size)
     model = on_meta_device(config.model, config.objective)
-    ranks = []
-    for data_rank in range(data_size):
-        with mock.patch("megatron_ddrp.memory.neediest_data_rank", return_value=data_rank):
-            ranks.append(by_zero_stage(model, config, data_size, micro_batches, device_type="cpu"))
-    of_stages = zip(*(found[config.parallel.zero_stage] for found in ranks), strict=True)
-    tensor_size = config.parallel.tensor_model_parallel_size
-    return [memory for found in of_stages for memory in found for _ in range(tensor_size)]
+    ranks = by_zero_stage(model, config, data_size, micro_batches, device_type="cpu")[config.parallel.zero_stage]
+    return [memory for memory in ranks for _ in range(config.parallel.tensor_model_parallel_size)]
 
 
 @pytest.mark.slow

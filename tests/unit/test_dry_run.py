@@ -15,7 +15,7 @@ from megatron_ddrp.commands.dry_run import GIB, dry_run, memory_table
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory import Memory, cut_up, memory_of_rank, neediest_by_zero_stage, neediest_data_rank
+from megatron_ddrp.memory import Memory, cut_up, memory_of_rank, neediest_by_zero_stage
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.run.devices import DEVICES
 
@@ -245,7 +245,7 @@ def test_the_neediest_rank_is_found_without_a_look_at_every_rank(settings):
             assert needs[stage].gradients == max(every)
             differing += len(every) > 1
     assert differing == (0 if "bf16" in settings else 6)
-    assert 0 <= neediest_data_rank(part, 10**12) < 10**12  # years, rank by rank
+    assert neediest_by_zero_stage(model, config, 10**12, 1)  # years, rank by rank
 
 
 def test_device_memory_is_a_bound(capsys):

@@ -22,6 +22,7 @@ from megatron_ddrp.data.atomic import AnyPath, atomic_file, lock, make_folder, s
 from megatron_ddrp.data.dataset.dataset_index import SIZE, dataset_path, write_index
 from megatron_ddrp.data.dataset.manifest import write_manifest
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import parse_json
 
 PARTS = ("ids", "sizes", "documents")
 """Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
@@ -116,11 +117,11 @@ def finish_left(folder: str, prefixes: Sequence[str], job: Job) -> bool:
     if not marker.is_file():
         return False
     with _take_lock(marker.parent):
-        left = json.loads(marker.read_bytes())
+        left = parse_json(marker.read_bytes())
         _give_names(marker.parent, prefixes)
         _remove(marker.parent)
     files = (dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
-    return left == json.loads(json.dumps(job)) and all(os.path.isfile(path) for path in files)
+    return left == parse_json(json.dumps(job)) and all(os.path.isfile(path) for path in files)
 
 
 def _path(folder: Path, number: int, part: str) -> Path:

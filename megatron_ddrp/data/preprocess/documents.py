@@ -132,7 +132,7 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield (format, bytes), cut behind whole records."""
     file = opened.file
     first = opened.first() if file.begin == 0 else b""
-    kind = _format(file, first) if first and file.end is None else _format_of(file)
+    kind = _format(file, first) if (file.begin, file.end) == (0, None) else _format_of(file)
     stream: OpenInput | io.BytesIO = opened
     most = MAX_RECORD_BYTES
     if kind == "values":

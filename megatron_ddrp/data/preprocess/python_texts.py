@@ -64,8 +64,12 @@ def refuse_no_list(texts: Any, expected: str, but: tuple[type, ...] = ()) -> Non
 
     A table gives the names of its columns when it is iterated.
     """
-    if isinstance(texts, but) or not (isinstance(texts, Iterable) or hasattr(type(texts), "__getitem__")):
-        raise UserError(f"texts={texts!r:.60}: expected {expected}", WRONG_ARGUMENTS)
+    try:
+        if isinstance(texts, but):
+            raise TypeError
+        iter(texts)  # an array may have no axis
+    except TypeError:
+        raise UserError(f"texts={texts!r:.60}: expected {expected}", WRONG_ARGUMENTS) from None
     if any(hasattr(texts, name) for name in ("keys", "columns")) and not hasattr(texts, "tolist"):
         raise UserError(
             f"texts is a table ({type(texts).__name__}), expected a list of texts; give one of its columns, such as "
@@ -80,6 +84,7 @@ def _json_lines(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[bytes]:
     for number in itertools.count(1):
         with code_of_others():
             text = next(source, source)
+            text = text.as_py() if hasattr(text, "as_py") else text  # of a column of pyarrow
         if text is source:
             yield from itertools.repeat(b"")
         row = {keys[0]: text} if isinstance(text, str) and len(keys) == 1 else text
