@@ -25,7 +25,7 @@ from megatron_ddrp.data.batches.samples import split_documents
 from megatron_ddrp.engine.build import build_engine, release
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, check_stored, load_checkpoint
 from megatron_ddrp.engine.compatibility import changed_tokenizer
-from megatron_ddrp.engine.deepspeed_file import deepspeed_version, read_settings, refuse_old_deepspeed
+from megatron_ddrp.engine.deepspeed_file import deepspeed_version, read_settings
 from megatron_ddrp.engine.device import (
     allow_tf32,
     check_device,
@@ -82,7 +82,6 @@ def train(
         keep_freed_memory()
         bound_kernel_caches()
     allow_tf32(config.training.tf32, ranks.device)
-    agree(refuse_old_deepspeed)
     agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))

@@ -35,8 +35,11 @@ NEVER = 2**62
 def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
     """Return the settings of the file; none without one. Raise `UserError` for what DeepSpeed or we cannot use.
 
+    An old DeepSpeed is refused also without a file.
+
     `device_type` is that of the run, `cuda` or `cpu`.
     """
+    refuse_old_deepspeed()
     path = config.deepspeed_config
     if not path:
         return {}
