@@ -133,7 +133,10 @@ def main(words: Sequence[str] | None = None) -> None:
             raise UserError(message, WRONG_ARGUMENTS)
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
+        from megatron_ddrp.conversion.huggingface_tokenizer import refuse_other_ids
 
+        if arguments.tokenizer_type == "HuggingFace":
+            refuse_other_ids(arguments.tokenizer_model)
         flags = TokenizerFlags.from_arguments(arguments)
         tokenizer = flags.build() if flags else None
         imported = import_folder(

@@ -101,6 +101,10 @@ def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
     options = vars(parse_sections(ArgumentParser(description=__doc__), SECTIONS, words, plugins=False))
     dry_run = options.pop("dry_run")
     config = PreprocessConfig(**options)
+    if config.tokenizer_type == "HuggingFace":
+        from megatron_ddrp.conversion.huggingface_tokenizer import refuse_other_ids
+
+        refuse_other_ids(config.tokenizer_model)
     if dry_run:
         print_estimate(config)
         return None

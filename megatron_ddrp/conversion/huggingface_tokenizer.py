@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import re
 import tempfile
 import unicodedata
@@ -18,7 +19,7 @@ from megatron_ddrp.data.tokenizers.row_form import backend_rows
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.wordpiece import read_vocab
-from megatron_ddrp.errors import UserError, need_packages
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import quiet_transformers, read_bytes, read_object, reading
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
@@ -28,6 +29,8 @@ _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BERT_LIKE = ("Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "MobileBert", "MPNet", "Splinter")
 BERT_CLASSES = tuple(f"{name}Tokenizer" for name in (*_BERT_LIKE, "SqueezeBert"))
 """Values of `tokenizer_class`, without `Fast`, that stand for BERT's rules on a vocab.txt."""
+GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
+"""Values of `tokenizer_class`, without `Fast`, that take all rules from tokenizer.json."""
 PROBED_PIECES = 2000
 """Number of pieces, at most, whose text our tokenizer and that of transformers must split alike."""
 _WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
@@ -39,16 +42,17 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
     usual rules apply and it has every piece; tokenizer.json; transformers' conversion of vocab.txt or of another
     vocabulary. Where transformers reads the folder in another way, because the class that tokenizer_config.json names
-    has rules of its own, its tokenizer replaces ours; a tokenizer.json with such a class needs it. Raise `UserError` if
-    a file cannot be read, if vocab.txt belongs to a tokenizer with other rules than BERT's, or if transformers is
-    needed and fails or is not installed.
+    has rules of its own, its tokenizer replaces ours. Raise `UserError` if a file cannot be read, if vocab.txt belongs
+    to a tokenizer with other rules than BERT's, or if transformers is needed and fails.
     """
     settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
     model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
     lower, kind = settings["do_lower_case"], settings["tokenizer_class"]
     is_bert = kind is None or str(kind).removesuffix("Fast") in BERT_CLASSES
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    if model.is_file() and (not rules.is_file() or _same_pieces(model, folder)):
+    if model.is_file() and not rules.is_file():
+        return build_tokenizer("SentencePiece", tokenizer_model=model)
+    if model.is_file() and _same_pieces(model, folder):
         own = build_tokenizer("SentencePiece", tokenizer_model=model)
     elif vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
         own = build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
@@ -63,20 +67,27 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
         others = [name for name in ("vocab.txt", *OTHER_VOCABULARIES) if (folder / name).is_file()]
         choice = {} if kind or others[:1] != ["vocab.txt"] else {"tokenizer_type": "bert"}
         return _as_ours(folder, _load(folder, others[0], **choice)) if others else None
-    if own.tokenizer_type == "HuggingFace" and kind not in (None, "PreTrainedTokenizerFast", "TokenizersBackend"):
-        need_packages(f"{folder}: its {show(kind)}, whose rules decide,", "transformers")
-    try:
-        theirs = _load(folder, own.file_name)
-    except UserError:  # transformers cannot read every folder that we can
-        return own
-    return _reconciled(folder, own, theirs)
+    return _reconciled(folder, own)
+
+
+def refuse_other_ids(path: str | None) -> None:
+    """Raise `UserError` if AutoTokenizer has other ids than the tokenizer.json of a folder, a `--tokenizer-model`."""
+    if not path or not (Path(path) / "tokenizer_config.json").is_file():
+        return
+    own = build_tokenizer("HuggingFace", tokenizer_model=path)
+    if _reconciled(Path(path), own) is not own:
+        raise UserError(
+            f"--tokenizer-model {path}: its tokenizer_config.json gives AutoTokenizer other ids or special pieces than "
+            "its tokenizer.json: give a folder that AutoTokenizer.from_pretrained(…).save_pretrained(…) wrote, or the "
+            "file tokenizer.json itself if its rules are right"
+        )
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json with `do_lower_case`, which is true by default, and `tokenizer_class`.
 
-    config.json may have the class instead, or name a model with BERT's; otherwise it is None. Raise `UserError` if a
-    file cannot be read, or if the tokenizer needs foreign code or a program that finds words, such as MeCab.
+    config.json may have the class instead, or name a model with BERT's (`is_guess`); otherwise it is None. Raise
+    `UserError` if a file cannot be read, or if the tokenizer needs foreign code or a program that finds words (MeCab).
     """
     path, model = folder / "tokenizer_config.json", folder / "config.json"
     settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
@@ -91,24 +102,33 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     if not settings.get("tokenizer_class"):
         known = read_object(model) if model.is_file() else {}
         usual = {"bert": "BertTokenizer", "electra": "ElectraTokenizer"}.get(str(known.get("model_type")))
-        settings["tokenizer_class"] = known.get("tokenizer_class") or usual
+        named = known.get("tokenizer_class")
+        settings |= {"tokenizer_class": named or usual, "is_guess": not named}
     return settings
 
 
-def _reconciled(folder: Path, own: Tokenizer, theirs: Any) -> Tokenizer:
-    """Return our tokenizer with the roles and rows of that of transformers, or the latter as ours if ids differ."""
-    if own.tokenizer_type == "SentencePiece" and not theirs.is_fast:
+def _reconciled(folder: Path, own: Tokenizer) -> Tokenizer:
+    """Return our tokenizer with the roles and rows of AutoTokenizer, or the latter as ours if ids differ."""
+    settings = tokenizer_settings(folder)
+    kind = settings["tokenizer_class"]
+    try:
+        theirs = _load(folder, own.file_name)
+    except UserError:  # transformers cannot read every folder that we can
+        has_rules = kind is not None and str(kind).removesuffix("Fast") not in GENERIC_CLASSES
+        if has_rules and own.tokenizer_type == "HuggingFace" and importlib.util.find_spec("transformers") is None:
+            raise
         return own
+    named, pieces = {getattr(theirs, f"{role}_token") for role in SPECIAL_PIECES} - {None}, {*own.pieces}
+    can_read = theirs.is_fast and pieces - {""} <= theirs.get_vocab().keys() and named <= pieces
+    if can_read and own.tokenizer_type == "HuggingFace":
+        can_read = type(theirs.backend_tokenizer.model) is type(_read_rules(folder / own.file_name).model)
+    if settings.get("is_guess") and not can_read:
+        return own  # no file names a class, and that of the model's type is not for this vocabulary
     if not theirs.is_fast:
         raise UserError(
             f"{folder}: its tokenizer is a {type(theirs).__name__}, whose rules are code: choose another model"
         )
-    named, pieces = {getattr(theirs, f"{role}_token") for role in SPECIAL_PIECES} - {None}, {*own.pieces}
-    can_read = pieces - {""} <= theirs.get_vocab().keys() and named <= pieces
-    if own.tokenizer_type == "HuggingFace":
-        can_read &= type(theirs.backend_tokenizer.model) is type(_read_rules(folder / own.file_name).model)
-    if not can_read:
-        return own  # the class is of another kind than this vocabulary, or has names that it lacks
+    theirs.split_special_tokens = False
     added = theirs.added_tokens_decoder.values()
     special = {*theirs.all_special_tokens, *(token.content for token in added if token.special)} - {""}
     probes = (text for text in _probes(own, theirs) if not any(map(text.__contains__, special)))

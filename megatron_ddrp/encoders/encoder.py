@@ -161,11 +161,9 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
 
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
     found = load_folder(folder, raw_config, masked_lm, random_init)
-    tokenizer = load_tokenizer(folder)
-    remarks = [check_rows(folder, tokenizer.vocab_size, found.config.vocab_size)]
     segments = num_segments(found.config)
-    if tokenizer.own_rows is None:
-        tokenizer.settle_rows(segments)
+    tokenizer = load_tokenizer(folder, segments)
+    remarks = [check_rows(folder, tokenizer.vocab_size, found.config.vocab_size)]
     if 1 < segments < tokenizer.rows.num_segments or (masked_lm and any(i for _, i in tokenizer.rows.single)):
         raise UserError(
             f"--load {folder}: its tokenizer writes rows with {tokenizer.rows.num_segments} segments, also around a "

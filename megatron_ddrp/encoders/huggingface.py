@@ -26,11 +26,10 @@ from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
 from megatron_ddrp.foreign import quiet_transformers, reading
 
-ROBERTA_FAMILY = (
-    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet"),
-    *("data2vec-text", "ibert", "roberta-prelayernorm", "xmod"),
+COUNT_FROM_PADDING = (
+    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet", "esm", "luke", "layoutlmv3"),
+    *("data2vec-text", "ibert", "roberta-prelayernorm", "xmod", "lilt", "markuplm"),
 )
-COUNT_FROM_PADDING = (*ROBERTA_FAMILY, "esm", "layoutlmv3", "lilt", "luke", "markuplm")
 """Model types with positions numbered from the padding id + 1."""
 ENCODERS_WITH_CAUSAL_LM = ("bert-generation",)
 """Encoders that transformers gives a causal-LM head and no masked-LM head, as it does decoders."""
@@ -266,6 +265,12 @@ def _check_sizes(folder: Path, config: Any) -> None:
     whole_number(path, layers, "num_hidden_layers", most=MOST_LAYERS)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load a folder's tokenizer; without any vocabulary the error names the missing file."""
-    return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)
+def load_tokenizer(folder: Path, segments: int = 0) -> Tokenizer:
+    """Load a folder's tokenizer, with rows for a model of so many `segments` if its files describe none.
+
+    Without any vocabulary the error names the missing file.
+    """
+    tokenizer = find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)
+    if tokenizer.own_rows is None:
+        tokenizer.settle_rows(segments)
+    return tokenizer

@@ -112,9 +112,7 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
             f"--load {folder}: its config.json has other labels or fewer positions than its task; fine-tune again, or "
             "copy it again"
         )
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.own_rows is None:
-        tokenizer.settle_rows(num_segments(model.config))
+    tokenizer = load_tokenizer(folder, num_segments(model.config))
     between = len(tokenizer.rows.pair) - len(tokenizer.rows.single) - 1
     if columns.pair and facts.get("pair_separators", between) != between:
         raise UserError(

@@ -1,13 +1,14 @@
 """Ids, roles and rows are those of AutoTokenizer, in a folder whose files contradict each other, and in its exports."""
 
-import importlib.util
 import json
+import sys
 
 import pytest
 
-from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
+from megatron_ddrp.commands import preprocess
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, refuse_other_ids
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
-from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.test_tokenizer_kinds import (
     BERT,
@@ -145,6 +146,10 @@ def added(folder, **flags):
         ("bert", {"tokenizer_class": "DistilBertTokenizer"}, {}),
         *(("bert", {}, {"added": {flag: not FLAGS[flag]}}) for flag in ("single_word", "normalized", "lstrip")),
         ("roberta", {}, {"added": {"rstrip": True, "single_word": False}}),
+        ("xlm-roberta", {"tokenizer_class": "NllbTokenizer"}, {}),
+        ("bert", {"tokenizer_class": "RobertaTokenizer"}, {}),
+        ("roberta", {"cls_token": "<cls>"}, {}),
+        ("roberta", {"split_special_tokens": True}, {}),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_decided_as_auto_tokenizer_does(tmp_path, offline, family, values, rules):
@@ -155,16 +160,41 @@ def test_a_contradiction_is_decided_as_auto_tokenizer_does(tmp_path, offline, fa
         added(folder, **rules["added"])
     else:
         change(folder, "tokenizer.json", **rules)
-    assert_equal(folder, tmp_path)
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
-def test_without_transformers_a_class_with_rules_of_its_own_is_refused(tmp_path, offline, monkeypatch, family):
-    make(tmp_path, family)
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    if family == "modernbert":  # a class without rules
-        assert find_tokenizer(tmp_path).tokenizer_type == "HuggingFace"
+    ours = assert_equal(folder, tmp_path)
+    if ours.fingerprint == build_tokenizer("HuggingFace", tokenizer_model=folder).fingerprint:
+        refuse_other_ids(str(folder))
         return
-    with pytest.raises(UserError, match="its '(Bert|Roberta)Tokenizer', whose rules decide, needs transformers"):
+    with pytest.raises(UserError, match="gives AutoTokenizer other ids or special pieces than its tokenizer.json"):
+        refuse_other_ids(str(folder))
+
+
+def test_preprocess_refuses_a_folder_with_other_ids_than_auto_tokenizer(tmp_path, offline):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "text.jsonl").write_text('{"text": "red cats"}\n')
+    make(tmp_path, "roberta", add_prefix_space=True)
+    words = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "data")]
+    words += ["--tokenizer-type", "HuggingFace", "--tokenizer-model"]
+    with pytest.raises(UserError, match="its tokenizer_config.json gives AutoTokenizer other ids"):
+        preprocess.main([*words, str(tmp_path)])
+    assert not [*tmp_path.glob("data*")]
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    preprocess.main([*words, str(tmp_path / "saved")])
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [("roberta", {"add_prefix_space": True}), ("deberta-v2", {}), ("bert", {"do_lower_case": False}), ("bert", {})],
+)
+def test_without_transformers_a_class_with_rules_of_its_own_is_refused(tmp_path, offline, monkeypatch, family, values):
+    make(tmp_path, family, **values)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="from which transformers must make the tokenizer") as refused:
         find_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_without_transformers_a_tokenizer_without_a_class_is_read(tmp_path, offline, monkeypatch):
+    make(tmp_path, "modernbert", add_prefix_space=True)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert find_tokenizer(tmp_path).tokenizer_type == "HuggingFace"
