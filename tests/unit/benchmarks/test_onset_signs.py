@@ -55,7 +55,8 @@ def test_the_gradient_is_that_of_the_position_tables_and_the_run_stops_after_its
     columns = callback.columns()
     assert columns["position_gradient"] == pytest.approx(model.embeddings.position.direction.numel() ** 0.5)
     assert model.training and -1 <= columns["f_s"] <= 1 and columns["logit_spread"] > 0
-    for tokens in range(100_000, 400_001, 100_000):  # below the level by more than 1 from the first row on
+    callback.on_step({"consumed_tokens": 1_000, "lm_loss": 7.0})  # a run that begins below the level has no onset
+    for tokens in range(100_000, 400_001, 100_000):  # below the level by more than 1 from here on
         callback.on_step({"consumed_tokens": tokens, "lm_loss": 5.0})
     with pytest.raises(StopTraining):
         callback.on_step({"consumed_tokens": 500_000, "lm_loss": 5.0})

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LARGEST_LABEL = 3.4028234e38
-"""Largest size of a label: the largest number of float32."""
+LARGEST_LABEL = 3.4028234e38  # of float32
 
 
 class Regression(SequenceKind):
