@@ -154,7 +154,7 @@ def test_the_device_refuses_to_be_waited_for(wait: Any) -> None:
 def test_the_watch_sees_masks_and_copies_that_wait() -> None:
     x = torch.ones(3, device=META)
     with Watch(), pytest.raises(AssertionError, match="a mask"):
-        x[x > 0] = 1
+        x[x > 0] = torch.zeros(1, device=META)  # a number would be filled in without a wait
     with Watch() as watch:
         torch.ones(3).to(META, non_blocking=True)
         assert watch.blocking_copies == 0

@@ -16,6 +16,7 @@ def host(monkeypatch):
     def show(gpus, **variables):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", list)
         monkeypatch.delenv("SLURM_LOCALID", raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
