@@ -143,7 +143,7 @@ def _copies_to_itself() -> bool:
     )
     outputs = [torch.zeros(4) for _ in calls]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the newer names do not exist in torch 2.10
+        warnings.simplefilter("ignore", FutureWarning)  # the newer names do not exist in torch 2.11
         for call, got in zip(calls, outputs, strict=True):
             call(got)
     return all(torch.equal(got, given) for got in outputs)

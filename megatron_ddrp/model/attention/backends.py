@@ -15,9 +15,7 @@ precision, GPUs from A100 on.
 
 from __future__ import annotations
 
-import inspect
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,16 +58,7 @@ def why_not_varlen(demand: Demand) -> str | None:
     """Return the reason why `varlen_attention` cannot run, in one line, or None if it can."""
     if demand.dropout:
         return f"varlen attention has no dropout, got {demand.dropout}"
-    if demand.window is not None and not _has_windows():
-        return f"varlen attention has no window in torch {torch.__version__}, got {demand.window}"
     return why_not_flash(demand)
-
-
-@cache
-def _has_windows() -> bool:
-    from torch.nn.attention import varlen
-
-    return "window_size" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def varlen_attention(attending: Attending) -> Tensor:
@@ -79,7 +68,7 @@ def varlen_attention(attending: Attending) -> Tensor:
     layout, (batch, _, seq, head_dim) = attending.layout, attending.query.shape
     assert layout is not None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in attending[:3])  # [b·s, h, d]
-    if not math.isclose(attending.terms.scale, head_dim**-0.5):  # torch 2.10 accepts no other scale
+    if not math.isclose(attending.terms.scale, head_dim**-0.5):  # torch 2.11 accepts no other scale
         query = query * (attending.terms.scale * head_dim**0.5)
     runs, window = (layout.runs, layout.runs, layout.longest, layout.longest), attending.window
     options: dict[str, Any] = {} if window is None else {"window_size": (window, window)}  # both ends are inclusive

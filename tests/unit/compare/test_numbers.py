@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import scipy
+from packaging.version import Version
 
 from megatron_ddrp.tasks.compare.page import Page
 from megatron_ddrp.tasks.compare.rows import read_rows
@@ -45,7 +47,11 @@ def test_every_gain_is_the_same(page):
         gains[key] = one | {"values": list(one["by_seed"].values()), "seeds_needed": needed}
     assert len(GOLDEN["gains"]) == 165
     for key, golden in GOLDEN["gains"].items():
-        assert {name: gains[key][name] for name in golden} == golden, key
+        found = {name: gains[key][name] for name in golden}
+        if Version(scipy.__version__) < Version("1.16") and golden["over_seeds"]:  # other last digits of quantiles
+            assert found["over_seeds"] == pytest.approx(golden["over_seeds"], 1e-9, 0), key
+            found |= {"over_seeds": golden["over_seeds"]}
+        assert found == golden, key
 
 
 def test_every_distance_from_chance_is_the_same(page):

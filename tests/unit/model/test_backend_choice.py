@@ -75,21 +75,17 @@ def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(backends, "_has_windows", lambda: True)
     chosen, reason = resolve_backend("auto", demand(**changes), in_logits, full)
     assert chosen == backend and why in reason
 
 
-def test_auto_takes_sdpa_without_triton_and_a_mask_with_an_older_torch(monkeypatch):
+def test_auto_takes_sdpa_without_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert resolve_backend("auto", demand(), True) == (
         "sdpa",
         "works on every GPU; triton attention needs the package triton, which torch installs for CUDA",
     )
-    monkeypatch.setattr(backends, "_has_windows", lambda: False)
-    assert "varlen for padded" in resolve_backend("auto", demand(dropout=0.0), False, full=False)[1]
-    assert "a mask for local" in resolve_backend("auto", demand(dropout=0.0, window=64), False)[1]
 
 
 def test_the_machine_is_searched_once_and_not_by_every_layer(monkeypatch):
