@@ -31,7 +31,7 @@ COMPLETE = "complete"
 """File that says that all files are complete; it holds the job that wrote them."""
 
 Job = dict[str, Any]
-"""What a command does, from its settings and inputs: JSON. An equal job writes the same bytes."""
+"""Settings and inputs of a command, as JSON. An equal job writes the same bytes."""
 
 _OWN = re.compile(rf"lock|{COMPLETE}|\d+\.({'|'.join((*PARTS, 'idx', 'json'))})|\..*\.tmp")
 """Names of the files that this module writes."""

@@ -28,7 +28,7 @@ def write(tmp_path, monkeypatch):
 
     def write(rows, ending, kind="classification", prediction=None):
         columns, usual = KINDS[kind]
-        model = FineTuned(None, None, Task("t", "f1", kind, ("A", "B")), columns, 64, 1, None)
+        model = FineTuned(None, None, Task("t", "f1", kind, ("A", "B")), columns, 64, None)
         monkeypatch.setattr(predict, "load_finetuned", lambda *_: model)
         answer = usual if prediction is None else prediction
         encoded = Encoded(np.empty(0), np.empty(0), np.empty(0), np.empty(0), 0)
