@@ -73,7 +73,9 @@ class TrainingRun:
                 self.show_step(self.numbers_of(result, after, clock), clock)
             return replace(after, since_logged={}) if logged else after
 
-        if request := largest_over_ranks(requests.code, ranks.device):  # received before the first step
+        if request := largest_over_ranks(
+            requests.received, ranks.device
+        ):  # before the first step, which a clock waits for
             return progress, request
         saved_at = begin.iteration
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.commands import pretrain
-from megatron_ddrp.run.launch import is_launched, launched_world_size
+from megatron_ddrp.run.launch import StopRequests, is_launched, launched_world_size
 from megatron_ddrp.train import Trained
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,8 @@ def test_a_refusal_is_told_once_on_every_host(variable: str) -> None:
 def test_a_finished_run_says_what_is_next(
     code: int, save: str | None, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_ddrp.train.train", lambda config: Trained(code, 1))
+    monkeypatch.setattr("megatron_ddrp.train.train", lambda config, requests: Trained(code, 1))
+    monkeypatch.setattr(StopRequests, "heed", lambda self: self)
     flags = ["--save", save] if save else []
     monkeypatch.setattr(sys, "argv", ["pretrain", "--data-path", "text", "--vocab-file", "vocab.txt", *flags])
     assert pretrain.main() == code

@@ -192,7 +192,7 @@ def test_a_failed_export_leaves_nothing(tmp_path, tokenizer, monkeypatch):
 
     load = write_checkpoint(tmp_path / "run", tokenizer)
     monkeypatch.setattr("megatron_ddrp.conversion.to_huggingface.write_tokenizer", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="hf: No space left on device"):
         export_checkpoint(load, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "vocab.txt"]
 

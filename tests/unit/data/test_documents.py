@@ -332,9 +332,10 @@ def test_parquet_rows(tmp_path, monkeypatch):
     assert skipped == [f"{path}:8: column 'title' holds null, expected a string"]
     chunks = chunks_of(path, 1000)
     assert len(chunks) > 2 and sum(chunk.read for chunk in chunks) == path.stat().st_size
-    views = pyarrow.table({"text": pyarrow.array(["one", "é"], pyarrow.string_view())})
-    parquet.write_table(views, tmp_path / "b.parquet")
-    assert texts(tmp_path / "b.parquet") == ["one", "é"]
+    if hasattr(pyarrow, "string_view"):  # not before pyarrow 16
+        views = pyarrow.table({"text": pyarrow.array(["one", "é"], pyarrow.string_view())})
+        parquet.write_table(views, tmp_path / "b.parquet")
+        assert texts(tmp_path / "b.parquet") == ["one", "é"]
     with pytest.raises(UserError, match="no column 'body', it has n, text, title"):
         list(iter_documents([str(path)], ["body"]))
     with pytest.raises(UserError, match="column 'n' holds int64, expected strings"):
