@@ -1,5 +1,5 @@
-"""How far the gradients that engines step with are from the exact sums of what their backward passes gave, and what a
-run says of engines whose gradients were changed on the way."""
+"""Measure how far the gradients that engines step with are from the exact sums of their backward passes' gradients, and
+collect what a run says of engines whose gradients were changed on the way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _built(config: Config) -> tuple[Any, BatchLoader, Config, Ranks]:
 
 
 class Proved(NamedTuple):
-    """What a proof said of a step, and of the next one, of whose gradients one was changed."""
+    """Words of a proof about a step, and about the next one, in which one gradient was changed."""
 
     lines: list[str]
     error: str

@@ -250,7 +250,7 @@ def test_tensorboard_keeps_the_steps_before_a_resume_and_drops_those_after_it(tm
 
 
 def test_a_run_that_saves_goes_on_without_its_reader(tmp_path, monkeypatch):
-    """As when the ssh of a host ends: the rows are in the folder."""
+    """The reader goes when the ssh of a host ends; the rows are in the folder."""
     for save in (tmp_path, None):
         reader, writer = os.pipe()
         os.close(reader)

@@ -152,7 +152,7 @@ def test_a_folder(tmp_path, monkeypatch, can_exchange, replaces):
 
 
 def test_files_of_a_folder_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Those that other libraries wrote too: a journal may keep the new name and lose the bytes."""
+    """Files that other libraries wrote are synced too: a journal may keep the new name and lose the bytes."""
     synced, renamed, fsync = set(), [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file))[1])
 
