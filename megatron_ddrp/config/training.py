@@ -53,10 +53,19 @@ class TrainingConfig(Section):
     num_threads: int | None = option(None, "CPU threads per rank (default: torch's own choice)", within="[1, 65536]")
     max_skipped_steps: int = option(
         10,
-        "stop after this many steps in a row whose loss or gradients are not finite; such a step changes no weight",
+        "stop after this many steps in a row whose loss or gradients are not finite, or that --replay-interval drops; "
+        "such a step changes no weight",
         within=COUNT,
     )
-
+    replay_interval: int | None = option(
+        None,
+        "compute one micro-batch of every N-th step again on each rank, with the same draws, and compare the bits of "
+        "loss and gradients: if a rank computes wrong, it is named and all ranks drop the step. Weights that several "
+        "ranks hold are compared too; a difference ends the run. Costs about one micro-batch per replay; needs CPUs or "
+        "CUDA graphs (default: no replay)",
+        within=COUNT,
+        metavar="N",
+    )
     gradient_proof: bool = option(
         True,
         "in the first step of a run, and of a resumed one, compare the gradients that DeepSpeed steps with with the "

@@ -29,6 +29,7 @@ from megatron_ddrp.engine.layout import (
     ModelParallelUnit,
     ZeroClipping,
     build_pipeline,
+    forget_offloaded,
     mark_invalid,
 )
 from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
@@ -95,6 +96,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     else:
         zero: Any = sys.modules[type(engine.optimizer).__module__]
         zero.mask_nan_or_inf_with_val_inplace = mark_invalid
+        if getattr(engine.optimizer, "cpu_offload", False):
+            forget_offloaded(engine.optimizer)
         if not settings["bf16"].get("check_grad_overflow", True):
             optimizer.register_step_pre_hook(ZeroClipping(engine.optimizer, config.optimizer.clip_grad))
     if not OPTIMIZERS.has_own(config.optimizer.optimizer):

@@ -67,7 +67,7 @@ def precision_remarks(config: Config, device: torch.device) -> list[str]:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Refuse a precision, an attention backend, a compilation or graphs that a device does not support."""
+    """Refuse a precision, an attention backend, a compilation, graphs or replays that a device does not support."""
     no_graphs = why_not_graphs(config, device) if config.parallel.cuda_graphs == "on" else None
     precision, backend = config.training.precision, config.model.attention_backend
     faults = {
@@ -77,10 +77,19 @@ def check_device(config: Config, device: torch.device) -> None:
         ),
         "--compile on": why_not_compile(device) if config.model.compile == "on" else None,
         "--cuda-graphs on": no_graphs and f"{no_graphs}; use --cuda-graphs off",
+        f"--replay-interval {config.training.replay_interval}": why_no_replay(config, device),
     }
     for flag, fault in faults.items():
         if fault:
             raise UserError(f"{flag}: {fault}", WRONG_ARGUMENTS)
+
+
+def why_no_replay(config: Config, device: torch.device) -> str | None:
+    """Return the reason why two passes over one micro-batch may differ on a device, or None, also without replays."""
+    if config.training.replay_interval is None or device.type == "cpu" or uses_graphs(config, device):
+        return None
+    reason = why_not_graphs(config, device) or "--cuda-graphs off"
+    return f"on GPUs only passes by CUDA graphs are compared, and this run has none ({reason}); leave it out"
 
 
 def attention_demand(model: ModelConfig, precision: str, device: torch.device) -> Demand:

@@ -64,8 +64,9 @@ class GradientProof:
             for hook in self.hooks:
                 hook.remove()
             self.engine._take_model_step = self.take_step
-        self.flat.zero_()
-        return self.take_step(*arguments, **named)
+        taken = self.take_step(*arguments, **named)
+        self.flat.zero_()  # after the step, in which a replay may run the hooks once more
+        return taken
 
     def _is_proved(self) -> bool:
         """Return False if the gradients are not finite, so that the step will be skipped; a collective call."""

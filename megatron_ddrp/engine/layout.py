@@ -178,6 +178,17 @@ def mark_invalid(norm: Tensor, device: object = None, val: float = -1.0) -> None
     norm.copy_(torch.where(norm.isfinite(), norm, val))
 
 
+def forget_offloaded(zero: Any) -> None:
+    """Let ZeRO 1 and 2 with offload drop a skipped step's gradients, which DeepSpeed would add to the next step's."""
+    reset = zero.reset_cpu_buffers
+
+    def reset_all() -> None:
+        reset()
+        zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+
+    zero.reset_cpu_buffers = reset_all
+
+
 def _square_sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares, an fp32 scalar. On GPUs it takes few launches.
 

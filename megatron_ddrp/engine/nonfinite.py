@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
+from megatron_ddrp.engine.replay import Replay
 from megatron_ddrp.engine.step import StepResult, train_step
 from megatron_ddrp.errors import shared_error
 from megatron_ddrp.objectives.notes import NoteDictionary
@@ -39,6 +40,8 @@ class Launched:
     scaler: dict[str, float] | None
     """State of fp16's loss scale before the step."""
     result: StepResult
+    fault: str = ""
+    """Difference that a replay found; the step was dropped."""
 
 
 def reads_late(config: Config, ranks: Ranks) -> bool:
@@ -61,8 +64,12 @@ class FiniteSteps:
 
     def launch(self, micro_batches: list[MicroBatch], step: int) -> Launched:
         """Start a step; `finish` reads its numbers."""
-        scaler = get_loss_scaler(self.engine)
-        return Launched(micro_batches, step, scaler, self._try(micro_batches, step))
+        scaler, interval = get_loss_scaler(self.engine), self.config.training.replay_interval
+        if interval is None or (step % interval and not self.skipped):
+            return Launched(micro_batches, step, scaler, self._try(micro_batches, step))
+        with Replay(self.engine, self.config, self.ranks, step) as replay:
+            result = self._try(micro_batches, step)
+        return Launched(micro_batches, step, scaler, result, replay.fault)
 
     def finish(self, launched: Launched) -> StepResult:
         """Return the result of a step, which is repeated if it was not finite.
@@ -70,7 +77,10 @@ class FiniteSteps:
         Raise `UserError` after `--max-skipped-steps` skipped steps in a row.
         """
         step, result = launched.step, launched.result
-        if math.isfinite(result.grad_norm):
+        if launched.fault:
+            set_loss_scaler(self.engine, launched.scaler)
+            self._skip(step, launched.fault, "were computed wrong", "without the host that computes wrong")
+        elif math.isfinite(result.grad_norm):
             self.skipped = 0
         elif not self._is_overflow(result, launched.scaler):
             set_loss_scaler(self.engine, launched.scaler)
@@ -81,17 +91,21 @@ class FiniteSteps:
         return result
 
     def _tell(self, step: int, taken: bool, cause: str) -> None:
-        """Report the repeated step, and raise `UserError` after too many skipped steps in a row."""
+        """Report the repeated step."""
         if taken:
             self.say(f"step {step}: not finite, but finite when tried again: taken")
             self.skipped = 0
-            return
+        else:
+            self._skip(step, cause, "were not finite", "with a lower --lr or without the data of these steps")
+
+    def _skip(self, step: int, cause: str, what: str, remedy: str) -> None:
+        """Report a skipped step, and raise `UserError` after too many in a row."""
         self.skipped += 1
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
         if self.skipped >= self.config.training.max_skipped_steps:
             raise shared_error(
-                f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; resume from "
-                "the last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
+                f"{self.skipped} steps in a row {what}, the last of them step {step}: {cause}; resume from the last "
+                f"checkpoint {remedy} (--max-skipped-steps)"
             )
 
     def _try(self, micro_batches: list[MicroBatch], step: int) -> StepResult:

@@ -83,6 +83,15 @@ class PipelinePart(nn.Module):
         given = run_stages(self.stages, received, self.recompute, compute_dtype=self.compute_dtype)
         return given if self.last else self.courier.send(given)
 
+    def again(self, sent: tuple[Tensor, Tensor], header: Tensor) -> tuple[Tensor, Tensor] | Output:
+        """Repeat the step's first micro-batch from what came with `header`; the next part gets no header for it."""
+        mail, self.courier.mail, self.number = self.courier.mail, Mail(), 0
+        self.courier.mail.post(header, is_first=True)
+        try:
+            return self(sent)
+        finally:
+            self.courier.mail = mail
+
 
 class Mail:
     """Headers in the order of the micro-batches, within one process: each `post` is read by the next `take`."""
@@ -134,6 +143,8 @@ class Courier:
         """Keep `travelling`, the objective's named tuples (equal on all ranks), and `mail`, which carries headers."""
         self.named: tuple[Any, ...] = (Inputs, State, Batch, Draws, NoteInputs, Layout, *travelling)
         self.mail = mail or Mail()
+        self.header: Tensor | None = None
+        """Header that was taken last."""
 
     def send(self, given: Inputs | State) -> tuple[Tensor, Tensor]:
         """Return (floats that receive gradients, flat; all the rest as bytes), and post the header."""
@@ -155,7 +166,8 @@ class Courier:
 
     def receive(self, floats: Tensor, rest: Tensor) -> Any:
         """Return the `Inputs` or `State` from which `send` made the two tensors."""
-        header = iter(self.mail.take().tolist())
+        self.header = self.mail.take()
+        header = iter(self.header.tolist())
         described = []
         for _ in range(next(header)):
             is_learned, dtype, rank = next(header), DTYPES[next(header)], next(header)

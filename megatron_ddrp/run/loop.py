@@ -88,7 +88,7 @@ class TrainingRun:
                 earlier, requested = waiting
                 progress, request = finish(earlier), int(requested.read())
             pauses = self.pauses_after(launched.step, validation is not None) or profile.is_bound(launched.step)
-            if late and not request and not pauses:
+            if late and not request and not pauses and not launched.fault:
                 waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
                 continue
             progress, waiting = finish(launched), None

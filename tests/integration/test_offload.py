@@ -58,9 +58,9 @@ def test_offload_changes_no_loss_and_resumes_exactly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offload_on_two_ranks_skips_what_is_not_finite(stage: int, flags: Flags, tmp_path: Path) -> None:
-    common = {**RUN, "zero_stage": stage, "save_interval": 1}
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, False), (2, True), (3, False)])
+def test_offload_on_two_ranks_skips_what_is_not_finite(stage: int, bf16: bool, flags: Flags, tmp_path: Path) -> None:
+    common = {**RUN, "zero_stage": stage, "save_interval": 1, "bf16": bf16}
     spoiled = poisoned((3,), "output")
     start_ranks(flags(save=tmp_path / "plain", **common), 2, before=spoiled).check()
     common["deepspeed_config"] = offload(tmp_path, "offload_optimizer")

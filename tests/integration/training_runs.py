@@ -25,7 +25,8 @@ from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_ddrp.engine.gradient_proof import GradientProof
 from megatron_ddrp.engine.inputs import training_inputs
-from megatron_ddrp.engine.step import evaluate, train_step
+from megatron_ddrp.engine.nonfinite import FiniteSteps
+from megatron_ddrp.engine.step import evaluate
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
@@ -61,10 +62,11 @@ def train_run(config: Config) -> Rows:
     end = files.exit_interval or config.training.train_iters
     if config.training.gradient_proof:
         GradientProof(engine, config, ranks, print)
+    steps = FiniteSteps(engine, config, ranks, print, notes)
     for step in range(begin + 1, end + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
         inputs = training_inputs(micro_batches, config, step, ranks.device)
-        result = train_step(engine, inputs, config, ranks, step, notes)
+        result = steps.finish(steps.launch(inputs, step))
         rows.append({**result.losses, "grad_norm": result.grad_norm})
     if rows:
         rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks, notes)

@@ -10,6 +10,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.engine.device import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import graphs
 from megatron_ddrp.parallel.process_group import Ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -23,6 +24,16 @@ def test_one_process_beside_several_gpus_is_told_how_to_use_them(
     lines = unused_devices(ranks)
     assert bool(lines) is says
     assert not lines or lines[0].startswith("1 of 8 GPUs used; to use all: deepspeed --module megatron_ddrp pretrain")
+
+
+def test_replays_need_a_cpu_or_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config().replace(training={"replay_interval": 100}, model={"attention_backend": "sdpa", "compile": "off"})
+    check_device(config, CPU)
+    monkeypatch.setattr(graphs, "is_nvidia", lambda device: device.type == "cuda")
+    check_device(config, GPU)
+    with pytest.raises(UserError, match=r"^--replay-interval 100: on GPUs .* \(--cuda-graphs off\); leave it out$"):
+        check_device(config.replace(parallel={"cuda_graphs": "off"}), GPU)
+    check_device(Config().replace(parallel={"cuda_graphs": "off"}), CPU)
 
 
 def test_cuda_graphs_need_a_gpu() -> None:

@@ -242,6 +242,48 @@ def test_steps_that_stay_not_finite_end_the_run(late: bool, monkeypatch: pytest.
     assert ("launch 4" in made.events) == late
 
 
+class FakeReplay:
+    """Replay that finds a fault in some steps; it notes the steps that were replayed."""
+
+    steps: list[int] = []
+    faulty: tuple[int, ...] = ()
+
+    def __init__(self, engine: Any, config: Config, ranks: Ranks, step: int) -> None:
+        self.steps.append(step)
+        self.fault = f"rank 1 in {step}" if step in self.faulty else ""
+
+    def __enter__(self) -> FakeReplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("faulty", "replayed"), [((), [2, 4, 6]), ((2,), [2, 3, 4, 6]), ((2, 3), [2, 3, 4, 6])])
+def test_every_step_is_replayed_until_one_has_no_fault(
+    faulty: tuple[int, ...], replayed: list[int], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
+    monkeypatch.setattr(FakeReplay, "steps", [])
+    monkeypatch.setattr(FakeReplay, "faulty", faulty)
+    made = training(monkeypatch, late, {step: [math.nan] for step in faulty})
+    made.run = loop.replace(made.run, config=CONFIG.replace(training={"replay_interval": 2, "max_skipped_steps": 3}))
+    assert made()[0].iteration == 6 and FakeReplay.steps == replayed
+    skipped = [f"step {step} skipped, parameters and optimizer unchanged: rank 1 in {step}" for step in faulty]
+    assert [line for line in made.lines if "skipped" in line] == skipped
+    assert [event for event in made.events if event.startswith("launch")] == [f"launch {n}" for n in range(1, 7)]
+
+
+def test_replays_that_stay_different_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
+    monkeypatch.setattr(FakeReplay, "faulty", (4, 5))
+    made = training(monkeypatch, True, {4: [math.nan], 5: [math.nan]})
+    made.run = loop.replace(made.run, config=CONFIG.replace(training={"replay_interval": 4, "max_skipped_steps": 2}))
+    with pytest.raises(UserError, match="2 steps in a row were computed wrong, the last of them step 5: rank 1 in 5;"):
+        made()
+
+
 @pytest.mark.parametrize(("late", "last"), [(False, 2), (True, 3)])
 def test_a_request_ends_the_run_at_its_step_or_one_later(
     late: bool, last: int, monkeypatch: pytest.MonkeyPatch
