@@ -290,5 +290,8 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(folder)  # a full disk says no name
+        raise
     finally:
         os.close(descriptor)

@@ -114,10 +114,15 @@ def job_of(name: str, settings: Any, inputs: Sequence[AnyPath]) -> Job:
 def finish_left(folder: str, prefixes: Sequence[str], job: Job) -> bool:
     """Give complete datasets that a killed command left in `folder` their names; return whether `job` wrote them."""
     marker = Path(folder) / COMPLETE
-    if not marker.is_file():
+    try:
+        with marker.open("rb") as stream:
+            left = parse_json(stream.read())
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except (OSError, ValueError) as error:  # not absent: the next step would remove complete files
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{marker} cannot be read: {reason}; try again, or remove {folder} to begin anew") from None
     with _take_lock(marker.parent):
-        left = parse_json(marker.read_bytes())
         _give_names(marker.parent, prefixes)
         _remove(marker.parent)
     files = (dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx"))

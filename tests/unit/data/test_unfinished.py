@@ -1,14 +1,18 @@
 """Datasets that are being written: nothing has a name before its time, and nobody else's files are touched."""
 
+import errno
 import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.dataset import unfinished
+from megatron_ddrp.data.dataset.merging import merge, shuffle
+from megatron_ddrp.data.dataset.unfinished import COMPLETE, UnfinishedDatasets
 from megatron_ddrp.data.preprocess import pipeline
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 
 
 @pytest.fixture
@@ -63,3 +67,74 @@ def test_two_processes_do_not_write_the_same_datasets(config, tmp_path):
         pytest.raises(UserError, match="another process is writing here"),
     ):
         preprocess(settings)
+
+
+class Killed(BaseException):
+    """Stand-in for the end of a process: nothing of this package catches it."""
+
+
+def killed_at(monkeypatch, name, action):
+    """Run an action that ends where it calls a function of the module `unfinished`."""
+
+    def end(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(unfinished, name, end)
+        action()
+
+
+@pytest.fixture
+def commands(config, tmp_path):
+    """Return name → (command, prefix of the dataset that it writes)."""
+    for name in "ab":
+        write_dataset(tmp_path / name, [[[5, 6, 7]], [[8, 9]]], manifest={"documents": 2, "inputs": []})
+    out, inputs = tmp_path / "out", [str(tmp_path / name) for name in "ab"]
+    return {
+        "preprocess": (lambda: preprocess(config()), config().prefixes[0]),
+        "merge": (lambda: merge(out / "both", inputs), str(out / "both")),
+        "shuffle": (lambda: shuffle(out / "mixed", inputs[0], 1), str(out / "mixed")),
+    }
+
+
+def dataset_files(prefix):
+    return {ending: Path(prefix + ending).read_bytes() for ending in (".bin", ".idx", ".json")}
+
+
+@pytest.mark.parametrize("name", ["preprocess", "merge", "shuffle"])
+def test_a_dataset_that_was_deleted_after_a_kill_is_written_again(commands, monkeypatch, name):
+    """The kill came after the last renaming, so what is left says that all is done."""
+    command, prefix = commands[name]
+    killed_at(monkeypatch, "_remove", command)
+    expected = dataset_files(prefix)
+    for ending in expected:
+        Path(prefix + ending).unlink()
+    command()
+    assert dataset_files(prefix) == expected
+
+
+@pytest.mark.parametrize("damage", ["a failing read", "other bytes"])
+@pytest.mark.parametrize("name", ["preprocess", "merge", "shuffle"])
+def test_complete_files_stay_if_their_mark_cannot_be_read(commands, monkeypatch, name, damage):
+    """One failing read must not cost hours of work."""
+    command, prefix = commands[name]
+    killed_at(monkeypatch, "_give_names", command)
+    (mark,) = Path(prefix).parent.glob(f"*.unfinished/{COMPLETE}")
+    files, content, opened = sorted(mark.parent.iterdir()), mark.read_bytes(), Path.open
+
+    def refuse(path, *arguments, **named):
+        if path == mark:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        if damage == "other bytes":
+            mark.write_bytes(content[:-3])
+        else:
+            patch.setattr(Path, "open", refuse)
+        with pytest.raises(UserError, match=f"{COMPLETE} cannot be read: .*; try again, or remove"):
+            command()
+    assert sorted(mark.parent.iterdir()) == files and not Path(f"{prefix}.bin").exists()
+    mark.write_bytes(content)
+    command()
+    assert not mark.parent.exists() and len(dataset_files(prefix)) == 3
