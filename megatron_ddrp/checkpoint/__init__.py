@@ -38,6 +38,7 @@ from megatron_ddrp.checkpoint.folder import (
     complete,
     holds_run,
     is_checkpoint,
+    iteration_of,
     last_name,
     mark_latest,
     prune,

@@ -12,6 +12,7 @@ from megatron_ddrp.checkpoint.other_folders import look_inside
 from megatron_ddrp.checkpoint.state import STATE, write_state
 from megatron_ddrp.config import load_config
 from megatron_ddrp.data.atomic import sync_folder, write_text
+from megatron_ddrp.data.points import point
 from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
@@ -122,15 +123,19 @@ def complete(temporary: Path, state: dict[str, Any], since: int) -> Path:
     """
     write_state(temporary, state)
     path = temporary.with_suffix("")
+    step = iteration_of(path.name)
     if path.exists():  # damaged, or from a run that was abandoned
         replaced = path.with_suffix(".old.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
+        point("checkpoint.moved_away", step)
     temporary.rename(path)
+    point("checkpoint.renamed", step)
     sync_folder(path.parent)  # `latest` must never name a checkpoint that a power cut takes away
     mark_latest(path.parent, path.name)
+    point("checkpoint.latest", step)
     for passed in all_checkpoints(path.parent):
-        if since < iteration_of(passed.name) < iteration_of(path.name):
+        if since < iteration_of(passed.name) < step:
             shutil.rmtree(passed, ignore_errors=True)
     return path
 

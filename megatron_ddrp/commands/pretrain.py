@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ def read_arguments(words: Sequence[str] | None = None) -> Arguments:
     with first_rank_speaks():
         arguments = parse_arguments(words)
         for line in arguments.remarks:
-            print(line, flush=True)
+            with contextlib.suppress(OSError):  # without a reader, the log's first line decides what becomes of the run
+                print(line, flush=True)
     return arguments
 
 

@@ -22,6 +22,7 @@ from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import CheckpointConfig, Config, changed_settings
 from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.data.atomic import make_folder
+from megatron_ddrp.data.points import point
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
@@ -177,6 +178,7 @@ def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ra
 
     for kind, moments in ((files.MODEL, WEIGHT), (files.OPTIMIZER, held.all_moments)):
         agree(partial(write, kind, held.forms(moments), held.whole(moments)))
+        point("checkpoint.tensors", files.iteration_of(folder.stem))
     if beside:
         forms = {name: Form.of(tensor) for name, tensor in beside.items()}
         agree(lambda: write(files.BESIDE, forms, beside.items()) if ranks.pipeline_rank == 0 else None)

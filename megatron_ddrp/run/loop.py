@@ -13,6 +13,7 @@ from megatron_ddrp.checkpoint.note_files import note_tensors
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate, validation_steps
+from megatron_ddrp.data.points import point
 from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
@@ -164,6 +165,7 @@ class TrainingRun:
         row |= self.log.callbacks.columns(row)
         self.log.write(row, "on_step")
         self.show_step(row, clock)
+        point("step.logged", progress.iteration)
 
     def show_step(self, row: Mapping[str, Any], clock: Clock) -> None:
         """Print the progress line of a step's numbers."""

@@ -7,6 +7,7 @@ It falls fast again when attention has begun to use positions (docs/plateau.md).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -94,7 +95,8 @@ class PlateauWatch(Callback):
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         if line := self.line(row):
-            print(line, flush=True)
+            with contextlib.suppress(OSError):  # without a reader, the log's next line decides what becomes of the run
+                print(line, flush=True)
 
     def line(self, row: Mapping[str, Any]) -> str:
         """Return the line for a logged row; none for the first, at which a trained model may be anywhere."""

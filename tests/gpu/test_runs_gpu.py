@@ -18,8 +18,7 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from tests.gpu.cases import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
 from tests.integration.graph_steps import train_emulated
-from tests.integration.launch import start_ranks
-from tests.integration.test_faults import at_step, send
+from tests.integration.launch import armed, start_ranks
 from tests.integration.test_precision import allow_fp16_on_the_cpu
 from tests.integration.training_runs import Rows, forget_layout, run_ranks, train_run
 
@@ -126,8 +125,7 @@ def test_two_ranks_have_the_losses_of_one(device: str, flags: Flags) -> None:
 @pytest.mark.parametrize("device", ON_BOTH)
 def test_a_killed_rank_ends_the_other(device: str, flags: Flags) -> None:
     need_devices(device, 2)
-    killed = functools.partial(at_step, 2, 1, functools.partial(send, signal.SIGKILL))
     words = flags(**SIZES, distributed_timeout_minutes=0.5)
-    result = start_ranks(words, 2, before=killed, context=context_of(device))
+    result = start_ranks(words, 2, armed("step.logged=SIGKILL@2", 1), context=context_of(device))
     assert result.exit_codes[1] == -signal.SIGKILL
     assert result.exit_codes[0] not in (0, None), "the other rank ended well, or was still waiting"

@@ -8,12 +8,15 @@ can be started in the same way: `python` alone takes 2 to 8 s to import what the
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -21,9 +24,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from megatron_ddrp.data.atomic import take_lock
+from megatron_ddrp.data.points import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_bert.py"
@@ -102,6 +109,37 @@ def start_ranks(
         exit_codes = exit_codes_of(ranks, timeout, during)
         stdout, stderr = ([_text(path) for path in paths] for paths in zip(*streams, strict=True))
     return Result(exit_codes, stdout, stderr)
+
+
+def armed(points: str, rank: int | None = None) -> Callable[[], None]:
+    """Return what arms points of `megatron_ddrp/data/points.py` before a rank starts, on all ranks or one of them."""
+    return functools.partial(_arm, points, rank)
+
+
+def _arm(points: str, rank: int | None) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
+    if rank is None or os.environ["RANK"] == str(rank):
+        os.environ[VARIABLE] = points
+
+
+class Hold:
+    """Named pipe that holds the processes which come to a point of `hold:PIPE`, until it is released."""
+
+    def __init__(self, pipe: Path) -> None:
+        os.mkfifo(pipe)
+        self.action = f"hold:{pipe}"
+        self._stream = pipe.open("r+b", buffering=0)
+        take_lock(self._stream.fileno())
+
+    def next_process(self, *sentinels: int) -> int:
+        """Wait for the next process to be held and return its number; fail if a process of the `sentinels` ends."""
+        assert self._stream in wait([self._stream, *sentinels], TIMEOUT), "no process came to the point"
+        return int(self._stream.readline())
+
+    def release(self) -> None:
+        """Let the processes continue; a fork of this process may have inherited the lock, so closing is not enough."""
+        fcntl.flock(self._stream, fcntl.LOCK_UN)
+        self._stream.close()
 
 
 def exit_codes_of(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.integration.launch import Result, start_ranks
+from tests.integration.launch import Hold, Result, armed, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -20,19 +18,9 @@ TIMEOUT = 400.0
 """Seconds, on a machine that others use too."""
 
 
-def compare(plan: Path, out: Path, *words: object, during: Callable[[list[Any]], None] | None = None) -> Result:
-    """Run `python -m tasks.compare`; its jobs are processes of their own."""
-    arguments = [plan, "--output-dir", out, *words]
-    return start_ranks(arguments, None, program="tasks.compare", during=during, timeout=TIMEOUT)
-
-
-def steps_of(out: Path) -> dict[str, int]:
-    """Run's folder → the last step in its metrics.jsonl."""
-    found = {}
-    for path in out.glob("courses/*/metrics.jsonl"):
-        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        found[path.parent.name] = max((json.loads(line)["iteration"] for line in lines), default=0)
-    return found
+def compare(plan: Path, out: Path, *words: object, **harm: Any) -> Result:
+    """Run `python -m tasks.compare`; its jobs are processes of their own. `harm` is for `start_ranks`."""
+    return start_ranks([plan, "--output-dir", out, *words], None, program="tasks.compare", timeout=TIMEOUT, **harm)
 
 
 def results_of(out: Path) -> list[dict[str, Any]]:
@@ -62,13 +50,14 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
 
-    def kill_in_a_run(drivers: list[Any]) -> None:
-        while max(steps_of(out).values(), default=0) < 18:
-            assert drivers[0].is_alive(), "it ended before the eighteenth step of a run was seen"
-            time.sleep(0.02)
-        drivers[0].kill()
+    hold = Hold(tmp_path / "pipe")
 
-    compare(plan, out, during=kill_in_a_run)
+    def kill_in_a_run(drivers: list[Any]) -> None:
+        hold.next_process(drivers[0].sentinel)
+        drivers[0].kill()
+        hold.release()
+
+    compare(plan, out, before=armed(f"step.logged={hold.action}@18"), during=kill_in_a_run)
     began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, newest, read_state, write_state
 from megatron_ddrp.config import load_config
-from tests.integration.launch import lines, start_ranks, training_rows
+from tests.integration.launch import Hold, Result, armed, lines, start_ranks, training_rows
 from tests.integration.test_bad_input import assert_refused, contents
-from tests.integration.test_faults import at_step
 
 Flags = Callable[..., list[str]]
 
@@ -77,12 +77,24 @@ def test_a_damaged_row_does_not_take_the_others_with_it(run: Path, flags: Flags)
     assert (run / "metrics.jsonl.damaged").read_bytes() == b"\xff\xfe{\n"
 
 
+def changed_at_step_three(words: list[str], ranks: int, change: Callable[[], object]) -> Result:
+    """Run `pretrain_bert.py` and do something while rank 0 is held after its third step."""
+    with tempfile.TemporaryDirectory() as folder:
+        hold = Hold(Path(folder) / "pipe")
+
+        def during(processes: list[Any]) -> None:
+            hold.next_process(processes[0].sentinel)
+            change()
+            hold.release()
+
+        return start_ranks(words, ranks, armed(f"step.logged={hold.action}@3", 0), during)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_deleted_on_the_way_is_made_whole_again(ranks: int, flags: Flags, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    delete = functools.partial(at_step, 3, 0, functools.partial(shutil.rmtree, folder))
-    result = start_ranks(flags(save=folder, save_interval=2), ranks, before=delete).check()
+    result = changed_at_step_three(flags(save=folder, save_interval=2), ranks, lambda: shutil.rmtree(folder)).check()
     (line,) = [line for line in result.stdout[0].splitlines() if "lacked" in line]
     assert line == f"{folder} lacked lock, config.json, unigram.json, tokenizer, metrics.jsonl: written again"
     assert [path.name for path in all_checkpoints(folder)] == ["iter_0000005", "iter_0000004"]
@@ -91,16 +103,15 @@ def test_a_folder_deleted_on_the_way_is_made_whole_again(ranks: int, flags: Flag
     assert not (folder / "lock").exists() and (folder / "exit_code").read_text() == "0\n"
 
 
-def replace_by_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.touch()
-
-
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_made_again_ends_the_run_with_a_line(flags: Flags, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    replace = functools.partial(at_step, 3, 0, functools.partial(replace_by_a_file, folder))
-    result = start_ranks(flags(save=folder, save_interval=4), 2, before=replace)
+
+    def replace_by_a_file() -> None:
+        shutil.rmtree(folder)
+        folder.touch()
+
+    result = changed_at_step_three(flags(save=folder, save_interval=4), 2, replace_by_a_file)
     assert result.exit_codes == [1, 1]
     assert (
         f"step 4 not saved: {folder}: File exists; the last checkpoint is none; training continues" in result.stdout[0]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,36 +16,24 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import newest, read_state
+from megatron_ddrp.data.points import VARIABLE
 from megatron_ddrp.parallel.sharding import whole_name
-from tests.integration.launch import SCRIPT, TIMEOUT, environment, lines, start_ranks, training_rows
+from tests.integration.launch import (
+    SCRIPT,
+    TIMEOUT,
+    Hold,
+    armed,
+    environment,
+    lines,
+    run_command,
+    start_ranks,
+    training_rows,
+)
 from tests.integration.test_layout_changes import tensors
 
 Flags = Callable[..., list[str]]
 ASKED_TO_STOP = 75
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-
-
-def at_step(step: int, rank: int, action: Callable[[], None]) -> None:
-    """Do something on a rank once a step's row was written."""
-    from megatron_ddrp import train
-
-    log_step = train.TrainingRun.log_step
-
-    def log_and_act(run, result, progress, clock):  # type: ignore[no-untyped-def]
-        log_step(run, result, progress, clock)
-        if progress.iteration == step and os.environ["RANK"] == str(rank):
-            action()
-
-    train.TrainingRun.log_step = log_and_act
-
-
-def send(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-
-
-def signal_at_step(step: int, rank: int, number: signal.Signals) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
-    at_step(step, rank, functools.partial(send, number))
 
 
 @pytest.mark.slow
@@ -58,7 +44,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     start_ranks(flags(save=whole, **DROPOUT), 2).check()
     command = flags(save=parts, load=parts, **DROPOUT)
-    told = start_ranks(command, 2, before=functools.partial(signal_at_step, 3, 1, number))
+    told = start_ranks(command, 2, before=armed(f"step.logged={number.name}@3", 1))
     assert told.exit_codes == [ASKED_TO_STOP] * 2
     assert [lines(text) for text in told.stderr] == [[], []]
     assert f"stopped at step 3 by {number.name}" in told.stdout[0]
@@ -80,13 +66,12 @@ def test_the_clock_stops_a_run(flags: Flags, tmp_path: Path) -> None:
 
 
 def test_a_signal_at_the_last_step_is_no_stop(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(save=tmp_path), before=functools.partial(at_step, 5, 0, functools.partial(send, 15))).check()
+    start_ranks(flags(save=tmp_path), before=armed("step.logged=SIGTERM@5")).check()
 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_with_one_line(flags: Flags, tmp_path: Path) -> None:
-    killed = functools.partial(at_step, 3, 1, functools.partial(send, signal.SIGKILL))
-    result = start_ranks(flags(save=tmp_path, save_interval=2), 2, before=killed)
+    result = start_ranks(flags(save=tmp_path, save_interval=2), 2, before=armed("step.logged=SIGKILL@3", 1))
     assert result.exit_codes == [1, -signal.SIGKILL]
     (line,) = lines(result.stderr[0])
     assert "rank 0 lost another rank: " in line and "Connection" in line
@@ -97,8 +82,14 @@ def test_a_killed_rank_ends_the_others_with_one_line(flags: Flags, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_silent_rank_ends_the_others_within_the_timeout(flags: Flags, tmp_path: Path) -> None:
-    silent = functools.partial(at_step, 3, 1, functools.partial(time.sleep, 25))
-    result = start_ranks(flags(save=tmp_path, distributed_timeout_minutes=0.1), 2, before=silent)
+    hold = Hold(tmp_path / "pipe")
+
+    def wait_for_the_other(ranks: list[Any]) -> None:
+        ranks[0].join(TIMEOUT)
+        hold.release()
+
+    words = flags(save=tmp_path / "run", distributed_timeout_minutes=0.1)
+    result = start_ranks(words, 2, armed(f"step.logged={hold.action}@3", 1), wait_for_the_other)
     assert result.exit_codes == [1, 1]
     (line,) = lines(result.stderr[0])
     assert "rank 0 lost another rank: Timed out waiting 6000ms" in line
@@ -303,10 +294,9 @@ def test_run_forever_knows_the_codes(commands: str, code: int, starts: int, tmp_
 
 
 def test_run_forever_hands_on_what_it_is_told(tmp_path: Path) -> None:
-    commands = "trap 'kill %1; exit 75' TERM; touch $D/ready; sleep 30 & wait"
-    supervisor = supervise(tmp_path, commands)
-    while not (tmp_path / "ready").exists() and supervisor.poll() is None:
-        time.sleep(0.02)
+    hold = Hold(tmp_path / "pipe")
+    supervisor = supervise(tmp_path, "trap 'kill %1; exit 75' TERM; echo $$ > $D/pipe; sleep 30 & wait")
+    hold.next_process()
     supervisor.send_signal(signal.SIGTERM)
     supervisor.communicate(timeout=20)
     assert supervisor.returncode == 75
@@ -320,12 +310,10 @@ def test_run_forever_wants_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_forever_with_a_real_run_that_dies(flags: Flags, tmp_path: Path) -> None:
-    """A run that is killed at its first checkpoints goes on by itself, and ends."""
-    command = [sys.executable, str(SCRIPT), *flags(save=tmp_path, load=tmp_path, save_interval=1, train_iters=12)]
-    supervisor = subprocess.Popen(["bash", str(SUPERVISOR), *command], env=environment() | {"BACKOFF": "0"}, text=True)
-    while not (tmp_path / "latest").exists() and supervisor.poll() is None:
-        time.sleep(0.01)
-    child = int((tmp_path / "lock").read_text().split()[-1])
-    os.kill(child, signal.SIGKILL)
-    assert supervisor.wait(TIMEOUT) == 0
-    assert [row["iteration"] for row in training_rows(tmp_path)] == list(range(1, 13))
+    """A run that is killed at its first checkpoint goes on by itself, and ends."""
+    command = [sys.executable, SCRIPT, *flags(save=tmp_path, load=tmp_path, save_interval=1, train_iters=3)]
+    surroundings = {"BACKOFF": "0", VARIABLE: "checkpoint.latest=SIGKILL@1"}
+    ended = run_command(["bash", SUPERVISOR, *command], **surroundings)
+    assert ended.returncode == 0
+    assert ended.stderr.count("run_forever.sh: ended with code 137 (failure 1 of 5)") == 1
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3]

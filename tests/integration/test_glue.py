@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.errors import WRONG_ARGUMENTS
-from tests.integration.launch import ROOT, command_of_process, run_command, start_ranks
+from tests.integration.launch import ROOT, Hold, armed, run_command, start_ranks
 
 pytestmark = pytest.mark.slow
 SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
@@ -118,28 +116,18 @@ def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
     assert rows(folder / "workers") == rows(alone)
 
 
-def workers_of(pid: int) -> list[int]:
-    """Process ids of a command's workers."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):  # the command has ended
-        return []
-    return [int(child) for child in children if b"spawn_main" in command_of_process(int(child))]
-
-
-def kill_a_worker(commands: list[Any]) -> None:
-    """As soon as there are two."""
-    while len(workers := workers_of(commands[0].pid)) < 2:
-        assert commands[0].is_alive(), "it ended before both workers were seen"
-        time.sleep(0.01)
-    os.kill(workers[0], signal.SIGKILL)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours_alone):
-    out = folder / "one killed"
+    """It is killed with a lease, while the other holds one too."""
+    out, hold = folder / "one killed", Hold(folder / "pipe")
+
+    def kill_a_worker(commands: list[Any]) -> None:
+        workers = [hold.next_process(commands[0].sentinel) for _ in range(2)]
+        os.kill(workers[0], signal.SIGKILL)
+        hold.release()
+
     words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
-    start_ranks(words, None, program="tasks.glue", during=kill_a_worker).check()
+    points = armed(f"job.leased={hold.action}")
+    start_ranks(words, None, points, kill_a_worker, program="tasks.glue").check()
     assert rows(out) == rows(ours_alone)
     assert (out / "table.md").is_file()
 
@@ -147,19 +135,17 @@ def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours
 def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
     """Workers must go with a killed parent, and the leases that they held must be free."""
     out = folder / "killed"
-    chance = random.Random(3)
     words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
+    for point in ("job.leased", "job.appended"):
+        hold = Hold(folder / f"pipe of {point}")
 
-    def kill(commands: list[Any]) -> None:
-        while not (out / "locks").exists():
-            assert commands[0].is_alive(), "it ended before it held a lease"
-            time.sleep(0.02)
-        time.sleep(chance.uniform(0.0, 0.6))
-        commands[0].kill()
+        def kill(commands: list[Any], hold: Hold = hold) -> None:
+            hold.next_process(commands[0].sentinel)
+            commands[0].kill()
 
-    for _ in range(2):
-        killed = start_ranks(words, None, program="tasks.glue", during=kill)
+        killed = start_ranks(words, None, armed(f"{point}={hold.action}"), kill, program="tasks.glue")
         assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
+        hold.release()
     run(words)
     assert rows(out) == rows(ours_alone)
     assert predictions(out) == predictions(ours_alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,14 @@ import pytest
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.run import loop
-from tests.integration.launch import Result, start_ranks, training_rows
-from tests.integration.test_faults import at_step, send
+from tests.integration.launch import Result, armed, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
 
 
-def interrupt(times: int) -> None:
-    for _ in range(times):
-        send(signal.SIGINT)
-
-
-def interrupt_at_step_three(times: int) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
-    at_step(3, 0, functools.partial(interrupt, times))
-
-
 def interrupted(arguments: list[str], times: int) -> Result:
     """A run without a launcher that gets SIGINT so many times in its third step."""
-    return start_ranks(arguments, None, before=functools.partial(interrupt_at_step_three, times))
+    return start_ranks(arguments, None, before=armed(",".join(["step.logged=SIGINT@3"] * times)))
 
 
 def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path: Path) -> None:
@@ -56,7 +46,7 @@ def signal_late(number: signal.Signals) -> None:
 
 
 def after_a_signal(number: signal.Signals, call: Callable[..., Any], *arguments: object) -> Any:
-    send(number)
+    signal.raise_signal(number)
     return call(*arguments)
 
 
@@ -85,6 +75,28 @@ def test_a_signal_before_the_first_step_ends_all_ranks_there(
     assert (tmp_path / "exit_code").read_text() == "75\n" and newest(tmp_path) is None
     start_ranks(command, 2).check()
     assert (tmp_path / "exit_code").read_text() == "0\n"
+
+
+def lose_the_readers(number: signal.Signals) -> None:
+    """Let the system refuse all output, as after the end of a terminal or a login node, and signal at step three."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    armed(f"step.logged={number.name}@3")()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_ranks_whose_output_nobody_reads_save(number: signal.Signals, flags: Flags, tmp_path: Path) -> None:
+    command = flags(save=tmp_path, load=tmp_path, objective="mlm")  # which a line says has settings without effect
+    ended = start_ranks(command, 2, functools.partial(lose_the_readers, number))
+    assert ended.exit_codes == [75, 75]
+    assert (tmp_path / "exit_code").read_text() == "75\n"
+    assert newest(tmp_path) == tmp_path / "iter_0000003"
+    assert f"resumed from {tmp_path} at step 3" in start_ranks(command, 2).check().stdout[0]
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_two_interrupts_end_at_once(flags: Flags, tmp_path: Path) -> None:

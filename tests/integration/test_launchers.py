@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import signal
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.data.points import VARIABLE
 from tests.conftest import TinyCorpus
-from tests.integration.launch import SCRIPT, free_port, run_command, start_ranks
+from tests.integration.launch import SCRIPT, TIMEOUT, Hold, environment, free_port, run_command, start_ranks
 from tests.integration.test_run_folder import COMPLETE, assert_complete
 
 Flags = Callable[..., list[str]]
@@ -52,6 +61,31 @@ def test_a_mistake_is_one_line_of_ours(flags: Flags) -> None:
     assert launched.returncode == 1
     assert launched.stderr.count(line) == 1
     assert "Traceback" not in launched.stderr
+
+
+@pytest.mark.slow
+def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path: Path) -> None:
+    """The terminal's end kills `deepspeed` and its launcher of ranks, and takes the ranks' output away."""
+    hold, save = Hold(tmp_path / "pipe"), tmp_path / "run"
+    ours, theirs = pty.openpty()
+    deepspeed = subprocess.Popen(
+        [*launchers()["deepspeed-2"], SCRIPT, *flags(save=save)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment() | {"PATH": PATH, VARIABLE: f"step.logged={hold.action}@3"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    ended = os.pidfd_open(deepspeed.pid)
+    ranks = [os.pidfd_open(hold.next_process(ended)) for _ in range(2)]
+    os.close(ours)
+    assert deepspeed.wait(TIMEOUT) == -signal.SIGHUP
+    hold.release()
+    assert all(wait([rank], TIMEOUT) for rank in ranks)
+    assert (save / "exit_code").read_text() == "75\n"
+    assert newest(save) == save / "iter_0000003"
 
 
 def test_underscores_and_the_launchers_own_flags(flags: Flags, tmp_path: Path) -> None:

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
-import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
 
 from megatron_ddrp.parallel.rendezvous import listen
-from tests.integration.launch import free_port, start_ranks
-from tests.integration.test_faults import at_step
+from tests.integration.launch import Hold, armed, free_port, start_ranks
 
 Flags = Callable[..., list[str]]
 LISTENS = "0A"
 """Of /proc/net/tcp: the state of a listening socket."""
 
 
-def listening() -> list[str]:
-    """Addresses at which this process listens, from what the kernel says."""
-    links = [_link(descriptor) for descriptor in os.listdir("/proc/self/fd")]
+def listening(pid: int) -> list[str]:
+    """Addresses at which a process listens, from what the kernel says."""
+    links = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for table in ("tcp", "tcp6") for line in _table(table)]
     return [str(_address(row[1].split(":")[0])) for row in rows if row[3] == LISTENS and row[9] in own]
 
 
-def _link(descriptor: str) -> str:
+def _link(descriptor: Path) -> str:
     """Return what a descriptor refers to, or nothing if another thread has closed it meanwhile."""
     with contextlib.suppress(FileNotFoundError):
-        return os.readlink(f"/proc/self/fd/{descriptor}")
+        return os.readlink(descriptor)
     return ""
 
 
@@ -50,20 +48,16 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(b"".join(words))
 
 
-def note_listening(folder: Path) -> None:
-    (folder / os.environ["RANK"]).write_text(json.dumps(listening()))
-
-
-def note_on_every_rank(folder: Path, ranks: int) -> None:
-    for rank in range(ranks):
-        at_step(2, rank, functools.partial(note_listening, folder))
-
-
 def addresses(flags: Flags, folder: Path, ranks: int, **settings: object) -> list[list[str]]:
     """Where each rank of a run listens in its second step."""
-    before = functools.partial(note_on_every_rank, folder, ranks)
-    start_ranks(flags(train_iters=2, **settings), ranks, before=before).check()
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+    hold, found = Hold(folder / "pipe"), []
+
+    def look(processes: list[Any]) -> None:
+        found.extend([listening(hold.next_process(process.sentinel)) for process in processes])
+        hold.release()
+
+    start_ranks(flags(train_iters=2, **settings), ranks, armed(f"step.logged={hold.action}@2"), look).check()
+    return found
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older torch needs gloo for one rank")

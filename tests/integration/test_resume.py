@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -17,7 +16,7 @@ import torch
 
 from megatron_ddrp.checkpoint import load_model, newest, read_state
 from tests.conftest import TinyCorpus
-from tests.integration.launch import read_rows, start_ranks, training_rows
+from tests.integration.launch import armed, read_rows, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -117,39 +116,11 @@ def test_validation_and_saving_leave_the_course_alone(flags: Flags, tmp_path: Pa
     assert sum("valid_lm_loss" in row for row in read_rows(tmp_path / "busy")) == STEPS
 
 
-def killed_at_step_five() -> None:
-    """As by the system: no clean-up, right after the step's row was written."""
-    from megatron_ddrp import train
-
-    log_step = train.TrainingRun.log_step
-
-    def log_and_die(run, result, progress, clock):  # type: ignore[no-untyped-def]
-        log_step(run, result, progress, clock)
-        if progress.iteration == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train.TrainingRun.log_step = log_and_die
-
-
-def killed_while_saving_step_four() -> None:
-    """The weights are there, the optimizer's state is not."""
-    from megatron_ddrp.engine import checkpoint
-
-    write_tensors = checkpoint.write_tensors
-
-    def write_or_die(path: Path, forms: Any, tensors: Any) -> dict[str, Any]:
-        if "0000004" in str(path) and path.name.startswith("optimizer"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write_tensors(path, forms, tensors)
-
-    checkpoint.write_tensors = write_or_die
-
-
 def test_killed_after_a_checkpoint(flags: Flags, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start_ranks(arguments(flags, whole, save_interval=4)).check()
     command = arguments(flags, killed, save_interval=4)
-    assert start_ranks(command, before=killed_at_step_five).exit_codes == [-signal.SIGKILL]
+    assert start_ranks(command, before=armed("step.logged=SIGKILL@5")).exit_codes == [-signal.SIGKILL]
     assert [row["iteration"] for row in training_rows(killed)] == [1, 2, 3, 4, 5]
     with (killed / "metrics.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"iteration": 6, "lo')  # the row that the kill cut off
@@ -157,14 +128,21 @@ def test_killed_after_a_checkpoint(flags: Flags, tmp_path: Path) -> None:
     assert_same_run(killed, whole)
 
 
-def test_killed_while_saving(flags: Flags, tmp_path: Path) -> None:
+LAST_WHOLE = {"checkpoint.tensors": 2, "checkpoint.renamed": 2, "checkpoint.moved_away": 2, "checkpoint.latest": 4}
+"""Point of a save → the last checkpoint after kills there and at the points before, all in step 4."""
+
+
+def test_killed_at_each_point_of_a_save(flags: Flags, tmp_path: Path) -> None:
+    """With the weights and without the optimizer's state, around the renaming, and before older checkpoints go."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start_ranks(arguments(flags, whole, save_interval=2)).check()
     command = arguments(flags, killed, save_interval=2)
-    assert start_ranks(command, before=killed_while_saving_step_four).exit_codes == [-signal.SIGKILL]
-    assert checkpoint_of(killed).name == "iter_0000002"
+    for name, last in LAST_WHOLE.items():
+        ended = start_ranks(command, before=armed(f"{name}=SIGKILL@4"))
+        assert ended.exit_codes == [-signal.SIGKILL], name
+        assert checkpoint_of(killed).name == f"iter_{last:07d}", name
     assert list(killed.glob("iter_*.tmp"))
-    assert "at step 2" in start_ranks(command).check().stdout[0]
+    assert "at step 4" in start_ranks(command).check().stdout[0]
     assert_same_run(killed, whole)
     assert not list(killed.glob("*.tmp")), "leftovers of the killed run stay for ever"
 

@@ -1,6 +1,7 @@
 """The plateau: the onset of curves, by definition and in the rows of docs/ladder, and the lines that a run prints."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,6 +146,20 @@ def test_a_resumed_run_knows_where_it_was(tmp_path, capsys):
         watch.on_step(row)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"the run has left the plateau after {13 * STEP:,} tokens")
+
+
+def test_a_line_that_nobody_reads_ends_no_run(monkeypatch):
+    """The line may be the first after the end of a terminal."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        watch = PlateauWatch(LEVEL)
+        for row in rows_of(curve(9, 8, *[6.9] * 8)):
+            watch.on_step(row)
+        with pytest.raises(BrokenPipeError):
+            print("the next line of the run, which says what to do then", flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for the last flush
 
 
 def test_a_folder_of_an_earlier_version_has_no_level(tmp_path):

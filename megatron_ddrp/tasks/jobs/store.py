@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from megatron_ddrp.data.atomic import make_folder, sync_folder, take_lock
+from megatron_ddrp.data.points import point
 from megatron_ddrp.data.sealed import BrokenSeal, check_object, seal_object
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.foreign import parse_json, refuse_stand_in
@@ -91,6 +92,7 @@ class Store:
         if name in self:
             stream.close()
             return None
+        point("job.leased", len(self.rows))
         return stream
 
     def refresh(self) -> None:
@@ -120,6 +122,7 @@ class Store:
             if not self._offset:
                 sync_folder(self.path.parent)  # with the first row, the name of the file
             self._read(stream)
+        point("job.appended", len(self.rows))
 
     def _opened(self) -> BinaryIO:
         make_folder(self.path.parent)

@@ -2,10 +2,10 @@
 
 import json
 import os
-import random
 import signal
 import time
 
+from megatron_ddrp.data.points import VARIABLE
 from megatron_ddrp.tasks.finetune.runs import Run, RunStore
 from megatron_ddrp.tasks.jobs.workers import drain
 from tests.integration.launch import fork_server
@@ -21,11 +21,13 @@ LONG = 400
 """Seconds after which something hangs."""
 
 
-def worker(folder, seconds, barrier=None, begun=None):
+def worker(folder, seconds, barrier=None, begun=None, points=""):
     """Do RUNS, from when all workers are there; every start of a run leaves a line in its own file.
 
-    With `begun` tell it of every start, and without `seconds` never end a run.
+    With `begun` tell it of every start, and without `seconds` never end a run. Arm the `points`.
     """
+    if points:
+        os.environ[VARIABLE] = points
     if barrier:
         barrier.wait(LONG)
 
@@ -42,8 +44,9 @@ def worker(folder, seconds, barrier=None, begun=None):
     drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
 
 
-def start(folder, count, seconds=0.004, barrier=None, begun=None):
-    processes = [fork_server().Process(target=worker, args=(folder, seconds, barrier, begun)) for _ in range(count)]
+def start(folder, count, seconds=0.004, barrier=None, begun=None, points=""):
+    arguments = (folder, seconds, barrier, begun, points)
+    processes = [fork_server().Process(target=worker, args=arguments) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
@@ -62,37 +65,24 @@ def rows(folder):
     )
 
 
-def num_rows(folder):
-    """Whole rows, while a worker may be writing."""
-    file = folder / "runs.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
-
-
-def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
-    """Three workers, all killed ten times over, at a random moment after one to three more runs, then left alone."""
+def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path):
+    """One dies with a lease and one after its row; of three others, one is left and ends the sweep."""
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for folder in (calm, killed):
         folder.mkdir()
     worker(calm, 0)
-    chance = random.Random(7)
-    interrupted = 0
-    for _ in range(10):
-        enough = min(len(RUNS), num_rows(killed) + chance.randint(1, 3))
-        processes = start(killed, 3, seconds=0.05)
-        while num_rows(killed) < enough:
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0.0, 0.02))
+    for points, count, ended in (
+        ("job.leased=SIGKILL@3", 1, []),
+        ("job.appended=SIGKILL@7", 1, []),
+        ("job.appended=SIGKILL@15,job.appended=SIGKILL@25", 3, [0]),
+    ):
+        processes = start(killed, count, points=points)
         for process in processes:
-            process.kill()  # or it has just ended
-        for process in processes:
-            process.join()
-        interrupted += num_rows(killed) < len(RUNS)
-    for process in start(killed, 3):
-        process.join(LONG)
-        assert process.exitcode == 0
+            process.join(LONG)
+        killed_ones = [-signal.SIGKILL] * max(1, count - 1)
+        assert sorted(process.exitcode for process in processes) == killed_ones + ended, points
     assert rows(killed) == rows(calm)
     assert len(rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
-    assert interrupted >= 3, "the kills came after the sweep's end"
 
 
 def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
