@@ -33,13 +33,15 @@ if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py --dry-run --world-size 16 --device-memory 32 "${ARGS[@]}"
 fi
 # Kernels are compiled into folders of each machine's own disk. DeepSpeed's launcher sends variables of other names than
-# NCCL… and PYTHON… to the other machines only if a file lists them.
+# NCCL… and PYTHON… to the other machines only if a file lists them: one without a name, which is gone with its reader.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton_$UID}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/torchinductor_$UID}
 if [[ $LAUNCHER == deepspeed* && -z ${DS_ENV_FILE:-} ]]; then
-    DS_ENV_FILE=$(mktemp)
-    export DS_ENV_FILE
-    env | grep -E '^(TRITON_CACHE_DIR|TORCHINDUCTOR_CACHE_DIR|GLOO_SOCKET_IFNAME)=' >"$DS_ENV_FILE"
-    cat ~/.deepspeed_env .deepspeed_env >>"$DS_ENV_FILE" 2>/dev/null || true
+    lines=$(mktemp)
+    env | grep -E '^(TRITON_CACHE_DIR|TORCHINDUCTOR_CACHE_DIR|GLOO_SOCKET_IFNAME)=' >"$lines"
+    cat ~/.deepspeed_env .deepspeed_env >>"$lines" 2>/dev/null || true
+    exec 9<"$lines"
+    rm "$lines"
+    export DS_ENV_FILE=/dev/fd/9
 fi
 exec $LAUNCHER pretrain_bert.py "${ARGS[@]}"

@@ -50,7 +50,7 @@ from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import TrainingRun
 from megatron_ddrp.run.memory_advice import need_less_memory
 from megatron_ddrp.run.plateau import PlateauWatch
-from megatron_ddrp.run.run_folder import RunFolder, sole_writer
+from megatron_ddrp.run.run_folder import RunFolder, find_unshared, sole_writer
 
 WithData: TypeAlias = Callable[[Config], Config]
 
@@ -117,10 +117,10 @@ def train(
         level = agree(lambda: corpus.unigram_loss if first else 0.0)
         home = RunFolder(folder, config, corpus.tokenizer, level) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
+        at_home = [*find_unshared(folder, load is not None, ranks), *(home.remarks if home else ())]
         listeners = Callbacks([PlateauWatch(level), *own_callbacks, *callbacks] if first else [], requests)
         log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
-        at_home = home.remarks if home else ()
         own = (*verified, *corpus.remarks, *changes, *shifted, *at_home, *precision_remarks(config, ranks.device))
         own += missing_graphs(config, ranks.device)
         remarks = remarks_of_ranks(own)

@@ -8,6 +8,7 @@ Everything else that a run needs is a pure function of the step.
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -261,11 +262,14 @@ def _newest_whole(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, .
     found, remarks = gather_objects(agree(lambda: files.candidates(folder)))[0]
     reasons: list[str] = []
     for path in found:
-        faults = gather_objects(agree(partial(files.fault, path, kinds, ranks.rank, ranks.world_size)))
-        reason = next(filter(None, faults), None)
+        own = agree(partial(files.fault, path, kinds, ranks.rank, ranks.world_size))
+        faults = gather_objects((socket.gethostname(), own))
+        reason = next((fault for _, fault in faults if fault), None)
         if reason is None:
             return path, (*remarks, *(f"skipped {folder / r}" for r in reasons))
-        reasons.append(f"{path.name}: {' '.join(reason.split())}")
+        hosts = {host for host, fault in faults if fault == reason}
+        where = f" on host {', '.join(sorted(hosts))}" if hosts != {host for host, _ in faults} else ""
+        reasons.append(f"{path.name}: {' '.join(reason.split())}{where}")
     if found:
         raise shared_error(str(files.none_complete(folder, reasons)))
     return None, ()

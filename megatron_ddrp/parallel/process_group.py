@@ -22,7 +22,8 @@ from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, is_of_others, print_error
 from megatron_ddrp.model.gpus import usable
 from megatron_ddrp.parallel.agreement import refuse_differences
-from megatron_ddrp.parallel.rendezvous import complete_environment, join
+from megatron_ddrp.parallel.environment import complete_environment
+from megatron_ddrp.parallel.rendezvous import NOT_CONNECTED, connecting, join
 
 DEFAULTS = dist.distributed_c10d
 """Module with torch's timeouts of new process groups, `default_pg_timeout` and `default_pg_nccl_timeout`."""
@@ -84,7 +85,8 @@ def start(config: ParallelConfig, settings: Mapping[str, str] | None = None) -> 
         join("nccl" if device.type == "cuda" else "gloo", timeout)
     if settings:
         refuse_differences(settings)
-    return place_in_grid(device, config)._replace(first_on_host=local_rank == 0)
+    with connecting(timeout):
+        return place_in_grid(device, config)._replace(first_on_host=local_rank == 0)
 
 
 def own_device(local_rank: int) -> torch.device:
@@ -159,10 +161,10 @@ def lost_rank_in_one_line() -> Iterator[None]:
         of_ranks = isinstance(error, dist.DistError) or re.search(r"gloo|NCCL", str(error))
         if not of_ranks or is_of_others(error):
             raise
-        cause = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0].splitlines()[0]
+        cause = re.sub(r"^\[.*?\] |\[/\S+\] ", "", str(error)).split(". ")[0].splitlines()[0]
         rank = os.environ.get("RANK", 0)
         if not dist.is_initialized():
-            raise UserError(f"rank {rank} cannot meet the other ranks: {cause}; give a free --master_port") from error
+            raise UserError(f"rank {rank} cannot meet the other ranks: {cause}; {NOT_CONNECTED}") from error
         raise UserError(
             f"rank {rank} lost another rank: {cause}; that rank's own output says why; start the same command again to "
             "resume from the last checkpoint"

@@ -8,74 +8,28 @@ import errno
 import ipaddress
 import os
 import socket
+import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_ddrp.errors import UserError, shared_error
+from megatron_ddrp.errors import FAILURE, UserError, print_error, shared_error
 
-_STEP_SIZES = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
-"""Launcher → its variable with the number of processes that it started."""
+SIGN_OF_LIFE = 30.0
+"""Seconds of waiting after which a host's first rank says for whom it waits."""
 
+SHORTLY = datetime.timedelta(seconds=10)
+"""Time for what should be there at once: the other ranks' reading, a name server's answer, rank 0's own port."""
 
-def complete_environment() -> None:
-    """Set the variables that `deepspeed` and `torchrun` set for torch, also under plain `python` and `srun`.
-
-    Raises:
-        UserError: some of the variables are set by hand and others are missing or no numbers, a launcher started
-            several processes that cannot meet (each would train alone), or a batch script of several tasks started one
-            process without `srun`, which would wait for the others forever.
-    """
-    if "RANK" in os.environ:
-        _check_variables()
-        return
-    slurm = {"SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if not slurm:
-        _refuse_lone_processes()
-        _refuse_missing_srun()
-    os.environ["RANK"] = os.environ["SLURM_PROCID"] if slurm else "0"
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"] if slurm else "1"
-    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"] if slurm else "0"
-
-
-def _check_variables() -> None:
-    """Refuse a RANK without the variables that belong to it. With one rank, LOCAL_RANK may be missing."""
-    names = ["RANK", "WORLD_SIZE"]
-    if os.environ.get("WORLD_SIZE") != "1":
-        names += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
-    for name in names:
-        value = os.environ.get(name)
-        if value is None:
-            raise UserError(f"{name} is not set, but RANK is: let deepspeed or torchrun set both, or set none")
-        if name != "MASTER_ADDR" and not value.isdecimal():
-            raise UserError(f"{name} is {value!r}, not a number: let deepspeed or torchrun set it")
-
-
-def _refuse_lone_processes() -> None:
-    """Refuse several processes of a launcher that have no place to meet."""
-    for launcher, name in _STEP_SIZES.items():
-        if (count := os.environ.get(name, "1")) != "1":
-            remedy = (
-                "export MASTER_ADDR and MASTER_PORT before it" if launcher == "srun" else "use deepspeed or torchrun"
-            )
-            raise shared_error(
-                f"{launcher} started {count} processes, and each would run alone, as they have no address to meet: "
-                f"{remedy} (docs/launching.md)"
-            )
-
-
-def _refuse_missing_srun() -> None:
-    """Refuse a batch script of several tasks that is meant to meet but did not use `srun`."""
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if tasks != "1" and "MASTER_ADDR" in os.environ:
-        raise UserError(
-            f"the job has {tasks} tasks, but srun did not start this process, so it would wait for the others: put "
-            "srun before the command, or unset MASTER_ADDR for one process alone (docs/launching.md)"
-        )
+NOT_CONNECTED = (
+    "look above for another rank's own message; with several networks, name one by GLOO_SOCKET_IFNAME; let no firewall "
+    "be between the hosts (docs/launching.md)"
+)
 
 
 def join(backend: str, timeout: datetime.timedelta) -> None:
@@ -92,8 +46,97 @@ def join(backend: str, timeout: datetime.timedelta) -> None:
         store = dist.PrefixStore("default_pg", store)
     else:
         store = _open_store(rank, world_size, timeout)
+    wait_for_all(store, rank, world_size, timeout)
     refuse_other_devices(store, rank, world_size, backend)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    with connecting(timeout):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def wait_until(done: Callable[[], bool], timeout: datetime.timedelta, whom: Callable[[], str]) -> bool:
+    """Ask `done` until it says yes, and return True; after the timeout return False or raise its last `OSError`.
+
+    After `SIGN_OF_LIFE` a line says that this process waits for `whom`.
+    """
+    began, silent = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    while True:
+        waited = time.monotonic() - began
+        try:
+            if (is_done := done()) or waited > timeout.total_seconds():
+                return is_done
+        except OSError:
+            if waited > timeout.total_seconds():
+                raise
+        if waited > SIGN_OF_LIFE and not silent:
+            print(f"waiting for {whom()} …", flush=True)
+            silent = True
+        time.sleep(0.1)
+
+
+def wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+    """Wait at the store until all ranks have come; raise a `UserError` that names those that have not in time.
+
+    gloo and NCCL connect the ranks after that. On their own they would name nobody.
+    """
+
+    def came() -> list[int]:
+        return [number for number in range(world_size) if store.check([f"host of {number}"])]
+
+    def absent() -> str:
+        numbers = [str(number) for number in sorted({*range(world_size)} - {*came()})]
+        more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+        return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers[:8])}{more}"
+
+    def is_decided() -> bool:
+        return store.check(["verdict"]) or store.add("number of ranks", 0) >= world_size
+
+    store.set(f"host of {rank}", socket.gethostname())
+    store.add("number of ranks", 1)
+    if not wait_until(is_decided, timeout, absent):
+        hosts = sorted({store.get(f"host of {number}").decode() for number in came()})
+        store.set(
+            "verdict",
+            f"{absent()} did not come within {_minutes(timeout)}; the others are on {', '.join(hosts)}: look above for "
+            "ssh's or that rank's own message; each host needs the environment and the project at the same path",
+        )
+    if store.check(["verdict"]):
+        verdict = store.get("verdict").decode()
+        let_all_read(store, rank, store.add("number of ranks", 0))
+        raise shared_error(verdict)
+
+
+def let_all_read(store: dist.Store, rank: int, readers: int) -> None:
+    """Let rank 0, which hosts the store, leave it last: the others would print C++ frames and not know why."""
+    store.add("readers", 1)
+    if rank == 0:
+        wait_until(lambda: store.add("readers", 0) >= readers, SHORTLY, lambda: "the other ranks")
+
+
+def _minutes(timeout: datetime.timedelta) -> str:
+    return f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
+
+
+@contextlib.contextmanager
+def connecting(timeout: datetime.timedelta) -> Iterator[None]:
+    """End this process in one line if the block, in which the ranks connect, takes longer than the timeout.
+
+    gloo waits five times as long for a first connection, and nothing can interrupt it.
+    """
+
+    def end() -> None:
+        print_error(
+            f"rank {os.environ['RANK']} could not connect to all other ranks within {_minutes(timeout)}, though all "
+            f"came; {NOT_CONNECTED}",
+            None,
+        )
+        os._exit(FAILURE)
+
+    watchdog = threading.Timer(timeout.total_seconds(), end)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
 
 
 def refuse_other_devices(store: dist.Store, rank: int, world_size: int, backend: str) -> None:
@@ -103,11 +146,7 @@ def refuse_other_devices(store: dist.Store, rank: int, world_size: int, backend:
     lines = [line.decode() for line in found]
     if all(line.startswith(backend) for line in lines):
         return
-    if store.add("readers", 1) == world_size:
-        store.set("all have read", "")
-    if rank == 0:  # it hosts the store, so it leaves last
-        with contextlib.suppress(RuntimeError):
-            store.wait(["all have read"], datetime.timedelta(seconds=30))
+    let_all_read(store, rank, world_size)
     hosts = sorted({line.split()[1] for line in lines if line.startswith("gloo")})
     raise shared_error(
         f"torch sees a GPU on some ranks but none on {', '.join(hosts)}, and all ranks need the same: check nvidia-smi "
@@ -150,18 +189,41 @@ def _copies_to_itself() -> bool:
 
 
 def _open_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it."""
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it.
+
+    Python's own sockets wait for it first, because torch's take twice the timeout and print C++ frames.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = None
-    if rank == 0:
-        try:
-            listener = listen(address, port)
-        except OSError as error:
-            raise UserError(
-                f"rank 0 cannot meet the other ranks: {address}:{port}: {error.strerror}; give a free --master_port"
-            ) from error
-    descriptor = listener.detach() if listener else None
-    return dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)
+    short, descriptor, whom = min(timeout, SHORTLY), None, lambda: f"rank 0 at {address}:{port}"
+
+    def answers() -> bool:
+        with socket.create_connection((address, port), 5):
+            return True
+
+    try:
+        wait_until(lambda: bool(socket.getaddrinfo(address, port)), short, whom)
+        if rank == 0:
+            descriptor = (listen(address, port) or _listen_everywhere(port)).detach()
+        wait_until(answers, timeout if rank else short, whom)
+    except OSError as error:
+        remedy = "rank 0 did not come, has another --master_addr or --master_port, or a firewall hides it: look above"
+        if isinstance(error, socket.gaierror):
+            remedy = "give --master_addr (MASTER_ADDR) a name or address of rank 0's host that this host knows"
+        elif error.errno in (errno.EADDRINUSE, errno.EACCES):
+            remedy = "give a free --master_port"
+        elif rank == 0:
+            remedy = "--master_addr (MASTER_ADDR) must be an address of this host, which has rank 0"
+        raise UserError(
+            f"rank {rank} (host {socket.gethostname()}) cannot meet the other ranks: {address}:{port}: "
+            f"{error.strerror or error}; {remedy}"
+        ) from error
+    return dist.TCPStore(address, port, world_size, rank == 0, timeout, False, master_listen_fd=descriptor)
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    """Return a socket that listens on every interface, by IPv6 too where this machine has it."""
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
 def listen(address: str, port: int) -> socket.socket | None:

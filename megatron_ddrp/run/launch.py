@@ -32,11 +32,12 @@ from megatron_ddrp.errors import FAILURE, UserError, run_command
 def launched_world_size() -> int:
     """Return the number of ranks that the launcher announced; 1 without a launcher.
 
-    Under Slurm the tasks of srun's step count. Without srun, those of the job count only where MASTER_ADDR says that
-    they meet: otherwise, as in the shell of `salloc`, a process trains alone (`parallel/rendezvous.py`).
+    Under Slurm the tasks of srun's step count. Those of the job without srun, and those of mpirun, count only where
+    MASTER_ADDR says that they meet: otherwise, as in the shell of `salloc`, a process trains alone
+    (`parallel/environment.py`).
     """
-    of_job = ("SLURM_NTASKS",) if os.environ.get("MASTER_ADDR") else ()
-    return _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", *of_job, default=1)
+    meeting = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    return _number("WORLD_SIZE", *(meeting if os.environ.get("MASTER_ADDR") else meeting[1:2]), default=1)
 
 
 def launched_rank() -> int:
@@ -55,7 +56,10 @@ def _number(*names: str, default: int) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process is rank 0, or has a rank that is no number, which a command refuses later."""
+    """Return whether this process is rank 0, or has a rank that is no number, which a command refuses later.
+
+    All of mpirun's say yes until they have met: it kills the others, rank 0 too, as soon as one has ended.
+    """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return not rank.isdecimal() or int(rank) == 0
 

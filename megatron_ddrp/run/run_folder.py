@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import os
 import socket
@@ -14,11 +15,17 @@ from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.atomic import make_folder, write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
-from megatron_ddrp.errors import UserError, refusals_as_user_errors
+from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
+from megatron_ddrp.parallel.agreement import agree_on_long_work, gather_objects
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.rendezvous import wait_until
 from megatron_ddrp.run.launch import forget_exit_code
 from megatron_ddrp.run.plateau import UNIGRAM, store_level
 
 LOCK = "lock"
+
+PATIENCE = datetime.timedelta(minutes=1)
+"""Time for which a host may not see a new file: NFS remembers that long that a name was not there."""
 
 PLUGIN_FOLDER = "plugins"
 """Folder with copies of the files that `--plugin` loaded. They are a record; no command runs them."""
@@ -45,12 +52,45 @@ def sole_writer(folder: Path) -> Iterator[int]:
         if os.pread(descriptor, 5, 0).strip(b"\0") not in (b"", b"host "):  # a power cut may leave zeros
             raise UserError(f"{path} is not the lock of a run: move it away, or give another --save")
         os.truncate(descriptor, 0)
-        os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
+        os.write(descriptor, _holder())
+        os.fsync(descriptor)  # NFS shows it to other hosts only then
         yield descriptor
         if _is_there(descriptor, path):
             path.unlink()
     finally:
         os.close(descriptor)
+
+
+def _holder() -> bytes:
+    return f"host {socket.gethostname()}, process {os.getpid()}\n".encode()
+
+
+def find_unshared(folder: Path | None, resumes: bool, ranks: Ranks) -> list[str]:
+    """Return a line that names the hosts that do not see rank 0's lock in the `--save` folder; a collective call.
+
+    Raises `UserError` if the run also `resumes` from its folders: started with rank 0 on another host, the same command
+    would find no checkpoint there and start afresh.
+    """
+    if folder is None or ranks.world_size == 1:
+        return []
+    path = folder / LOCK
+    holder = gather_objects(_holder())[0]
+    looks = ranks.first_on_host and ranks.rank > 0  # rank 0 would release its lock when it closed the file
+
+    def sees() -> bool:
+        with contextlib.suppress(OSError):
+            return not looks or wait_until(lambda: path.read_bytes() == holder, PATIENCE, lambda: f"{path} of rank 0")
+        return False
+
+    found = gather_objects((socket.gethostname(), agree_on_long_work(sees)))
+    hosts = ", ".join(sorted({host for host, there in found if not there}))
+    line = (
+        f"--save {folder} is not shared: host {hosts} does not see what rank 0 writes there, so --load would start "
+        "afresh with rank 0 on another host: give a folder that all hosts share"
+    )
+    if hosts and resumes:
+        raise shared_error(line)
+    return [line] if hosts else []
 
 
 def _is_there(descriptor: int, path: Path) -> bool:

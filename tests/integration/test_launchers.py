@@ -1,10 +1,11 @@
-"""`python`, `deepspeed` and `torchrun` all start `pretrain_bert.py`. Everything else is tested without them, faster."""
+"""Each launcher starts `pretrain_bert.py`, `mpirun` too. Everything else is tested without them, faster."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,12 +36,25 @@ def launchers() -> dict[str, list[str]]:
         "deepspeed": [str(BIN / "deepspeed"), "--master_port", str(free_port())],
         "deepspeed-2": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())],
         "torchrun-2": [*torchrun, "--master-port", str(free_port())],
+        "mpirun-2": [*mpirun(), "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}", sys.executable],
     }
+
+
+def mpirun() -> list[str]:
+    """Open MPI's, for two processes."""
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+
+
+def skip_without_mpirun() -> None:
+    if not shutil.which("mpirun", path=PATH):
+        pytest.skip("needs Open MPI's mpirun")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", launchers())
 def test_every_launcher_trains(launcher: str, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    if launcher.startswith("mpirun"):
+        skip_without_mpirun()
     ended = run_command([*launchers()[launcher], SCRIPT, *flags(save=tmp_path, **COMPLETE)], PATH=PATH)
     assert ended.returncode == 0, ended.stderr
     assert_complete(tmp_path, tiny_corpus)
@@ -86,6 +100,15 @@ def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path
     assert all(wait([rank], TIMEOUT) for rank in ranks)
     assert (save / "exit_code").read_text() == "75\n"
     assert newest(save) == save / "iter_0000003"
+
+
+@pytest.mark.slow
+def test_mpirun_without_a_place_to_meet_is_refused(flags: Flags) -> None:
+    skip_without_mpirun()
+    ended = run_command([*mpirun(), sys.executable, SCRIPT, *flags()], PATH=PATH)
+    assert ended.returncode == 1
+    assert "error: mpirun started 2 processes" in ended.stderr
+    assert "export MASTER_ADDR and MASTER_PORT before it (mpirun passes them on by -x)" in ended.stderr
 
 
 def test_underscores_and_the_launchers_own_flags(flags: Flags, tmp_path: Path) -> None:

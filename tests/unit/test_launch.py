@@ -68,6 +68,8 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
         (BATCH | {"MASTER_ADDR": "node1"}, 4, True),
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, 1, False),  # srun --pty
         (BATCH | {"SLURM_STEP_NUM_TASKS": "4"}, 4, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, False),  # refused later: they cannot meet
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "8", "MASTER_ADDR": "node1"}, 8, True),
     ],
 )
 def test_ranks_are_those_that_a_run_would_have(

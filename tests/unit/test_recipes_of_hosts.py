@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHOW = """#!/usr/bin/env bash
 echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR ${DS_ENV_FILE:-none}"
-[[ -z ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"
+[[ ! -f ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"
 """
 
 
@@ -35,13 +35,14 @@ def launch(name: str, tmp_path: Path, **variables: str) -> list[str]:
 def test_caches_on_local_disks_and_the_interface_reach_all_machines(name: str, tmp_path: Path) -> None:
     shown, *sent = launch(name, tmp_path, GLOO_SOCKET_IFNAME="eth1", TRITON_CACHE_DIR="/scratch/triton")
     local = f"/tmp/torchinductor_{os.getuid()}"
-    assert shown.startswith(f"/scratch/triton {local} {tmp_path}/temporary/")
+    assert shown.startswith(f"/scratch/triton {local} /")
     assert set(sent) == {
         "GLOO_SOCKET_IFNAME=eth1",
         "TRITON_CACHE_DIR=/scratch/triton",
         f"TORCHINDUCTOR_CACHE_DIR={local}",
         "OMP_NUM_THREADS=4",
     }
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_file_of_the_user_stays_and_ranks_of_slurm_write_none(tmp_path: Path) -> None:
