@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fake_gpu import OF_SOME_HEADS, TRITON_PRODUCTS
 from gpu_device import DTYPES, kernel_seconds, precision
 from gpu_groups import Bench, Row, Sizes, noted
 from gpu_others import DISENTANGLED
@@ -30,6 +29,19 @@ COMPARED = 2
 
 Call = Callable[[], list[Tensor]]
 """Type of a forward pass; it returns what has a gradient."""
+
+TRITON_PRODUCTS = {
+    "forward_kernel": 2,  # Q·Kᵀ, P·V
+    "query_gradient_kernel": 3,  # Q·Kᵀ again, dO·Vᵀ, dA·K
+    "key_gradient_kernel": 4,  # both again, dAᵀ·Q, Pᵀ·dO
+    "bias_gradient_kernel": 2,  # both again
+    "compare_kernel": 1,  # Q·Kᵀ for the sum of heads (three and more heads are multiplied once more)
+    "pull_kernel": 1,  # Q·Kᵀ
+}
+"""Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]` per head."""
+
+OF_SOME_HEADS = {"compare_kernel", "pull_kernel"}
+"""HCD's kernels, of the compared heads alone."""
 
 
 def leaf(*shape: int) -> Tensor:

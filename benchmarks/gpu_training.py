@@ -33,7 +33,8 @@ from megatron_ddrp.engine.device import check_device, rows_for
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.flops import flop_of_rows, peak_tflops
+from megatron_ddrp.run.devices import device_named
+from megatron_ddrp.run.flops import flop_of_rows
 from megatron_ddrp.train import allocate_model
 
 FLAGSHIP = (ModelConfig().position_encoding, ObjectiveConfig().objective)
@@ -144,8 +145,9 @@ class Training:
 
     def mfu(self, work: Work, seconds: float) -> float | None:
         """Return the share of the device's peak; None where the peak is not known."""
-        peak = peak_tflops(device_name(), self.config.training.precision, tf32=False)
-        return None if peak is None else flop_of_rows(self.config, work.shapes) / seconds / (peak * 1e12)
+        device = device_named(device_name())
+        peak = device and device.tflops(self.config.training.precision, tf32=False)
+        return flop_of_rows(self.config, work.shapes) / seconds / (peak * 1e12) if peak else None
 
     def close(self) -> None:
         """Stop the loader and let go of the engine."""

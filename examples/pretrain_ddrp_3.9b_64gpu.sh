@@ -3,7 +3,8 @@
 # x 2560, LayerNorm before each block, batch 1024.
 #
 #   hardware   8 machines with 8 GPUs of 80 GB each (A100 or H100) and NVLink inside, where tensor parallelism stays
-#   time       an estimate, not measured: 7.9 s per step and 92 days for 1M steps on 64 A100s, 7.7 s on H100s
+#   time       estimated by DRY_RUN=1, not measured: 1M steps are 40 days of 64 A100s or 13 of 64 H100s; a model of this
+#              size reaches a larger share of the peak, and this layout communicates more, than the estimate assumes
 #   result     not measured by us; Megatron-LM's 3.9B (absolute positions, arXiv:1909.08053) reached 91.4 on MNLI
 #
 #   [HOSTFILE=hostfile] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \

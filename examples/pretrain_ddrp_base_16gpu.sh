@@ -3,7 +3,7 @@
 #
 #   hardware   2 machines with 8 GPUs of 32 GB each (V100, which have no bf16); ssh without a password between them
 #              and one file system for the data and SAVE
-#   time       an estimate, not measured (no V100 was at hand): two days on 16 V100s, at 23 % of their peak
+#   time       estimated by DRY_RUN=1, not measured (no V100 was at hand): two and a half days on 16 V100s
 #   torch      V100s need a build with CUDA 12.6: docs/install.md
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #

@@ -12,7 +12,7 @@
 # minutes before its time limit the job saves and queues itself again, until the last step is done.
 #
 #   hardware   2 nodes with 8 GPUs of 32 GB each; on A100 and newer replace --fp16 in that script by --bf16
-#   time       an estimate, not measured: two days on V100s at 23 % of their peak, so two or three jobs
+#   time       estimated by DRY_RUN=1, not measured: two and a half days on 16 V100s, so three jobs
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
 #   [NODES=2] [GPUS=8] [SEEDS=1-5] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \

@@ -4,8 +4,8 @@
 # 30 % of the tokens are masked at first and 15 % at the end; the last tenth of the steps decays.
 #
 #   hardware   one machine with 8 GPUs of at least 32 GB and bf16 (A100 and newer)
-#   time       estimated by DRY_RUN=1 (docs/scaling.md says how), not measured: 100,000 steps, up to 52 billion tokens,
-#              are 13 hours of 8 A100s or 6 of 8 H100s, and 23 with --cuda-graphs off
+#   time       estimated by DRY_RUN=1 (docs/plan.md says how), not measured: 100,000 steps, up to 52 billion tokens,
+#              are 25 hours of 8 A100s or 8 of 8 H100s
 #   result     not measured by us; the learning rate is not tuned
 #
 #   [STEPS=100000] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_modern_base.sh [more flags]

@@ -3,8 +3,8 @@
 # three layers local, GEGLU, pre-norm, no biases. Batch, lengths and steps are those of pretrain_ddrp_base_8gpu.sh.
 #
 #   hardware   one machine with 8 GPUs of at least 32 GB and bf16 (A100 and newer)
-#   time       estimated by DRY_RUN=1 (docs/scaling.md says how), not measured: 1,000,000 steps are 39 hours of
-#              8 A100s or 15 of 8 H100s, and 58 with --cuda-graphs off. The vocabulary has 30,522 pieces
+#   time       estimated by DRY_RUN=1 (docs/plan.md says how), not measured: 1,000,000 steps are 60 hours of
+#              8 A100s or 19 of 8 H100s. The vocabulary has 30,522 pieces
 #   result     not measured by us
 #
 #   [STEPS=1000000] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_modern_ddrp.sh [more flags]

@@ -21,8 +21,7 @@ from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.gpus import missing_code
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.cost import estimate_step, mfu, why_not, with_chosen_backend
-from megatron_ddrp.run.devices import DEVICES, Device
+from megatron_ddrp.run.devices import DEVICES, LISTED, SHARE, Device, step_seconds, why_not, with_chosen_backend
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 from megatron_ddrp.run.log import duration
 
@@ -92,7 +91,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         "zero_stage": parallel.zero_stage,
         "micro_batches_per_step": micro_batches,
         "train_iters": training.train_iters,
-        "estimates": estimates(config, parameters, world_size, needs_of),
+        "estimates": estimates(config, world_size, needs_of),
         **data.facts,
     }
     if device_memory is not None:
@@ -109,45 +108,38 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
 
 
 def estimates(
-    config: Config, parameters: int, world_size: int, needs_of: Callable[[Config], dict[int, Memory]]
+    config: Config, world_size: int, needs_of: Callable[[Config], dict[int, Memory]]
 ) -> dict[str, dict[str, float]]:
     """Return the estimated step on each device of `megatron_ddrp/run/devices.py` that can run it; nothing was measured.
 
     `needs_of` returns the memory of the rank that needs the most, by ZeRO stage.
     """
     found = {}
-    for name, device in DEVICES.items():
+    for name, device in LISTED.items():
         if why_not(config, device) is None:
-            estimate = estimate_step(config, parameters, world_size, device)
-            seconds = estimate.seconds
-            hours = hours_of(config, parameters, world_size, device)
-            share = mfu(config, seconds, world_size, device)
             needed = needs_of(with_chosen_backend(config, device))[config.parallel.zero_stage].total / GIB
-            found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "needed_gib": needed}
-            found[name]["memory_gib"] = device.memory
-            found[name] |= {"device_ms": 1e3 * estimate.device, "host_ms": 1e3 * estimate.host}
+            seconds, hours = step_seconds(config, world_size, device), hours_of(config, world_size, device)
+            found[name] = {"step_seconds": seconds, "hours": hours, "needed_gib": needed, "memory_gib": device.memory}
     return found
 
 
-def hours_of(config: Config, parameters: int, world_size: int, device: Device) -> float:
+def hours_of(config: Config, world_size: int, device: Device) -> float:
     """Return the estimated hours of all steps, phase by phase."""
     seconds, begin = 0.0, 0
     for phase in config.phases:
         end = phase.last_step(config.training.train_iters)
-        seconds += (end - begin) * estimate_step(config.of_phase(phase), parameters, world_size, device).seconds
+        seconds += (end - begin) * step_seconds(config.of_phase(phase), world_size, device)
         begin = end
     return seconds / 3600
 
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
     """Return the estimates as lines, one row per kind of GPU."""
-    rows = [["GPU", "s per step", "MFU", "time", "GiB needed", "GiB available", "device ms", "host ms"]]
+    rows = [["GPU", "s per step", "time", "GiB needed", "GiB available"]]
     for name, estimate in facts["estimates"].items():
-        row = [name.upper(), digits(estimate["step_seconds"]), f"{100 * estimate['mfu']:.3g} %"]
-        row += [duration(max(1.0, 3600 * estimate["hours"])), digits(estimate["needed_gib"])]
-        row += [f"{estimate['memory_gib']:g}", digits(estimate["device_ms"]), digits(estimate["host_ms"])]
-        rows.append(row)
-    how = "method in docs/scaling.md; ms per micro-batch, the longer counts; with Triton attention no logits are kept"
+        row = [name.upper(), digits(estimate["step_seconds"]), duration(max(1.0, 3600 * estimate["hours"]))]
+        rows.append([*row, digits(estimate["needed_gib"]), f"{estimate['memory_gib']:g}"])
+    how = f"FLOP at {SHARE:.0%} of the peak, docs/plan.md; with Triton attention no logits are kept"
     return [f"estimated, not measured ({how}):", *columns(rows)]
 
 

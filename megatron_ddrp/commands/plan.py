@@ -2,7 +2,7 @@
 
 Five shapes of 2 to 12 layers, and with --max-layers 24 a sixth, get the steps that fit into the hours, at most 40
 epochs. The suggested shape is the smallest one that ties with the best by a published law for repeated text; no loss is
-predicted (docs/scaling.md#plan).
+predicted (docs/plan.md).
 A device of the list is estimated by published peaks. Without --device, this machine's GPU or CPU is measured: three
 steps per shape, a minute or two in all.
 
@@ -22,7 +22,7 @@ from dataclasses import MISSING, dataclass
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import Section, option, refuse
-from megatron_ddrp.run.devices import DEVICES
+from megatron_ddrp.run.devices import LISTED
 from megatron_ddrp.run.sizing import SHAPES, Plan
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -54,7 +54,7 @@ class Machine(Section):
     """machine"""
 
     device: str | None = option(
-        None, "a device that need not be here (default: this machine's GPU or CPU, measured)", choices=DEVICES
+        None, "a device that need not be here (default: this machine's GPU or CPU, measured)", choices=LISTED
     )
     world_size: int = option(1, "with --device: number of GPUs", within="[1, 1000000]")
     hours: float = option(24.0, "longest time of the run", within="(0, 1000000]")

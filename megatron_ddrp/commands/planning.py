@@ -15,8 +15,7 @@ from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import neediest_by_zero_stage
 from megatron_ddrp.model import Encoder, count_parameters, on_meta_device
-from megatron_ddrp.run.cost import with_chosen_backend
-from megatron_ddrp.run.devices import HOST
+from megatron_ddrp.run.devices import HOST, SHARE, with_chosen_backend
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, power_of_two, recipe, rows_per_rank
 
@@ -123,7 +122,11 @@ def table(
                 guessed + duration(max(1.0, one.seconds)),
             ]
         )
-    how = "estimated from published peaks, not measured" if options.device else "measured here, three steps per shape"
+    how = (
+        f"FLOP at {SHARE:.0%} of the published peak, not measured"
+        if options.device
+        else "measured here, three steps per shape"
+    )
     how += "; ~: at the last measured shape's FLOP/s" if any(row[-1].startswith("~") for row in rows) else ""
     left_out = sum(shape.num_layers <= options.max_layers for shape in SHAPES) - len(found)
     return [
@@ -131,7 +134,7 @@ def table(
         f"({device.memory:,.0f} GiB), {device.precision}, {options.hours:g} h, rows of {options.seq_length} tokens:",
         *columns(rows),
         *([f"{left_out} larger shapes do not fit into the memory"] if left_out else []),
-        f"time: {how}; micro-batch: rows of the fastest one, and of the largest that fits; GiB: with the fastest",
+        f"time: {how}; micro-batch: rows of the one used, and of the largest that fits; GiB: with the one used",
         "*: the smallest shape that ties with the best by a law for repeated text, which was fitted to decoders",
     ]
 

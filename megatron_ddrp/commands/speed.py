@@ -25,10 +25,10 @@ from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
 from megatron_ddrp.model.gpus import named_device
 from megatron_ddrp.run.callbacks import Callback
-from megatron_ddrp.run.cost import estimate_step
-from megatron_ddrp.run.devices import DEVICES, Device
+from megatron_ddrp.run.devices import DEVICES, Device, step_seconds
 from megatron_ddrp.run.flops import flop_per_token
 from megatron_ddrp.run.guest import guest
+from megatron_ddrp.run.sizing import power_of_two
 from megatron_ddrp.train import train
 
 GIB = 2**30
@@ -50,17 +50,13 @@ class ListedDevice:
 
     def __init__(self, name: str, ranks: int) -> None:
         self.like, self.ranks = DEVICES[name], ranks
-        self.name, self.memory = self.like.name, self.like.memory
+        self.name, self.memory = name.upper(), self.like.memory
         self.precision = "bf16" if self.like.is_recent else "fp16"
 
     def fastest(self, config: Config, parameters: int, most: int) -> Step:
-        """Return the fastest step with micro-batches of at most `most` rows; 2 % faster is worth no more memory."""
-        seconds = {}
-        for size in (1 << power for power in range(most.bit_length())):
-            given = config.replace(training={"micro_batch_size": size})
-            seconds[size] = estimate_step(given, parameters, self.ranks, self.like).seconds
-        least = min(seconds.values())
-        return next(Step(size, time) for size, time in seconds.items() if time <= 1.02 * least)
+        """Return the step with micro-batches of at most `most` rows, and no more tokens than keep a GPU busy."""
+        size = min(most, power_of_two(MICRO_BATCH_TOKENS[self.type] / config.model.seq_length))
+        return Step(size, step_seconds(config, self.ranks, self.like))
 
 
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}

@@ -1,12 +1,24 @@
-"""The GPUs of the estimates: their peaks, memory and links, and the rates that they are assumed to sustain."""
+"""GPUs by name: their peaks, for the MFU of a run, and the time of a step on those that need not be here.
+
+    seconds = FLOP of the global batch ÷ (ranks · peak · SHARE)
+
+Communication, the host's time and small micro-batches are not modelled: beside published recipes such a time is off by
+a factor of up to four, and mostly two (docs/plan.md). `megatron-ddrp plan` without `--device` measures instead.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from dataclasses import dataclass
 
-LAUNCH_SECONDS = 2e-6
-"""Assumed minimum time of a kernel on any device."""
+import torch
+
+from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run.flops import flop_per_token
+
+SHARE = 0.18
+"""Share of the dense peak: the MFU of `ddrp` + `mth` at base size on an H100 (docs/benchmarks.md)."""
 
 HOST = 8
 """GPUs per host."""
@@ -14,83 +26,90 @@ HOST = 8
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU and its links."""
+    """A GPU with its dense TFLOP/s, without sparsity; None where the maker gives no figure."""
 
     name: str
-    """Name, as in `torch.cuda.get_device_name`."""
+    """Pattern of whole words in the name from `torch.cuda.get_device_name`."""
     half: float
-    """TFLOP/s of bf16 or fp16 matrix products."""
-    single: float
-    """TFLOP/s of fp32 matrix products without TF32."""
-    bandwidth: float
-    """TB/s of device memory."""
-    memory: float
-    """GiB of device memory."""
-    inside: float
-    """GB/s that a GPU sends to the others of its host."""
-    between: float
-    """GB/s that a host sends to the other hosts over all its network cards."""
-    processors: int
-    """Number of streaming multiprocessors."""
+    """TFLOP/s of bf16 and fp16 on tensor cores, accumulated in fp32."""
+    tf32: float | None
+    fp32: float | None
+    memory: float = 0.0
+    """GiB of device memory; 0 in rows that serve for peaks alone."""
     is_recent: bool = True
     """True for compute capability 8.0 and higher: bf16, attention in Triton and torch's flash kernel."""
 
-    def products(self, precision: str) -> float:
-        """Return the TFLOP/s of a run's matrix products: fp32 runs use TF32 if the device has it, half as fast."""
+    def tflops(self, precision: str, tf32: bool) -> float | None:
+        """Return the TFLOP/s in "bf16", "fp16" or "fp32"; `tf32` is True if fp32 products may be computed in TF32."""
         if precision != "fp32":
             return self.half
-        return self.half / 2 if self.is_recent else self.single
-
-    def attention(self, kernel: str, is_backward: bool) -> float:
-        """Return the TFLOP/s of an attention kernel; its share of `half` is the same on every device."""
-        return self.half * ATTENTION_SHARES[kernel if self.is_recent else "sdpa"][is_backward]
-
-    def seconds(self, num_bytes: float, flop: float = 0, tflops: float = 1) -> float:
-        """Return the time of one launch: that of its memory traffic or of its arithmetic, whichever is longer."""
-        return max(num_bytes / (self.bandwidth * 1e12), flop / (tflops * 1e12), LAUNCH_SECONDS)
-
-
-ATTENTION_SHARES = {
-    "sdpa": (200 / 650, 130 / 650),
-    "triton": (66 / 650, 72 / 650),
-    "flash": (200 / 650, 120 / 650),
-}
-"""Attention kernel → its FLOP rates forward and backward ÷ that of matrix products, on an H100 with 64-wide heads, rows
-of 512 and dropout. `triton` was measured there, `flash` as the sum of both passes (docs/benchmarks.md); `sdpa`, torch's
-memory-efficient kernel with a dense bias, is an assumption. For long rows FlashAttention-2's authors report up to 335
-TFLOP/s (arXiv:2307.08691)."""
-
-
-def sustained_device(peak: Device) -> Device:
-    """Return a device with the rates that it is assumed to sustain, from its published peaks.
-
-    An H100 sustains 650 of 989 TFLOP/s, 45 of 67 in fp32, 2.8 of 3.35 TB/s; others the same shares; links 80 %.
-    """
-    return dataclasses.replace(
-        peak,
-        half=peak.half * 650 / 989,
-        single=peak.single * 45 / 67,
-        bandwidth=peak.bandwidth * 2.8 / 3.35,
-        inside=0.8 * peak.inside,
-        between=0.8 * peak.between,
-    )
+        return self.tf32 if tf32 and self.tf32 else self.fp32
 
 
 DEVICES = {
-    "v100": sustained_device(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, 80, is_recent=False)),
-    "a100": sustained_device(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
-    "h100": sustained_device(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
-    "h200": sustained_device(Device("H200", 989, 67, 4.8, 140, 450, 400, 132)),
-    "t4": sustained_device(Device("T4", 65, 8.1, 0.32, 16, 16, 12.5, 40, is_recent=False)),
-    "a10": sustained_device(Device("A10", 125, 31.2, 0.6, 24, 32, 12.5, 72)),
-    "l4": sustained_device(Device("L4", 121, 30.3, 0.3, 24, 32, 12.5, 58)),
-    "rtx-3060": sustained_device(Device("RTX 3060", 25.5, 12.7, 0.36, 12, 16, 1.25, 28)),
-    "rtx-3090": sustained_device(Device("RTX 3090", 71, 35.6, 0.936, 24, 16, 1.25, 82)),
-    "rtx-4090": sustained_device(Device("RTX 4090", 165.2, 82.6, 1.008, 24, 16, 1.25, 128)),
-    "rtx-5090": sustained_device(Device("RTX 5090", 209.5, 104.8, 1.792, 32, 32, 1.25, 170)),
+    "v100s-pcie": Device(r"V100S-PCIE", 130, None, 16.4, is_recent=False),  # V100 data sheet
+    "v100-pcie": Device(r"V100-PCIE", 112, None, 14, is_recent=False),  # V100 data sheet
+    "v100": Device(r"V100-SXM\d", 125, None, 15.7, 32, is_recent=False),  # V100 data sheet
+    "a100": Device(r"A100", 312, 156, 19.5, 80),  # A100 data sheet, SXM and PCIe alike
+    "a40": Device(r"A40", 149.7, 74.8, 37.4),  # A40 data sheet
+    "t4": Device(r"T4", 65, None, 8.1, 16, is_recent=False),  # T4 data sheet
+    "a10": Device(r"A10", 125, 62.5, 31.2, 24),  # A10 data sheet
+    "l4": Device(r"L4", 121, 60, 30.3, 24),  # L4 data sheet, halved: it counts sparsity
+    "l40s": Device(r"L40S", 362.05, 183, 91.6),  # L40S data sheet
+    "rtx-3060": Device(r"RTX 3060$", 25.5, 12.7, 12.7, 12),  # announcement: 13 fp32, 102 sparse, a quarter
+    "rtx-3090": Device(r"RTX 3090$", 71, 35.6, 35.6, 24),  # GA102 whitepaper
+    "rtx-4090": Device(r"RTX 4090$", 165.2, 82.6, 82.6, 24),  # Ada whitepaper
+    "rtx-5090": Device(r"RTX 5090$", 209.5, 104.8, 104.8, 32),  # Blackwell whitepaper; a quarter of 838 sparse
+    "h100-pcie": Device(r"H100 PCIe", 756, 378, 51),  # H100 data sheet, halved
+    "h100-nvl": Device(r"H100 NVL", 835.5, 417.5, 60),  # H100 data sheet, halved
+    "h100": Device(r"H100 80GB HBM3", 989.4, 494.7, 66.9, 80),  # H100 whitepaper, SXM
+    "h200-nvl": Device(r"H200 NVL", 835.5, 417.5, 60),  # H200 data sheet, halved
+    "h200": Device(r"H200", 989.4, 494.7, 66.9, 140),  # H200 data sheet, halved: as the H100 SXM
+    "b200": Device(r"B200", 2250, 1125, None),  # HGX B200 data sheet, an eighth and halved
+    "mi300x": Device(r"MI300X", 1307.4, 653.7, 163.4),  # MI300X data sheet
 }
-"""Name → device, peaks by their makers' data sheets (NVLink per direction); docs/scaling.md names the sources. Hosts of
-V100 are linked by 16 GB/s, those of A100 by 8 cards of 200 Gbit/s, those of H100 and H200 by 8 of 400. T4, A10 and L4
-are taken to have PCIe and hosts with 100 Gbit/s; GeForce cards half of PCIe's rate, since they send through the host's
-memory, and 10 Gbit/s. Half precision is that with sums in fp32, which on GeForce cards is a quarter of the advertised
-sparse rate."""
+"""Value of `--device` → device; of several that a name matches, the first counts."""
+
+LISTED = {name: device for name, device in DEVICES.items() if device.memory}
+"""Devices that `plan` and the dry run give times for."""
+
+
+def device_named(name: str) -> Device | None:
+    """Return the row of a device by its name from `torch.cuda.get_device_name`; None if the table has no such row."""
+    return next((device for device in DEVICES.values() if re.search(rf"\b{device.name}\b", name)), None)
+
+
+def peak_of_run(config: Config, ranks: Ranks) -> float | None:
+    """Return the FLOP/s of all ranks' devices together, assumed equal to this one; None if unknown."""
+    of_device = peak_of_device(config, ranks.device)
+    return None if of_device is None else of_device * ranks.world_size
+
+
+def peak_of_device(config: Config, device: torch.device) -> float | None:
+    """Return the FLOP/s of `--peak-tflops`, otherwise of the device's row in `DEVICES`; None without either."""
+    given, training = config.logging.peak_tflops, config.training
+    if given is None and device.type == "cuda" and (row := device_named(torch.cuda.get_device_name(device))):
+        given = row.tflops(training.precision, training.tf32)
+    return None if given is None else given * 1e12
+
+
+def why_not(config: Config, device: Device) -> str | None:
+    """Return why a device cannot train in the run's precision, or None."""
+    return "it has no bf16" if config.training.precision == "bf16" and not device.is_recent else None
+
+
+def with_chosen_backend(config: Config, device: Device) -> Config:
+    """Return the configuration with the attention that `auto` chooses on a device, if memory depends on it."""
+    in_logits = encoding_class(config.model.position_encoding).in_logits
+    if config.model.attention_backend == "auto" and device.is_recent and in_logits:
+        return config.replace(model={"attention_backend": "triton"})
+    return config
+
+
+def step_seconds(config: Config, world_size: int, device: Device) -> float:
+    """Return the estimated seconds of a step; recomputed activations cost a third more."""
+    peak = device.tflops(config.training.precision, tf32=True)
+    assert peak is not None, device.name
+    flop = flop_per_token(config).total * config.training.global_batch_size * config.model.seq_length
+    recomputed = 4 / 3 if config.parallel.checkpoint_activations else 1.0
+    return recomputed * flop / (world_size * peak * 1e12 * SHARE)

@@ -1,4 +1,4 @@
-"""Floating-point operations (FLOP) of a training step in closed form, and the peaks of devices.
+"""Floating-point operations (FLOP) of a training step in closed form.
 
     linear      6 · weights of the layers' linear maps                    per token
     attention   12 · S · D · layers                                       QKᵀ and the product with V
@@ -16,7 +16,6 @@ tables: 0.1 % of a base model at 32 x 512).
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -146,69 +145,3 @@ def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
         0 if table is None else table.shape[1] for table in (terms.query_table, terms.key_table)
     )
     return rows_of_queries, rows_of_keys
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Dense TFLOP/s of a device, without sparsity; None if the source gives no figure."""
-
-    half: float
-    """TFLOP/s of bf16 and fp16 on tensor cores, accumulated in fp32."""
-    tf32: float | None
-    fp32: float | None
-
-
-PEAKS: tuple[tuple[str, Peak], ...] = (
-    (r"V100S-PCIE", Peak(130, None, 16.4)),  # V100 data sheet
-    (r"V100-PCIE", Peak(112, None, 14)),  # V100 data sheet
-    (r"V100-SXM\d", Peak(125, None, 15.7)),  # V100 data sheet
-    (r"A100", Peak(312, 156, 19.5)),  # A100 data sheet, SXM and PCIe alike
-    (r"A40", Peak(149.7, 74.8, 37.4)),  # A40 data sheet
-    (r"T4", Peak(65, None, 8.1)),  # T4 data sheet
-    (r"A10", Peak(125, 62.5, 31.2)),  # A10 data sheet
-    (r"L4", Peak(121, 60, 30.3)),  # L4 data sheet, halved: it counts sparsity
-    (r"L40S", Peak(362.05, 183, 91.6)),  # L40S data sheet
-    (
-        r"RTX 3060$",
-        Peak(25.5, 12.7, 12.7),
-    ),  # announcement: 13 fp32, 102 sparse, a quarter
-    (r"RTX 3090$", Peak(71, 35.6, 35.6)),  # GA102 whitepaper
-    (r"RTX 4090$", Peak(165.2, 82.6, 82.6)),  # Ada whitepaper
-    (r"RTX 5090$", Peak(209.5, 104.8, 104.8)),  # Blackwell whitepaper; a quarter of 838 sparse
-    (r"H100 PCIe", Peak(756, 378, 51)),  # H100 data sheet, halved
-    (r"H100 NVL", Peak(835.5, 417.5, 60)),  # H100 data sheet, halved
-    (r"H100 80GB HBM3", Peak(989.4, 494.7, 66.9)),  # H100 whitepaper, SXM
-    (r"H200 NVL", Peak(835.5, 417.5, 60)),  # H200 data sheet, halved
-    (r"H200", Peak(989.4, 494.7, 66.9)),  # H200 data sheet, halved: as the H100 SXM
-    (r"B200", Peak(2250, 1125, None)),  # HGX B200 data sheet, an eighth and halved
-    (r"MI300X", Peak(1307.4, 653.7, 163.4)),  # MI300X data sheet
-)
-"""Pairs of a pattern of whole words in the name from `torch.cuda.get_device_name` and the maker's peak; the first match
-counts."""
-
-
-def peak_of_run(config: Config, ranks: Ranks) -> float | None:
-    """Return the FLOP/s of all ranks' devices together, assumed equal to this one; None if unknown."""
-    of_device = peak_of_device(config, ranks.device)
-    return None if of_device is None else of_device * ranks.world_size
-
-
-def peak_of_device(config: Config, device: torch.device) -> float | None:
-    """Return the FLOP/s of `--peak-tflops`, otherwise of the device's row in `PEAKS`; None without either."""
-    given, training = config.logging.peak_tflops, config.training
-    if given is None and device.type == "cuda":
-        given = peak_tflops(torch.cuda.get_device_name(device), training.precision, training.tf32)
-    return None if given is None else given * 1e12
-
-
-def peak_tflops(device_name: str, precision: str, tf32: bool) -> float | None:
-    """Return the dense TFLOP/s of a device in "bf16", "fp16" or "fp32"; None for a device missing from the table.
-
-    `tf32` is True if products of fp32 matrices may be computed in TF32.
-    """
-    for words, peak in PEAKS:
-        if re.search(rf"\b{words}\b", device_name):
-            if precision != "fp32":
-                return peak.half
-            return peak.tf32 if tf32 and peak.tf32 else peak.fp32
-    return None

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from absent_gpu import deepspeed_without_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ddrp.arguments import parse_arguments
@@ -24,6 +23,7 @@ from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
+from tests.absent_gpu import deepspeed_without_gpu
 from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks
 

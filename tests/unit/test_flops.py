@@ -8,7 +8,7 @@ from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import Draws
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, peak_tflops
+from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
@@ -114,31 +114,3 @@ def test_local_layers_count_the_keys_of_their_window():
 
 def test_terms_add_up():
     assert TokenFlop(1, 2, 3, 4, 5, 6).total == 21
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "tf32", "peak"),
-    [
-        ("Tesla V100-SXM2-32GB", "fp16", True, 125),
-        ("Tesla V100-PCIE-16GB", "fp32", True, 14),
-        ("NVIDIA A100-SXM4-80GB", "bf16", True, 312),
-        ("NVIDIA A100 80GB PCIe", "fp32", True, 156),
-        ("NVIDIA A100-PCIE-40GB", "fp32", False, 19.5),
-        ("NVIDIA A10", "bf16", True, 125),
-        ("NVIDIA A40", "bf16", True, 149.7),
-        ("NVIDIA L4", "bf16", True, 121),
-        ("NVIDIA L40S", "bf16", True, 362.05),
-        ("NVIDIA GeForce RTX 4090", "bf16", True, 165.2),
-        ("NVIDIA H100 80GB HBM3", "bf16", True, 989.4),
-        ("NVIDIA H100 PCIe", "bf16", True, 756),
-        ("NVIDIA H200", "fp16", True, 989.4),
-        ("NVIDIA B200", "fp32", False, None),
-        ("AMD Instinct MI300X", "bf16", True, 1307.4),
-        ("NVIDIA A10G", "bf16", True, None),
-        ("NVIDIA L40", "bf16", True, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", True, None),
-        ("NVIDIA GeForce RTX 4090 D", "bf16", True, None),
-    ],
-)
-def test_a_devices_peak_is_found_by_its_name(name, precision, tf32, peak):
-    assert peak_tflops(name, precision, tf32) == peak

@@ -17,9 +17,7 @@ from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL
 from megatron_ddrp.commands.speed import PresentDevice
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run.cost import why_not
-from megatron_ddrp.run.devices import DEVICES
-from megatron_ddrp.run.flops import peak_tflops
+from megatron_ddrp.run.devices import DEVICES, why_not
 from megatron_ddrp.run.memory_advice import estimated_needs
 from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, recipe, recipe_for_text, rows_per_rank
 
@@ -122,14 +120,8 @@ def test_a_mistake_is_one_line(line: str, message: str) -> None:
 
 
 def test_too_little_time_is_an_error_that_says_so() -> None:
-    with pytest.raises(UserError, match="200 steps on T4 in 0.0001 hours.*more --hours"):
-        main(["--tokens", "50M", "--device", "t4", "--hours", "0.0001"])
-
-
-def test_every_device_of_the_table_has_a_published_peak() -> None:
-    for device in DEVICES.values():
-        peak = peak_tflops(device.name, "fp16", tf32=True)
-        assert peak is not None and device.half == pytest.approx(peak * 650 / 989, rel=0.01)
+    with pytest.raises(UserError, match="200 steps on T4 in 1e-05 hours.*more --hours"):
+        main(["--tokens", "50M", "--device", "t4", "--hours", "0.00001"])
 
 
 def test_what_is_here_is_measured_and_the_rest_has_its_speed(
