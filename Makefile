@@ -74,11 +74,11 @@ endurance: $(STAMP) ## hours: fifty kills, a crash at every moment, thousands of
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write
 
 ladder: $(STAMP) ## figures and tables of docs/results*.md and plateau*.md from the rows in docs/ladder
-	$(BIN)/megatron-ddrp compare docs/ladder/rows.jsonl --output-dir build/ladder --tables docs/results-tables.md
+	$(BIN)/megatron-ddrp compare docs/ladder/rows.jsonl --output-dir build/ladder --tables docs/lab/results-tables.md
 	cd build/ladder/figures && cp losses.png curves.png onsets.png claims.png budgets.png minimal-pairs.png $(CURDIR)/docs/ladder/
-	$(BIN)/megatron-ddrp compare docs/ladder/fast.jsonl docs/ladder/novels.jsonl --output-dir build/fast --tables docs/plateau.md
+	$(BIN)/megatron-ddrp compare docs/ladder/fast.jsonl docs/ladder/novels.jsonl --output-dir build/fast --tables docs/lab/plateau.md
 	cp build/fast/figures/claims.png docs/ladder/past-the-plateau.png
-	$(BIN)/megatron-ddrp compare docs/ladder/plateau.jsonl --output-dir build/plateau --tables docs/plateau-arms.md
+	$(BIN)/megatron-ddrp compare docs/ladder/plateau.jsonl --output-dir build/plateau --tables docs/lab/plateau-arms.md
 	cp build/plateau/figures/losses.png docs/ladder/arms.png
 
 docker-steps: $(STAMP) ## minutes: the Dockerfile's steps in a fresh virtual environment, for machines without docker

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from measure import benchmark_parser
 
-from megatron_ddrp.analysis.similarity import near_and_far, table_cosines
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.lab.analysis.similarity import near_and_far, table_cosines
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.metrics import read_rows
 

@@ -9,7 +9,7 @@
 # the parts when all of them are there.
 #
 #   hardware   8 CPU cores and 16 GB per task, no GPU; PARTS tasks, as many at once as Slurm gives
-#   time       bytes of text / (PARTS x 8 x the speed of one core, see docs/benchmarks.md); the merge copies the files
+#   time       bytes of text / (PARTS x 8 x the speed of one core, see docs/lab/benchmarks.md); the merge copies the files
 #   result     PREFIX_text_document.{bin,idx,json}, the same bytes as one run over the whole input
 #
 #   INPUT="corpus/ more/*.jsonl" PREFIX=data/corpus VOCAB=vocab.txt PARTS=64 bash examples/preprocess_slurm.sh [flags]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# DDRP + MTH, 4 layers x 256, on real text with two CPU cores: the run of docs/measurements.md.
+# DDRP + MTH, 4 layers x 256, on real text with two CPU cores: the run of docs/lab/measurements.md.
 #
 #   hardware   2 CPU cores with bf16 instructions (drop --bf16 elsewhere), 2 GB of memory
 #   time       about half an hour
-#   result     validation masked-LM loss more than 0.5 nats below the unigram level; see docs/measurements.md
+#   result     validation masked-LM loss more than 0.5 nats below the unigram level; see docs/lab/measurements.md
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_ddrp_small_cpu.sh [more flags]
 set -euo pipefail

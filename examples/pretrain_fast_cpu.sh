@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The fastest recipe that we know, on a CPU: DDRP, heads that start at their neighbours, pre-norm, Muon, small batches and many
-# masks (docs/plateau.md).
+# masks (docs/lab/plateau.md).
 #
 #   hardware   2 CPU cores with 2 GB of memory
 #   time       about 10 minutes for 6 million tokens; STEPS=16384 is 17 million

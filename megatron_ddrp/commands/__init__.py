@@ -1,4 +1,4 @@
-"""The commands of `megatron-ddrp`, one module each."""
+"""The commands of `megatron-ddrp`, one module each; those of tasks/ and lab/ are named only here."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COMMANDS = {
     "dataset": Command("megatron_ddrp.commands.dataset", "inspect, verify, merge or shuffle indexed datasets"),
     "plan": Command("megatron_ddrp.commands.plan", "a model, steps and a rate for your text, device and hours"),
     "convert": Command("megatron_ddrp.commands.convert", "convert a checkpoint to a Hugging Face folder, or back"),
-    "analyze": Command("megatron_ddrp.commands.analyze", "look inside encoders: attention, hidden states, speed"),
-    "report": Command("megatron_ddrp.commands.report", "write a short report of a run, with its curves"),
+    "analyze": Command("megatron_ddrp.lab.analysis.command", "look inside encoders: attention, hidden states, speed"),
+    "report": Command("megatron_ddrp.lab.run_report.command", "write a short report of a run, with its curves"),
     "glue": Command("megatron_ddrp.tasks.glue.command", "fine-tune encoders on GLUE over a grid and seeds", True),
     "finetune": Command("megatron_ddrp.tasks.finetune.command", "fine-tune encoders on your own tasks", True),
     "minimal-pairs": Command(
         "megatron_ddrp.tasks.minimal_pairs.command", "score masked language models without fine-tuning"
     ),
-    "compare": Command("megatron_ddrp.tasks.compare.command", "train and score a plan's models, write one page"),
-    "ladder": Command("megatron_ddrp.tasks.compare.command", "earlier name of compare ROWS.jsonl"),
+    "compare": Command("megatron_ddrp.lab.compare.command", "train and score a plan's models, write one page"),
+    "ladder": Command("megatron_ddrp.lab.compare.command", "earlier name of compare ROWS.jsonl"),
 }

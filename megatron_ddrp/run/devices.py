@@ -18,7 +18,7 @@ from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.flops import flop_per_token
 
 SHARE = 0.18
-"""Share of the dense peak: the MFU of `ddrp` + `mth` at base size on an H100 (docs/benchmarks.md)."""
+"""Share of the dense peak: the MFU of `ddrp` + `mth` at base size on an H100 (docs/lab/benchmarks.md)."""
 
 HOST = 8
 """GPUs per host."""

@@ -28,8 +28,8 @@ def keep_freed_memory() -> None:
     """Stop returning freed memory to the system; without effect if malloc is not glibc's.
 
     A training step on a CPU frees and allocates the same large tensors repeatedly. glibc maps each of them anew, and
-    every page of a new mapping costs a page fault and 4 KiB of zeros (measured in `docs/benchmarks.md`). The process's
-    peak changes little; between peaks it keeps its memory.
+    every page of a new mapping costs a page fault and 4 KiB of zeros (measured in `docs/lab/benchmarks.md`). The
+    process's peak changes little; between peaks it keeps its memory.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

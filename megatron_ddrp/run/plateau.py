@@ -2,7 +2,7 @@
 
 A model first learns how often each piece occurs; its loss falls to the unigram level, the entropy of the pieces of the
 training text. From there it falls slowly: without the order of words, the rest of a text tells no more than its topic.
-It falls fast again when attention has begun to use positions (docs/plateau.md).
+It falls fast again when attention has begun to use positions (docs/lab/plateau.md).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PlateauWatch(Callback):
         before, self._place = self._place, self._place_of(loss)
         words = {
             _ON: f"the loss is down to the unigram level, {self.level:.2f}: the plateau, on which a run rests until "
-            "attention uses positions (docs/plateau.md)",
+            "attention uses positions (docs/lab/plateau.md)",
             _LEFT: f"the run has left the plateau after {tokens:,} tokens: the loss is {BELOW:g} below the level",
         }
         if before == _LEFT:

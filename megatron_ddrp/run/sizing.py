@@ -87,7 +87,7 @@ def power_of_two(number: float) -> int:
 def peak_rate(shape: Shape) -> float:
     """Return a peak learning rate for pre-norm layers and AdamW; the best one differs by recipe, so try three.
 
-    1e-3 is cramming's (arXiv:2212.14034) and that of docs/results.md, 5e-4 MosaicBERT's (arXiv:2312.17482), 8e-4
+    1e-3 is cramming's (arXiv:2212.14034) and that of docs/lab/results.md, 5e-4 MosaicBERT's (arXiv:2312.17482), 8e-4
     ModernBERT's (arXiv:2412.13663), the last three at a width of 768.
     """
     return 1e-3 if shape.hidden_size <= 512 else 5e-4

@@ -1,1 +1,1 @@
-"""The entry point of `megatron_ddrp.tasks.compare`."""
+"""The entry point of `megatron_ddrp.lab.compare`."""

@@ -27,10 +27,10 @@ import megatron_ddrp
 from megatron_ddrp import compare, finetune, minimal_pairs, preprocess, pretrain, report, train_tokenizer
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.running import stop_on_sigterm
 from megatron_ddrp.run.callbacks import Callback, StopTraining
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.running import stop_on_sigterm
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_config, read_state, write_state
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
@@ -17,6 +16,7 @@ from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.analysis.models import find_snapshots
 from megatron_ddrp.model import build_model
 
 STEPS = (2, 4, 6)

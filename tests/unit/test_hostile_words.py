@@ -20,7 +20,7 @@ from megatron_ddrp.commands.pretrain import read_arguments
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.compare import plan
+from megatron_ddrp.lab.compare import plan
 from megatron_ddrp.tasks.finetune.command import Prediction, parse_prediction
 from megatron_ddrp.tasks.finetune.options import TaskFiles, read_task_file
 

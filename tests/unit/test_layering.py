@@ -64,12 +64,12 @@ def named_outside(names, *folders):
 
 def test_no_encodings_name_outside_its_file_and_the_configuration():
     """Exceptions: conversion says which encodings another format can hold; a comparison names the paper's models."""
-    assert named_outside(ENCODINGS, "config/", "model/positions/", "conversion/", "tasks/") == set()
+    assert named_outside(ENCODINGS, "config/", "model/positions/", "conversion/", "tasks/", "lab/") == set()
 
 
 def test_no_objectives_name_where_it_could_decide_something():
     """Exceptions: the model built without an objective is a masked LM; a comparison names the paper's."""
-    offenders = named_outside(OBJECTIVES, "config/", "objectives/", "conversion/", "tasks/")
+    offenders = named_outside(OBJECTIVES, "config/", "objectives/", "conversion/", "tasks/", "lab/")
     assert offenders == {("model/bert.py", "mlm")}
 
 
@@ -108,6 +108,16 @@ def test_data_flows_one_way():
     assert importers("megatron_ddrp.engine", "megatron_ddrp.train") & inside("data/", "model/", "parallel/") == set()
 
 
+def test_two_walls():
+    """Core, then tasks (evaluation), then lab (experiments): each imports what stands before it.
+
+    The table of commands and the registry name the upper two as strings, which are read when somebody asks for them.
+    """
+    assert importers("megatron_ddrp.lab") - inside("lab/") == set()
+    assert importers("megatron_ddrp.tasks") - inside("tasks/", "lab/") == set()
+    assert importers("megatron_ddrp.tasks") & inside("lab/")
+
+
 def test_no_circle_of_imports_between_folders():
     """Loose files count as folders, except `__init__` and `__main__`, which only pass on to what a user asks for."""
     folders = {name: Path(name).parts[0].removesuffix(".py") for name in TREES}
@@ -138,7 +148,7 @@ def test_no_module_of_odds_and_ends():
         "megatron_ddrp.config.registry",
         "megatron_ddrp.arguments",
         "megatron_ddrp.tasks.finetune.command",
-        "megatron_ddrp.tasks.compare.command",
+        "megatron_ddrp.lab.compare.command",
         "megatron_ddrp.data.batches.loader",
         "megatron_ddrp.run.metrics",
     ],

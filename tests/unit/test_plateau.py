@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.lab.compare.rows import as_run
 from megatron_ddrp.run.plateau import BELOW, WINDOW, PlateauWatch, curve_of, onset, stored_level
-from megatron_ddrp.tasks.compare.rows import as_run
 from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
 
 LEVEL = 7.0

@@ -9,7 +9,7 @@ import pytest
 
 from tools.site_pages import CODE, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_WORDS = 120
 ENTRY = re.compile(r"^\s*(?:[-*]|\d+\.) ")
 """Begin of an entry of a list, which is a paragraph of its own."""

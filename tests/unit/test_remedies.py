@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.commands import analyze as commands
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.analysis import command as commands
 from megatron_ddrp.run.memory_advice import estimated_needs, need_less_memory
 from megatron_ddrp.tasks.finetune import sweep
 from megatron_ddrp.tasks.minimal_pairs import scoring
@@ -72,7 +72,7 @@ def test_a_scoring_of_pairs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_analysis_is_told(words: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ddrp.analysis import reports
+    from megatron_ddrp.lab.analysis import reports
 
     monkeypatch.setattr("sys.argv", ["analyze.py", *words.split()])
     for name in ("report_triangles", "report_throughput", "report_notes"):

@@ -11,7 +11,7 @@ Closed gaps: eq. 12 leaves the clip's bounds open; with r_s − 1, δ uses exact
 paper gives no initialisation. Departures: `D` is drawn around 1 with a deviation of 0.5 (`--direction-init spread`),
 and weight decay, which pulls towards 0, does not act on it; `K^rd` is drawn like every embedding. If both start around
 0 (`embedding`), their product is too small to learn from, and stays so for thousands of steps. If `D` starts close to 1
-(`ones`), the rows for +k and −k start equal and stay equal. docs/measurements.md has the measurements.
+(`ones`), the rows for +k and −k start equal and stay equal. docs/lab/measurements.md has the measurements.
 
 Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count "compared
 with BERT" holds literally only if it stays. Ours omits it; `--absolute-embedding` adds it.

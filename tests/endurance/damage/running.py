@@ -24,7 +24,7 @@ MORE_PRELOADED = [
     "transformers.models.bert.tokenization_bert",
     "matplotlib.pyplot",
     "scipy.stats",
-    "megatron_ddrp.analysis.reports",
+    "megatron_ddrp.lab.analysis.reports",
     "megatron_ddrp.conversion.from_huggingface",
     "megatron_ddrp.conversion.to_huggingface",
     "megatron_ddrp.data.preprocess.pipeline",

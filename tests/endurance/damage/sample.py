@@ -30,13 +30,13 @@ import yaml
 import zstandard
 
 from megatron_ddrp.data.sealed import check_object, seal_object
-from megatron_ddrp.tasks.compare.rows import write_samples
+from megatron_ddrp.lab.compare.rows import write_samples
 from megatron_ddrp.tasks.measures import MINIMAL_PAIRS
 from tests.conftest import documents, write_vocabulary
 from tests.endurance.damage.readers import CLOCK, DATASET, FINETUNE, PREPROCESS, READERS, RUN, SAVED
 from tests.endurance.damage.running import Command, run_one
 from tests.integration.conftest import command_line
-from tests.unit.compare.made_rows import gain_rows
+from tests.unit.lab.compare.made_rows import gain_rows
 
 NUM_TEXTS = 160
 """Documents of each of the two datasets."""

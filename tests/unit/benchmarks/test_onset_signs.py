@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.analysis.attention_maps import layer_logits
 from megatron_ddrp.config import CheckpointConfig, Config, ModelConfig
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.lab.analysis.attention_maps import layer_logits
 from megatron_ddrp.model import build_model
 from megatron_ddrp.run.callbacks import StopTraining
 from megatron_ddrp.run.plateau import store_level

@@ -115,7 +115,7 @@ def test_the_real_parsers_take_its_flags(quickstart):
     pytest.importorskip("torch")
     from megatron_ddrp.arguments import parse_arguments
     from megatron_ddrp.cli import parse_subcommand
-    from megatron_ddrp.commands.analyze import SUBCOMMANDS
+    from megatron_ddrp.lab.analysis.command import SUBCOMMANDS
     from megatron_ddrp.tasks.finetune.command import parse_arguments as parse_finetune
 
     _, _, calls = quickstart()

@@ -8,14 +8,14 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_words, unigram_level
 from megatron_ddrp.config import Config, ObjectiveConfig, save_config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.run_report import figures
+from megatron_ddrp.lab.run_report.command import main, read_metrics, read_runs, read_words, unigram_level
+from megatron_ddrp.lab.run_report.figures import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
+from megatron_ddrp.lab.run_report.page import facts, page, training_seconds
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.plateau import store_level
-from megatron_ddrp.run_report import figures
-from megatron_ddrp.run_report.figures import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
-from megatron_ddrp.run_report.page import facts, page, training_seconds
 from tests.datasets import write_dataset
 
 ROWS = [
@@ -76,9 +76,9 @@ def test_the_report_says_when_the_run_left_the_plateau(tmp_path):
     assert "plateau" not in dict(facts(tmp_path, rows))  # a run of an earlier version
     store_level(tmp_path, 7.0)
     assert dict(facts(tmp_path, rows))["plateau"] == "left after 3,000,000 tokens"
-    assert dict(facts(tmp_path, rows[:2]))["plateau"] == "not left yet (docs/plateau.md)"
+    assert dict(facts(tmp_path, rows[:2]))["plateau"] == "not left yet (docs/lab/plateau.md)"
     branch = dict(facts(tmp_path, rows[2:]))["plateau"]  # and so begins an imported encoder
-    assert branch == "never on it: it began from trained weights (docs/plateau.md)"
+    assert branch == "never on it: it began from trained weights (docs/lab/plateau.md)"
 
 
 def test_the_report_says_where_the_loss_ended():

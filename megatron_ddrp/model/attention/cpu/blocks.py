@@ -21,7 +21,7 @@ SMALLEST_TILE = 32
 
 KEPT_LENGTH = 512
 """Length of the longest block whose probabilities are kept for the backward pass; for longer ones they are recomputed.
-Keeping them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/benchmarks.md`)."""
+Keeping them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/lab/benchmarks.md`)."""
 
 
 class Tile(NamedTuple):

@@ -1,0 +1,1 @@
+"""Experiments: comparisons of models, analyses of what they learned, and reports of runs."""

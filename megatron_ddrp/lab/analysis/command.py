@@ -1,0 +1,159 @@
+"""Analyse pre-trained encoders and draw figures: similarity, attention, geometry of hidden states, notes, speed.
+
+    megatron-ddrp analyze self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
+    megatron-ddrp analyze attention-maps --load run --data-path corpus_text_document --output maps.png
+    megatron-ddrp analyze triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
+    megatron-ddrp analyze direction --load runs/ddrp runs/bert_r --data-path corpus_text_document --output sides.png
+    megatron-ddrp analyze space --load runs/mlm runs/mth some_encoder --text sentences.txt --output space.png
+    megatron-ddrp analyze masked-places --load run --data-path corpus_text_document --output places.json
+    megatron-ddrp analyze throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
+    megatron-ddrp analyze notes --load run --data-path corpus_text_document
+
+Each command also writes the figure's numbers as JSON. `megatron-ddrp analyze COMMAND --help` explains a command.
+"The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_ddrp.cli import Subcommand, parse_subcommand
+from megatron_ddrp.errors import allocations_as_user_errors
+from megatron_ddrp.lab.analysis.options import (
+    AnyModels,
+    Baseline,
+    Batches,
+    Encoders,
+    FewSentences,
+    Guesses,
+    Heads,
+    LongestSentences,
+    MaskedSentences,
+    Models,
+    NotesOfRun,
+    OneModel,
+    Sentences,
+    ShortSentences,
+    SpaceSentences,
+    Timing,
+    Triangle,
+)
+
+SIMILARITY = """\
+Measure how similar tokens and heads are at every saved checkpoint of one or more runs. f(S) is the mean cosine
+between the last hidden states of two tokens of a sentence (eq. 15 of the paper), f(H) the mean cosine between the
+attention logits of two heads of a layer (eq. 16). All tokens and heads count. Lower means less alike.
+
+    megatron-ddrp analyze self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png"""
+MAPS = """\
+Draw the mean attention of one layer over validation sentences: of the half of its heads that looks most to the
+right, of the half that looks most to the left, and of all heads; or of single heads.
+
+    megatron-ddrp analyze attention-maps --load run --data-path corpus_text_document --output maps.png
+    megatron-ddrp analyze attention-maps … --layer 3 --head 1 2 5 --output heads.png"""
+TRIANGLE = """\
+Run Algorithm 1 of the paper's appendix C at the newest checkpoint of each folder. It counts the sentences in
+which the right-looking half of a layer's heads has at least 70 % of its attention above the diagonal and the
+left-looking half at least 70 % below it. The printed share is the last layer's; the JSON has every layer.
+
+    megatron-ddrp analyze triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output t.png"""
+DIRECTION = """\
+Measure how well the newest checkpoint of each folder tells left from right. Encodings with a table of queries:
+the cosine of its rows for the keys k places to the right and to the left. All encodings: the accuracy of a linear
+readout of the heads' attention logits that names the right-hand one of the two keys k = 1 … 8 places beside a
+token, fitted on half of the sentences and scored on the other half; chance is 50 %. It is measured on the sentences
+as they are, and with the text of each sentence in a random order, where only positions can tell.
+
+    megatron-ddrp analyze direction --load runs/ddrp runs/bert_r --data-path corpus_text_document --output sides.png"""
+SPACE = """\
+Measure the geometry of each layer's hidden states at every saved checkpoint: the mean cosine between two tokens
+of one sentence (f(S)) and of different sentences, both also with the mean of all tokens removed; IsoScore (1 if
+every direction has equal variance, 0 if there is one direction); and the effective rank. For models of this project
+also f(H), the mean cosine between the attention logits of two heads. --load takes any encoder that transformers
+loads; no code in its folder is run. With --text each model reads the same texts with its own tokenizer.
+
+    megatron-ddrp analyze space --load runs/mlm runs/mth --data-path corpus_text_document --output space.png
+    megatron-ddrp analyze space --load runs/mlm albert mpnet --text sentences.txt --random-init --output s.png"""
+MASKED_PLACES = """\
+Mask one piece in each of 200 sentences of the validation split, and count the sentences in which that piece is among
+the first ten guesses of a model; beside it, those in which it is one of the ten most frequent pieces of the dataset,
+which is what a model on the unigram level knows.
+
+    megatron-ddrp analyze masked-places --load run --data-path corpus_text_document --output places.json"""
+THROUGHPUT = """\
+Measure tokens per second and memory of encoders at inference, per row length. Rows are full and hold random
+pieces; every batch has about the same number of tokens. The encoders take turns, in a random order in each round,
+and the output has the median and the quartiles over the rounds. Memory is the peak during one forward pass, minus
+the memory of the loaded encoder; on a CPU each encoder and length is measured in a fresh process. Checkpoints run
+with this project's code, Hugging Face folders with transformers.
+
+    megatron-ddrp analyze throughput --load runs/mlm runs/ddrp albert --lengths 64 128 512 --output speed.png"""
+NOTES = """\
+Show the number of rare words of a run, the number of those with a note, the share of sentences that contain a
+rare word, and for some words the words with the nearest notes, by cosine after the mean of all notes is removed.
+
+    megatron-ddrp analyze notes --load run --data-path corpus_text_document
+    megatron-ddrp analyze notes --load run --words perth syntax --neighbours 5 --output notes.json"""
+
+SUBCOMMANDS = {
+    "self-similarity": Subcommand(
+        "similarity of tokens and of heads at every checkpoint of runs (the paper's figures 2 and 3a)",
+        SIMILARITY,
+        (Models, Sentences, Batches),
+    ),
+    "attention-maps": Subcommand(
+        "mean attention maps of heads that look right, of heads that look left, and of all (the paper's figure 4)",
+        MAPS,
+        (OneModel, LongestSentences, Heads, Batches),
+    ),
+    "triangle": Subcommand(
+        "share of sentences with the up-down triangle effect (the paper's Algorithm 1)",
+        TRIANGLE,
+        (Models, ShortSentences, Triangle, Batches),
+    ),
+    "direction": Subcommand(
+        "how well encodings and attention tell left from right", DIRECTION, (Models, FewSentences, Baseline, Batches)
+    ),
+    "space": Subcommand(
+        "token cosines, isotropy and effective rank, per layer and checkpoint, of any encoder",
+        SPACE,
+        (AnyModels, SpaceSentences, Baseline, Batches),
+    ),
+    "masked-places": Subcommand(
+        "how often the masked piece is among the first guesses, beside the most frequent pieces",
+        MASKED_PLACES,
+        (Models, MaskedSentences, Guesses, Baseline, Batches),
+    ),
+    "throughput": Subcommand(
+        "tokens per second and memory of encoders at inference, per row length", THROUGHPUT, (Encoders, Timing)
+    ),
+    "notes": Subcommand("note dictionary of a run with --notes", NOTES, (NotesOfRun,)),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Parse the command line and run the subcommand. Torch is imported only then, so that --help is fast."""
+    arguments = parse_subcommand(str(__doc__), SUBCOMMANDS, words)
+    from megatron_ddrp.lab.analysis import reports
+
+    analyse = {
+        "self-similarity": reports.report_similarity,
+        "attention-maps": reports.report_maps,
+        "triangle": reports.report_triangles,
+        "direction": reports.report_direction,
+        "space": reports.report_space,
+        "masked-places": reports.report_masked_places,
+        "throughput": reports.report_throughput,
+        "notes": reports.report_notes,
+    }[arguments.command]
+    with allocations_as_user_errors(f"use {need_less_memory(arguments)}"):
+        analyse(arguments)
+
+
+def need_less_memory(arguments: argparse.Namespace) -> str:
+    """Return what a command line can change to need less memory."""
+    size = getattr(arguments, "batch_size", 1)
+    if size > 1:
+        return f"--batch-size {size // 2} instead of {size}"
+    return "a smaller --tokens" if arguments.command == "throughput" else "a machine with more memory"

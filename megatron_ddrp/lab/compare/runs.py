@@ -1,0 +1,294 @@
+"""Training runs of a plan and their data: existing indexed datasets, or the jobs that build one from texts.
+
+Runs with the same seed see the same data, in the same order, with the same masks, whatever model they train. A model at
+half the budget has a run of its own with a schedule of half the length, so that its learning rate also decays fully.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.checkpoint import tag
+from megatron_ddrp.config import Config, concerns, flag_words
+from megatron_ddrp.config.config_file import under_flags
+from megatron_ddrp.config.registry import code_sum
+from megatron_ddrp.data.batches.blend import read_blend
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.jobs import PROBE, RUN, Job, job_name
+from megatron_ddrp.lab.compare.plan import CorpusPlan, Model, Plan
+from megatron_ddrp.lab.compare.rows import Arm
+from megatron_ddrp.lab.compare.scoring import make_config
+from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.tasks.jobs.store import digest
+
+_END = 1 << 20
+"""Number of bytes at each end of a file that enter its fingerprint."""
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """Data files of a training command."""
+
+    data_path: tuple[str, ...]
+    vocab_file: str
+    tokenizer_type: str
+    key: str
+    """Hash that changes with the data."""
+    jobs: tuple[Job, ...]
+    """Jobs that build the files; none for existing datasets."""
+
+
+def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
+    """Return the files of a plan's corpus. Raises `UserError` for a missing input."""
+    corpus = plan.corpus
+    if corpus.data_path:
+        assert corpus.vocab_file is not None
+        facts = [fingerprint(plan, "vocab_file", corpus.vocab_file)]
+        prefixes = read_blend(corpus.data_path, "corpus.data_path").prefixes
+        for word in corpus.data_path:
+            ends = (".bin", ".idx") if word in prefixes else ()
+            facts += [fingerprint(plan, "data_path", word + end) for end in ends] or [float(word)]
+        return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
+    inputs = [fingerprint(plan, "input", name) for name in corpus.input]
+    vocabulary = fingerprint(plan, "vocab_file", corpus.vocab_file) if corpus.vocab_file else corpus.vocab_size
+    key = digest([inputs, vocabulary, corpus.tokenizer_type, *(["shuffled"] * corpus.shuffle)])
+    return _build(corpus, folder / "corpus" / key, key)
+
+
+def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
+    jobs: list[Job] = []
+    vocab_file = corpus.vocab_file
+    if vocab_file is None:
+        vocab_file = str(folder / "vocab.txt")
+        case = ("--cased",) if corpus.tokenizer_type == "BertWordPieceCase" else ()
+        command = (
+            *("megatron-ddrp", "train-tokenizer", "--input", *corpus.input),
+            *("--vocab-size", str(corpus.vocab_size), "--output", vocab_file, "--overwrite", *case),
+        )
+        title = f"vocabulary of {corpus.vocab_size:,} pieces"
+        jobs.append(Job("vocabulary", f"vocabulary-{key}", title, command, Path(vocab_file)))
+    prefix = folder / "corpus"
+    command = (
+        *("megatron-ddrp", "preprocess", "--input", *corpus.input, "--output-prefix", str(prefix)),
+        *("--vocab-file", vocab_file, "--tokenizer-type", corpus.tokenizer_type),
+        *("--workers", str(corpus.workers), "--overwrite"),
+    )
+    title = f"dataset of {len(corpus.input)} text{'s' * (len(corpus.input) > 1)}"
+    data_path = f"{prefix}_text_document"
+    jobs.append(
+        Job("dataset", f"dataset-{key}", title, command, Path(f"{data_path}.idx"), tuple(job.name for job in jobs))
+    )
+    if corpus.shuffle:
+        made, data_path = data_path, str(folder / "shuffled_text_document")
+        command = ("megatron-ddrp", "dataset", "shuffle", made, "--output-prefix", data_path, "--overwrite")
+        output = Path(f"{data_path}.idx")
+        jobs.append(Job("dataset", f"shuffled-{key}", "with its documents shuffled", command, output, (jobs[-1].name,)))
+    return CorpusFiles((data_path,), vocab_file, corpus.tokenizer_type, key, tuple(jobs))
+
+
+def fingerprint(plan: Plan, key: str, name: str) -> Any:
+    """Return the size and a hash of a file, or of all files in a folder.
+
+    Of a corpus, which may have hundreds of gigabytes, only both ends enter the hash.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return [fingerprint(plan, key, str(inner)) for inner in sorted(path.rglob("*")) if inner.is_file()]
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            total = hashlib.sha256(stream.read(_END))
+            if key in ("glue", "tasks"):
+                while stream.tell() < size - _END:
+                    total.update(stream.read(min(_END, size - _END - stream.tell())))
+            stream.seek(max(0, size - _END))
+            total.update(stream.read(_END))  # a device has no end
+    except OSError as error:
+        where, flag = _PLACES[key]
+        raise UserError(f"{plan.file}: {where}: {name}: {error.strerror}; give {flag}", 2) from None
+    return [size, total.hexdigest()[:16]]
+
+
+_PLACES = {
+    "input": ("corpus.input", "--input FILE…"),
+    "data_path": ("corpus.data_path", "--data-path PREFIX…"),
+    "vocab_file": ("corpus.vocab_file", "--vocab-file FILE"),
+    "glue": ("glue", "--glue-dir DIR, or --no-glue"),
+    "tasks": ("tasks", "existing files, or --no-tasks"),
+}
+"""Purpose of a file → key in the plan, and the flag that replaces it."""
+
+
+LOGGED = 100
+"""Approximate number of log rows that a run writes to metrics.jsonl."""
+EVAL_ITERS = 20
+PROBE_STEPS, PROBE_WARM_UP = 40, 8
+PROBE_SCHEDULE = {"log_interval": 4, "eval_interval": 0, "save_interval": PROBE_STEPS}
+_OF_ALL_STEPS = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters")
+"""Settings that a run's steps must hold, and a probe's few need not."""
+
+_NO_MATTER = {
+    "checkpoint": ("save", "load", "keep_last"),
+    "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
+    "training": ("num_threads",),
+    "data": ("data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
+    "parallel": ("decided_by_deepspeed_config", "cuda_graphs"),
+}
+"""Settings that do not affect the result of a run; `CorpusFiles.key` identifies the corpus."""
+_USUAL = {"tokenizer_type": CorpusPlan.tokenizer_type}
+"""Values of a plan that count as defaults in the names of runs, where a setting's own default is another."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Training run of a model with one seed, at the full or half budget."""
+
+    model: Model
+    half: bool
+    seed: int
+    config: Config
+    job: Job
+    plugin_words: tuple[str, ...]
+    """`--plugin FILE.py …` for every command about the run."""
+
+    @property
+    def arm(self) -> Arm:
+        """Arm of the run: one row of a table."""
+        return self.model.arm(self.half)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of `--save`."""
+        return self.job.output
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps."""
+        return self.config.training.train_iters
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps at which the run saves a checkpoint."""
+        interval = self.config.checkpoint.save_interval
+        return sorted({*range(interval, self.steps, interval), self.steps})
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of a checkpoint."""
+        return self.folder / tag(step)
+
+
+def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
+    """Return model's name → short run that measures the time of a step; empty unless the budget is in minutes."""
+    if plan.budget.kind != "minutes":
+        return {}
+    schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
+    return {model.name: _plan_run(plan, corpus, folder, PROBE, model, schedule).job for model in plan.models}
+
+
+def probed_seconds(job: Job) -> float:
+    """Return the median seconds per step of a finished probe, without its first steps."""
+    rows = read_rows(job.output)
+    return statistics.median(r["step_time"] for r in rows if "step_time" in r and r["iteration"] > PROBE_WARM_UP)
+
+
+def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]:
+    """Return model's name → steps of the full budget. Only a budget in minutes uses `step_seconds`."""
+    steps = {}
+    for model in plan.models:
+        count = plan.budget.amount
+        if plan.budget.kind == "minutes":
+            if model.name not in step_seconds:
+                continue
+            count *= 60 / step_seconds[model.name]
+        elif plan.budget.kind == "tokens":
+            config = make_config(model.system | dict(plan.flags + model.flags), f"{plan.file}: {model.name}")
+            count /= config.training.global_batch_size * config.mean_seq_length
+        steps[model.name] = max(2, round(count))
+    return steps
+
+
+def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
+    """Return every run whose steps are known, seed by seed, without duplicates."""
+    runs: dict[str, TrainingRun] = {}
+    for seed in plan.seeds:
+        models = [(model, False) for model in plan.models]
+        models += [(plan.model_of(name), True) for name in plan.half_budget]
+        for model, half in models:
+            if model.name not in steps:
+                continue
+            count = max(1, steps[model.name] // 2) if half else steps[model.name]
+            interval = -(-count // plan.checkpoints)
+            schedule = {
+                "log_interval": max(1, count // LOGGED),
+                "eval_interval": interval,
+                "eval_iters": EVAL_ITERS,
+                "save_interval": interval,
+                "train_iters": count,
+                "seed": seed,
+            }
+            run = _plan_run(plan, corpus, folder, RUN, model, schedule, half)
+            runs.setdefault(run.job.name, run)
+    return list(runs.values())
+
+
+def _plan_run(
+    plan: Plan,
+    corpus: CorpusFiles,
+    folder: Path,
+    kind: str,
+    model: Model,
+    schedule: Mapping[str, int],
+    half: bool = False,
+) -> TrainingRun:
+    """Return a run of a kind, `RUN` or `PROBE`, in the output folder. The plan's own flags override the schedule."""
+    label, steps, seed = model.arm(half).label, schedule["train_iters"], schedule["seed"]
+    settings: dict[str, Any] = {
+        "data_path": corpus.data_path,
+        "vocab_file": corpus.vocab_file,
+        "tokenizer_type": corpus.tokenizer_type,
+        **model.system,
+        **schedule,
+        **under_flags(dict(plan.flags), dict(model.flags)),
+    }
+    if kind == PROBE:
+        settings = {name: value for name, value in settings.items() if name not in _OF_ALL_STEPS}
+    config = make_config(settings, f"{plan.file}: {model.name}")
+    code = [code_sum(Path(file)) for file in plan.plugins]
+    name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
+    output = folder / f"{kind}s" / name.removeprefix(f"{kind}-")
+    places = {"save": output, "load": output}
+    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
+    needs = tuple(job.name for job in corpus.jobs)
+    job = Job(kind, name, f"{label}, seed {seed}", command, output, needs, steps)
+    return TrainingRun(model, half, seed, config, job, plan.plugin_words)
+
+
+def start_of(launcher: str) -> tuple[str, ...]:
+    """Return the words that start pre-training under a launcher."""
+    if launcher == "python":
+        return "megatron-ddrp", "pretrain"
+    program, *flags = launcher.split()
+    return program, *flags, "--module" if program == "deepspeed" else "-m", "megatron_ddrp", "pretrain"
+
+
+def facts_of(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the settings that affect the result of a run and differ from their defaults.
+
+    Because defaults are left out, finished runs keep their names if a later version adds a flag.
+    """
+    facts = {}
+    for concern, section in concerns().items():
+        ours, default = getattr(config, concern), section()
+        facts[concern] = {
+            f.name: getattr(ours, f.name)
+            for f in dataclasses.fields(section)
+            if getattr(ours, f.name) != _USUAL.get(f.name, getattr(default, f.name))
+            and f.name not in _NO_MATTER.get(concern, ())
+        }
+    return facts

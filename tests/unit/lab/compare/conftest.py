@@ -1,0 +1,133 @@
+"""A plan of two models and three seeds on the tiny corpus, and an output folder filled as its jobs would fill it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_ddrp.config import save_config
+from megatron_ddrp.data.sealed import object_sum
+from megatron_ddrp.lab.compare.experiment import Experiment, Work
+from megatron_ddrp.lab.compare.jobs import Job, open_store
+from megatron_ddrp.lab.compare.measures import Measure
+from megatron_ddrp.lab.compare.page import Page
+from megatron_ddrp.lab.compare.plan import Plan
+from megatron_ddrp.lab.compare.plan_file import read_plans
+from megatron_ddrp.lab.compare.runs import TrainingRun
+
+HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
+
+
+def read_plan(file, given=None) -> Plan:
+    """The plan of a file without rungs."""
+    (plan,) = read_plans(file, given)
+    return plan
+
+
+@pytest.fixture
+def values(tiny_corpus):
+    """A whole plan as YAML values; tests change what they are about."""
+    return {
+        "models": [
+            {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
+            {"name": "BERT (MTH)", "encoding": "absolute", "objective": "mth"},
+        ],
+        "seeds": 3,
+        "budget": {"steps": 40},
+        "checkpoints": 2,
+        "half_budget": ["BERT (MTH)"],
+        "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
+        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3},
+        "analyses": {"self-similarity": 10},
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    """values → the file of a plan."""
+
+    def to_file(values) -> Path:
+        path = tmp_path / "plan.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return to_file
+
+
+@pytest.fixture
+def open_work(write, tmp_path):
+    """values → the `Work` of an output folder."""
+
+    def make(values) -> Work:
+        folder = tmp_path / "out"
+        return Work(read_plan(write(values)), folder, open_store(folder))
+
+    return make
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Return a function that writes rows with their sums into a file of this name."""
+
+    def write(rows, name="rows.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [json.dumps(row | {"crc32": object_sum(row)}) for row in json.loads(json.dumps(list(rows)))]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def experiment_of(work: Work) -> Experiment:
+    """The experiment of one plan."""
+    return Experiment([work.plan], work.folder, work.store)
+
+
+def write_page(work: Work, claims=None) -> str:
+    """The text of the page of the jobs finished so far, written with its files."""
+    experiment = experiment_of(work)
+    Page(experiment.finished_runs(), work.folder, claims).write(experiment.missing, experiment.times())
+    return (work.folder / "page.md").read_text(encoding="utf-8")
+
+
+def measures_of(work: Work, *kinds: str) -> list[Measure]:
+    """The measures of these kinds, kind by kind."""
+    return [measure for kind in kinds for measure in work.measures if measure.job.kind == kind]
+
+
+def record(work: Work, job: Job) -> None:
+    """Put a job into the store as finished."""
+    row = {"job": job.name, "kind": job.kind, "title": job.title, "command": " ".join(job.command), "work": job.work}
+    work.store.append(row | {"seconds": 10.0, "started": "2020-01-01"} | HARDWARE)
+
+
+def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5) -> None:
+    """A run's folder and line, with its last validation loss and its median time of a step, neither the largest nor the
+    smallest nor the mean of the run; its vocabulary has 100 pieces."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    save_config(replace(run.config, model=replace(run.config.model, vocab_size=100)), run.folder)
+    rows = [{"iteration": 1, "step_time": 60.0, "consumed_tokens": 100}]
+    rows += [{"iteration": run.steps // 4, "step_time": step_time * share} for share in (3.0, 0.5, 1.0)]
+    rows.append({"iteration": run.steps // 4, "valid_lm_loss": loss - 0.25})
+    for step in run.checkpoints:
+        rows.append({"iteration": step, "step_time": step_time, "consumed_tokens": 100 * step})
+        rows.append({"iteration": step, "valid_lm_loss": loss + (run.steps - step) / 100})
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    record(work, run.job)
+
+
+def finish_similarity(work: Work, run: TrainingRun, tokens: float, heads: float) -> None:
+    """A run's self-similarity, as tools/analyze.py writes it."""
+    analysis = next(a for a in work.measures if a.run == run and a.job.kind == "self-similarity")
+    rows = [{"iteration": 7, "token_similarity": 9.0, "head_similarity": 9.0}]  # where it was stopped once
+    for step in run.checkpoints:
+        more = 0.05 * (step < run.steps)
+        rows.append({"iteration": step, "token_similarity": tokens + more, "head_similarity": heads + more})
+    analysis.job.output.parent.mkdir(parents=True, exist_ok=True)
+    analysis.job.output.write_text(json.dumps({"checkpoints": rows}), encoding="utf-8")
+    record(work, analysis.job)

@@ -1,0 +1,285 @@
+"""Minimal pairs, tasks of one's own and GLUE beside the loss: differences to the baseline with their two errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.claims import Claim, gains
+from megatron_ddrp.lab.compare.command import parse_arguments
+from megatron_ddrp.lab.compare.jobs import JobForecast
+from megatron_ddrp.lab.compare.page import Page
+from megatron_ddrp.lab.compare.pictures import by_phenomenon
+from megatron_ddrp.lab.compare.recording import make_row
+from megatron_ddrp.lab.compare.results import Results
+from megatron_ddrp.lab.compare.rows import as_run
+from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.measures import GLUE, LOSS, MINIMAL_PAIRS
+from megatron_ddrp.tasks.minimal_pairs.results import resampled_interval
+from megatron_ddrp.tasks.statistics import student_interval
+from tests.unit.lab.compare.conftest import experiment_of, finish_run, measures_of, read_plan, record, write_page
+
+PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
+"""Paradigm → field and number of pairs."""
+ROWS = 200
+
+
+@pytest.fixture
+def with_scores(values, tmp_path):
+    """A plan with minimal pairs, a task of its own and GLUE, two seeds, no arm at half of the budget."""
+    pairs = tmp_path / "pairs"
+    pairs.mkdir()
+    for name, (field, number) in PAIRS.items():
+        rows = [
+            {"sentence_good": f"a {i}", "sentence_bad": f"{i} a", "field": field, "UID": name} for i in range(number)
+        ]
+        (pairs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    (tmp_path / "order.yaml").write_text("{train: train.jsonl, valid: valid.jsonl, kind: classification}")
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a b", "label": "in order"}\n')
+    values |= {"tasks": [{"file": str(tmp_path / "order.yaml"), "seeds": 2, "epochs": [2, 3]}]}
+    values |= {"seeds": 2, "half_budget": [], "minimal_pairs": {"data_dir": str(pairs), "score": "pll"}}
+    return values | {"analyses": {}, "glue": {"data_dir": str(tmp_path / "glue"), "tasks": ["RTE"], "seeds": 2}}
+
+
+@pytest.fixture
+def work(with_scores, open_work):
+    """Return a finished plan in which MTH has 8 and 12 points more of the pairs right, and 4 and 6 more of the rows."""
+    work = open_work(with_scores)
+    random = np.random.default_rng(3)
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    for measure in measures_of(work, "minimal-pairs"):
+        is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
+        finish_pairs(work, measure, dict.fromkeys(PAIRS, 0.5 + 0.02 * seed + is_mth * (0.08 + 0.04 * seed)), random)
+    for score in measures_of(work, "glue", "finetune"):
+        is_own = score.job.kind == "finetune"
+        task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
+        gain = (0.04 + 0.02 * work.plan.seeds.index(score.run.seed)) * (score.run.model.objective == "mth")
+        finish_sweep(work, score.job, task, 0.6 + gain, random)
+    return work
+
+
+def finish_pairs(work, measure, shares, random):
+    """The files of tasks.minimal_pairs, in which a share of each paradigm's pairs is right."""
+    folder = measure.job.output.parent
+    folder.mkdir(parents=True)
+    paradigms, lines = {}, []
+    for name, share in shares.items():
+        number = PAIRS[name][1]
+        right = random.permutation(number) < round(share * number)
+        paradigms[name] = {"accuracy": right.mean(), "pairs": number}
+        line = {"encoder": "e", "seed": None, "paradigm": name, "data": "d", "score": "pll", "load": "iter", "rows": 1}
+        line |= {
+            "seconds": 1.0,
+            "identical": 0,
+            "good": [-1.0] * number,
+            "bad": [-1.0 - 1.0 * r for r in right.tolist()],
+        }
+        lines.append(line | {"pieces_good": [2] * number, "pieces_bad": [2] * number})
+    fields: dict[str, list[float]] = {}
+    for name, found in paradigms.items():
+        fields.setdefault(PAIRS[name][0], []).append(found["accuracy"])
+    average = np.mean([found["accuracy"] for found in paradigms.values()])
+    encoder = {"load": "iter", "macro_average": average, "standard_error": 0.01, "paradigms": paradigms}
+    encoder["fields"] = {name: np.mean(values) for name, values in fields.items()}
+    measure.job.output.write_text(json.dumps({"encoders": [encoder], "differences": []}))
+    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record(work, measure.job)
+
+
+def finish_sweep(work, job, task, share, random):
+    """The files of tasks.glue and tasks.finetune: two fine-tuning seeds on a task, and their predictions."""
+    folder = job.output.parent
+    folder.mkdir(parents=True)
+    labels = np.arange(ROWS) % 2
+    rows = []
+    for seed in (1, 2):
+        predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
+        row = {"task": task.name, "facts": task.facts, "metric": "accuracy", "seed": seed, "encoder": job.name}
+        row |= {"batch_size": 32, "lr": 3e-5, "epochs": 4, "max_seq_length": 32, "data": "d", "load": "iter"}
+        row |= {"micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None}
+        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "score": share, "epoch_scores": [share]}
+        scored = {"dev": (labels.astype(float), predictions.astype(float))}
+        write_predictions(folder / "predictions" / f"{Run.of_row(row).name}.tsv", task, scored)
+        rows.append(row)
+    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "table.json").write_text("{}")
+    record(work, job)
+
+
+def gain_of(work, measure):
+    """The gain of MTH over masked LM by a measure."""
+    results = Results(experiment_of(work).finished_runs())
+    mlm, mth = (model.arm() for model in work.plan.models)
+    (gain,) = gains(results, [Claim("", measure, mth, mlm)])
+    return gain
+
+
+def test_every_measure_has_its_gain_and_both_intervals(work):
+    for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
+        gain = gain_of(work, measure)
+        assert gain.seeds.mean == pytest.approx(difference)
+        assert gain.seeds.interval == pytest.approx(student_interval(gain.seeds.values))
+        assert (gain.items is None) == (measure == LOSS)
+    low, high = gain.items
+    assert low < 0.05 < high  # two models that are right on different rows: √(2 · 0.24 / 200) ≈ 0.05, four runs
+    assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
+
+
+def test_the_interval_over_paradigms_is_that_of_minimal_pairs(work):
+    pairs = measures_of(work, "minimal-pairs")
+    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in pairs]
+    mlm, mth = ([found for m, found in zip(pairs, ours, strict=True) if m.run.model.objective == name]
+                for name in ("mlm", "mth"))  # fmt: skip
+    means = [
+        np.mean([b[p]["accuracy"] - a[p]["accuracy"] for a, b in zip(mlm, mth, strict=True)]) for p in sorted(PAIRS)
+    ]
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(resampled_interval(np.array(means)))
+
+
+def test_missing_predictions_leave_the_interval_over_items_out(work):
+    next((measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
+    gain = gain_of(work, GLUE)
+    assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
+
+
+def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
+    before = gain_of(work, GLUE).items
+    for score in measures_of(work, "glue"):
+        shutil.rmtree(score.job.output.parent)
+    assert before and gain_of(work, GLUE).items == before
+    for path in (work.folder / "items").iterdir():
+        path.write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"items/.*\.npz: damaged"):
+        gain_of(work, GLUE)
+    shutil.rmtree(work.folder / "items")
+    assert gain_of(work, GLUE).items is None
+
+
+def test_a_single_paradigm_has_an_interval_over_its_pairs(with_scores, open_work, tmp_path):
+    for name in ("islands", "binding"):
+        (tmp_path / "pairs" / f"{name}.jsonl").unlink()
+    work = open_work({key: value for key, value in with_scores.items() if key not in ("glue", "tasks")})
+    random = np.random.default_rng(3)
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    for measure in measures_of(work, "minimal-pairs"):
+        finish_pairs(work, measure, {"agreement": 0.5 + 0.1 * (measure.run.model.objective == "mth")}, random)
+    gain = gain_of(work, MINIMAL_PAIRS)
+    low, high = gain.items
+    assert gain.seeds.mean == pytest.approx(0.1) and low < 0.1 < high and 0.1 < high - low < 0.4
+
+
+def test_page_and_results_hold_the_tables_and_figures(work):
+    text = write_page(work)
+    (row,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
+    assert row.count(" to ") == 2 and "| 2 | not told apart |" in row
+    assert "](figures/claims-minimal-pairs.png)" in text and "](figures/minimal-pairs.png)" in text
+    assert "| BERT (MLM) | 6.5000 ± 0.0000 | 51.00 ± 1.41 |" in text and "order 9 and 200" in text
+    found = json.loads((work.folder / "results.json").read_text())
+    assert found.keys() == {"gains", "values"}
+    (gain,) = [one for one in found["gains"] if one["measure"] == MINIMAL_PAIRS]
+    assert gain["mean"] == pytest.approx(0.1) and gain["over_items"][0] <= gain["mean"] <= gain["over_items"][1]
+    tex = (work.folder / "tables" / "claims-minimal-pairs.tex").read_text()
+    assert "MTH is better than MLM with BERT" in tex and r"\begin{tabular}" in tex
+    assert (work.folder / "tables" / "scores.csv").is_file()
+
+
+def test_fields_are_means_over_the_seeds(work):
+    runs = [run for run in experiment_of(work).finished_runs() if run.arm.objective == "mlm"]
+    assert by_phenomenon(runs) == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
+
+
+def test_another_model_may_be_the_baseline(work, with_scores, open_work):
+    other = open_work(with_scores | {"baseline": "BERT (MTH)"})
+    page = Page(experiment_of(other).finished_runs(), other.folder)
+    (gain,) = page.gains["models-minimal-pairs"]
+    assert gain.claim.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
+
+
+def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
+    work = open_work(with_scores | {"half_budget": ["BERT (MTH)"]})
+    assert [measure.run for measure in measures_of(work, "minimal-pairs")] == work.runs and len(work.runs) == 6
+    command = " ".join(measures_of(work, "minimal-pairs")[0].job.command)
+    assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
+    assert [measure.run for measure in measures_of(work, "finetune")] == work.runs
+    command = " ".join(measures_of(work, "finetune")[0].job.command)
+    assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
+    names = {job.name for job in experiment_of(work).jobs()}
+    del with_scores["minimal_pairs"], with_scores["tasks"]
+    assert {job.name for job in experiment_of(open_work(with_scores)).jobs()} < names
+
+
+def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
+    before = {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
+    (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
+    assert not before & {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
+    (tmp_path / "valid.jsonl").unlink()
+    with pytest.raises(UserError, match=r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks"):
+        open_work(with_scores)
+
+
+def test_a_row_has_the_number_of_pairs_of_each_paradigm(work):
+    row = make_row(work, work.runs[0])
+    assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
+
+
+def test_the_forecast_knows_pairs_and_tasks(with_scores, open_work):
+    expected = {"minimal_pairs_minutes": 2, "step_seconds": 0.1, "glue_minutes": 1, "task_minutes": 3}
+    work = open_work(with_scores | {"expected": expected})
+    assert (
+        measures_of(work, "finetune")[0].job.work == 10
+        and JobForecast(work.plan, work.store).total([measures_of(work, "finetune")[0].job]) == 180
+    )
+    forecast = JobForecast(work.plan, work.store)
+    assert forecast.total([measures_of(work, "minimal-pairs")[0].job]) == 120
+    assert any("4 x minimal-pairs: 0.13 hours" in line for line in forecast.plan_lines(experiment_of(work).jobs()))
+    job = measures_of(work, "minimal-pairs")[0].job
+    work.store.append({"job": "x", "kind": job.kind, "work": 50.0, "seconds": 5.0})
+    assert job.work == 200 and forecast.total([job]) == 20
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "expected"),
+    [
+        ("minimal_pairs", {"score": "pll"}, "minimal_pairs.data_dir: missing"),
+        ("minimal_pairs", {"data_dir": "d", "score": "sum"}, "minimal_pairs.score: got 'sum', expected one of"),
+        ("minimal_pairs", {"data_dir": "d", "max_pairs": 0}, "minimal_pairs.max_pairs: got 0: it must be at least 1"),
+        ("tasks", [{"lr": 1}], "tasks[1].file: missing"),
+        ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
+        ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
+        ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
+    ],
+)
+def test_a_mistake_in_the_new_sections_is_one_line(values, write, section, value, expected):
+    with pytest.raises(UserError) as caught:
+        read_plan(write(values | {section: value}))
+    assert f"plan.yaml: {expected}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_pairs_that_are_not_there_are_refused_before_anything_runs(values, open_work, tmp_path):
+    with pytest.raises(
+        UserError,
+        match=r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of \.jsonl files.*--no-minimal-pairs",
+    ):
+        open_work(values | {"minimal_pairs": {"data_dir": str(tmp_path / "nowhere")}})
+
+
+def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(values, write, tmp_path):
+    words = ["plan.yaml", "--output-dir", str(tmp_path)]
+    plan = read_plan(write(values), parse_arguments([*words, "--minimal-pairs-dir", "blimp"]).given)
+    assert plan.minimal_pairs.data_dir == "blimp"
+    file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]})
+    plan = read_plan(file, parse_arguments([*words, "--no-minimal-pairs", "--no-tasks"]).given)
+    assert plan.minimal_pairs is None and plan.tasks == ()
+    given = parse_arguments([*words, "--minimal-pairs-dir", "e", "--no-tasks"]).given
+    assert read_plan(file, given).minimal_pairs.data_dir == "e"

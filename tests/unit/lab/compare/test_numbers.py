@@ -1,0 +1,65 @@
+"""Every number about the first rows in docs/ladder, against those of the version that wrote the tables first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import scipy
+from packaging.version import Version
+
+from megatron_ddrp.lab.compare.page import Page
+from megatron_ddrp.lab.compare.rows import read_rows
+from megatron_ddrp.lab.compare.tables import above_chance
+from megatron_ddrp.tasks.measures import ONSET
+from megatron_ddrp.tasks.statistics import seeds_needed
+
+ROOT = Path(__file__).resolve().parents[4]
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "ladder_numbers.json").read_text(encoding="utf-8"))
+
+FROZEN = 182
+"""Number of rows that the version had."""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    rows = read_rows([ROOT / "docs" / "ladder" / "rows.jsonl"])
+    return Page(rows[:FROZEN], tmp_path_factory.mktemp("page"))
+
+
+def test_every_value_is_the_same(page):
+    found = {
+        f"{one['check']} | {one['budget']} | {one['measure']} | {one['model']}": one["by_seed"]
+        for one in json.loads(json.dumps(page.numbers()["values"]))
+        if one["measure"] != ONSET
+    }
+    golden = {key: value for key, value in GOLDEN["values"].items() if "| above chance |" not in key}
+    assert found == golden and sum(map(len, golden.values())) == 2405
+
+
+def test_every_gain_is_the_same(page):
+    gains = {}
+    for one in json.loads(json.dumps(page.numbers()["gains"])):
+        key = f"{one['check']} | {one['budget']} | {one['measure']} | {one['first']} | {one['second']}"
+        assert key not in gains, "two gains of the same models"
+        needed = seeds_needed(one["mean"], one["deviation"]) if one["deviation"] and one["over_seeds"] else None
+        gains[key] = one | {"values": list(one["by_seed"].values()), "seeds_needed": needed}
+    assert len(GOLDEN["gains"]) == 165
+    for key, golden in GOLDEN["gains"].items():
+        found = {name: gains[key][name] for name in golden}
+        if Version(scipy.__version__) < Version("1.16") and golden["over_seeds"]:  # other last digits of quantiles
+            assert found["over_seeds"] == pytest.approx(golden["over_seeds"], 1e-9, 0), key
+            found |= {"over_seeds": golden["over_seeds"]}
+        assert found == golden, key
+
+
+def test_every_distance_from_chance_is_the_same(page):
+    results = page.results
+    golden = {key: value for key, value in GOLDEN["values"].items() if "| above chance |" in key}
+    assert len(golden) == 35
+    for budget in results.budgets:
+        for arm in results.arms_at(budget):
+            key = f" | {budget} | above chance | {arm.label}"
+            assert above_chance(list(results.at(budget, arm).values())) == golden.pop(key, None)
+    assert not golden

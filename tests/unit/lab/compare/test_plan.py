@@ -1,0 +1,350 @@
+"""Plans: every mistake is one line with file, key and what is allowed; what is decided is decided once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.arguments import parse_arguments as parse_pretraining
+from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.command import parse_arguments
+from megatron_ddrp.lab.compare.plan import Budget
+from megatron_ddrp.lab.compare.plan_file import read_plans
+from tests.unit.lab.compare.conftest import experiment_of, read_plan
+
+ROOT = Path(__file__).resolve().parents[4]
+SCALES = ("cpu-hours", "gpu-30min", "paper")
+READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))
+
+
+def changed(values, path, value):
+    """The plan with one value replaced, or taken out by None."""
+    *outer, last = path.split(".")
+    inner = values
+    for key in outer:
+        inner = inner[key] if not key.isdecimal() else inner[int(key)]
+    inner[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("modles", [], "unknown setting 'modles'; did you mean models?"),
+        ("models", [], "models: got [], expected at least one value"),
+        ("models", "BERT", "models[1]: expected settings such as `name: …`, got a str"),
+        ("models.0.encoding", "rotary", "models[1].encoding: got 'rotary', expected one of absolute, bert-r"),
+        ("models.0.objective", "clm", "models[1].objective: got 'clm', expected one of mlm, mth, electra"),
+        ("models", [{"name": "BERT"}], "models[1].encoding: missing"),
+        ("models.0.name", None, "models[1].name: got None, expected some text"),
+        ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' names two models"),
+        ("models.1.objective", "mlm", "models[2]: 'BERT (MTH)' is the same as a model before it"),
+        (
+            "models.0.flags",
+            {"hcd-wieght": 0},
+            "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight?",
+        ),
+        ("seeds", 0, "seeds: got 0: it must be at least 1"),
+        ("seeds", [1, 1], "seeds: got [1, 1], expected values that differ"),
+        ("budget", {}, "budget: 0 of steps, minutes, tokens given: expected exactly one"),
+        ("budget", {"steps": 5, "minutes": 1}, "budget: 2 of steps, minutes, tokens given: expected exactly one"),
+        ("budget", {"minutes": -1}, "budget.minutes: got -1.0: it must be above 0 and at most 1e+12"),
+        ("budget", {"hours": 1}, "budget: unknown setting 'hours'; allowed are steps, minutes, tokens"),
+        ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
+        ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
+        (
+            "corpus.shuffle",
+            True,
+            "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuffle",
+        ),
+        ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
+        ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
+        ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
+        ("training", {"lr": "fast"}, "training.lr: got 'fast', expected a number"),
+        ("training", {"lr-decay-style": "steps"}, "training.lr-decay-style: got 'steps', expected one of"),
+        ("training", {"seed": 1}, "training.seed: not allowed here: seeds determines it"),
+        ("training", {"train-iters": 1}, "training.train-iters: not allowed here: budget determines it"),
+        ("half_budget", ["DDRP"], "half_budget: got 'DDRP', expected one of BERT (MLM), BERT (MTH)"),
+        ("glue", {"tasks": ["RTE"]}, "glue.data_dir: missing"),
+        ("glue", {"data_dir": "g", "tasks": ["SQuAD"]}, "glue.tasks: got 'SQuAD', expected one of RTE"),
+        ("glue", {"data_dir": "g", "lr": 0}, "glue.lr: got 0.0: it must be above 0 and at most 1e+12"),
+        ("analyses", {"probing": 1}, "analyses: unknown setting 'probing'; allowed are self_similarity, triangle"),
+        ("analyses", {"triangle": -1}, "analyses.triangle: got -1: it must be at least 0"),
+        ("workers", 0, "workers: got 0: it must be at least 1"),
+        ("checkpoints", "all", "checkpoints: got 'all', expected a whole number"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed(values, write, path, value, expected):
+    file = write(changed(values, path, value))
+    with pytest.raises(UserError) as caught:
+        read_plan(file)
+    assert str(caught.value).startswith(f"{file}: {expected}")
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, write):
+    file = write(values | {"workers": 2, "launcher": "deepspeed --num_gpus 2"})
+    with pytest.raises(UserError, match="workers: 2 with a launcher that starts several ranks: expected 1"):
+        read_plan(file)
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "expected"),
+    [
+        ("model", {"hidden-size": 15}, "--hidden-size"),
+        ("training", {"bf16": True, "fp16": True}, "--bf16 and --fp16"),
+    ],
+)
+def test_values_that_training_refuses_are_refused_before_anything_runs(values, open_work, section, flags, expected):
+    values[section] |= flags
+    with pytest.raises(UserError, match=expected) as caught:
+        open_work(values)
+    assert "plan.yaml: BERT (MLM): " in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_work, tiny_corpus):
+    values["corpus"] = {"input": [str(tiny_corpus.text_file)], "vocab_size": 500}
+    plain = open_work(values).corpus
+    values["corpus"]["shuffle"] = True
+    work = open_work(values)
+    vocabulary, dataset, shuffled = work.corpus.jobs
+    assert work.corpus.key != plain.key and len(plain.jobs) == 2
+    made = str(dataset.output).removesuffix(".idx")
+    assert work.corpus.data_path == (str(shuffled.output).removesuffix(".idx"),) != (made,)
+    assert shuffled.needs == (dataset.name,) and dataset.needs == (vocabulary.name,)
+    assert shuffled.command[:6] == (
+        "megatron-ddrp",
+        "dataset",
+        "shuffle",
+        made,
+        "--output-prefix",
+        *work.corpus.data_path,
+    )
+    assert set(work.runs[0].job.needs) == {vocabulary.name, dataset.name, shuffled.name}
+
+
+def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_corpus, tmp_path, monkeypatch):
+    key = open_work(values).corpus.key
+    for end in (".bin", ".idx"):
+        (tmp_path / f"2024{end}").write_bytes(Path(f"{tiny_corpus.prefix}{end}").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    values["corpus"]["data_path"] = ["2024"]
+    work = open_work(values)
+    assert work.corpus.key == key  # of the same bytes
+    assert all(" --data-path 2024 --sentences" in " ".join(measure.job.command) for measure in work.measures)
+
+
+def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, tmp_path):
+    values["corpus"] = {"input": [str(tmp_path / "no.jsonl")], "vocab_size": 500}
+    with pytest.raises(UserError, match=r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"):
+        open_work(values)
+
+
+def test_the_command_line_replaces_values(values, write, tmp_path):
+    text = tmp_path / "a.jsonl"
+    words = ["plan.yaml", "--output-dir", str(tmp_path), "--input", str(text), "--workers", "3"]
+    plan = read_plan(write(values), parse_arguments(words).given)
+    assert plan.corpus.input == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
+    of_texts = values | {"corpus": {"input": [str(text)], "vocab_size": 500, "shuffle": True}}
+    words = ["plan.yaml", "--output-dir", str(tmp_path), "--data-path", "made", "--vocab-file", "vocab.txt"]
+    corpus = read_plan(write(of_texts), parse_arguments(words).given).corpus
+    assert corpus.data_path == ("made",) and not (corpus.input or corpus.vocab_size or corpus.shuffle)
+
+
+def test_a_models_warm_up_in_steps_replaces_the_plans_share(values, open_work):
+    values["training"]["lr-warmup-fraction"] = 0.1
+    values["models"][1]["flags"] = {"lr-warmup-iters": 3}
+    first, second = (run.job.command for run in open_work(values).runs[:2])
+    assert "--lr-warmup-fraction" in first and "--lr-warmup-fraction" not in second
+    assert parse_pretraining(second[2:]).config.optimizer.lr_warmup_iters == 3
+
+
+def test_flags_are_typed_and_null_is_the_default(values, open_work):
+    values["training"] |= {"lr": "1e-3", "bf16": False, "clip-grad": None, "weight_decay": 0.1}
+    values["model"]["ffn-hidden-size"] = None
+    (first, *_) = open_work(values).runs
+    words = " ".join(first.job.command)
+    assert " --lr 0.001 " in words and " --no-bf16 " in words and " --weight-decay 0.1 " in words
+    assert "--ffn-hidden-size" not in words and "--clip-grad" not in words and first.config.model.ffn_size == 64
+
+
+def test_half_of_the_budget_has_a_schedule_of_half_the_length(values, open_work):
+    runs = open_work(values).runs
+    assert [r.steps for r in runs if r.half] == [20] * 3 and {r.steps for r in runs if not r.half} == {40}
+    assert {r.model.name for r in runs if r.half} == {"BERT (MTH)"}
+
+
+def test_one_seed_means_one_data_order_over_the_models(values, open_work):
+    runs = open_work(values).runs
+    for run in runs:
+        assert run.config.training.seed == run.seed
+        assert run.config.data == runs[0].config.data
+
+
+@pytest.mark.parametrize(("budget", "steps"), [({"steps": 40}, 40), ({"tokens": 12_800}, 100)])
+def test_budgets_become_steps(values, open_work, budget, steps):
+    values["budget"] = budget  # a step holds 4 x 32 tokens
+    assert set(open_work(values).steps.values()) == {steps}
+
+
+def test_a_budget_of_tokens_counts_the_rows_of_each_phase(values, open_work, write):
+    values["training"] = dict(values.get("training") or {}) | {"seq-length-phases": ["16:0.5"]}
+    values["budget"] = {"tokens": 12_800}  # 4 x 24 tokens per step on average
+    assert set(open_work(values).steps.values()) == {133}
+    with pytest.raises(UserError, match="budget: minutes with seq-length-phases.*use steps or tokens"):
+        read_plan(write(values | {"budget": {"minutes": 1}}))
+
+
+def test_a_budget_of_tokens_knows_the_encoding_of_each_model(values, open_work):
+    values["budget"] = {"tokens": 12_800}
+    values["models"][0]["flags"] = {"attention-init": "offsets"}  # refused with the default encoding
+    assert values["models"][0]["encoding"] == "absolute"
+    assert set(open_work(values).steps.values()) == {100}
+
+
+def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
+    values["budget"] = {"minutes": 0.5}
+    values["training"] = {**values.get("training", {}), "lr-warmup-iters": 60}  # more than a probe's steps
+    work = open_work(values)
+    assert work.steps == {} and work.runs == []
+    assert [job.kind for job in experiment_of(work).first_jobs()] == ["probe", "probe"]
+    for job, seconds in zip(experiment_of(work).first_jobs(), (0.1, 0.2), strict=True):
+        finish_probe(work, job, seconds)
+    work.update()
+    assert work.steps == {"BERT (MLM)": 300, "BERT (MTH)": 150}
+
+
+@pytest.mark.parametrize(("minutes", "words"), [(1.5, "1.5 minutes"), (2, "2 minutes"), (2.4, "2.4 minutes")])
+def test_budgets_that_differ_have_different_words(minutes, words):
+    assert str(Budget(minutes=minutes)) == words
+
+
+def finish_probe(work, job, seconds):
+    import json
+
+    from tests.unit.lab.compare.conftest import record
+
+    job.output.mkdir(parents=True)
+    rows = [{"iteration": 4, "step_time": 9.0}] + [{"iteration": n, "step_time": seconds} for n in (12, 16, 20)]
+    (job.output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record(work, job)
+
+
+def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
+    before = {run.job.name for run in open_work(values).runs}
+    values["models"].append({"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"})
+    values |= {"seeds": 4, "analyses": {"triangle": 5}, "workers": 2}
+    after = {run.job.name for run in open_work(values).runs}
+    assert before < after
+    values["training"]["lr"] = 2e-3
+    assert not before & {run.job.name for run in open_work(values).runs}
+
+
+@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
+def test_a_ready_plan_is_a_plan(file):
+    plans = read_plans(file)
+    plan = plans[0]
+    assert len(plan.seeds) >= 3 or len(plans) > 1
+    if file.stem in SCALES:  # the paper's comparison, whole
+        assert plan.half_budget and plan.glue and plan.analyses.self_similarity
+    head = file.read_text(encoding="utf-8").split("models:")[0]
+    assert all(f"#   {word}" in head for word in ("hardware", "time", "result"))
+
+
+def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
+    plans = {file.stem: read_plans(file)[0] for file in READY if file.stem not in ("ladder", "fast", "novels")}
+    assert set(plans) == {*SCALES, "backbones", "measures", "plateau"}
+    assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
+    backbones = plans["backbones"].models
+    assert [model.encoding for model in backbones] == [*ENCODINGS, *ENCODINGS]
+    assert not any(model.flags for model in backbones[:12]) and len({model.flags for model in backbones[12:]}) == 1
+    kinds = {(m.encoding, m.objective) for m in plans["gpu-30min"].models}
+    assert len(kinds) == 12
+    _, grid = read_plans(next(file for file in READY if file.stem == "paper"))
+    weights = {(1.0, 0.01)} | {tuple(float(value) for _, value in model.flags) for model in grid.models}
+    assert weights == {(tcd, hcd) for tcd in (0.01, 0.1, 1) for hcd in (0.01, 0.1, 1)} and len(grid.seeds) == 1
+
+
+def test_the_ladder_has_three_budgets_and_every_measure_of_every_run():
+    (file,) = [file for file in READY if file.stem == "ladder"]
+    rungs = [plan for plan in read_plans(file) if not plan.check]
+    seeds = {budget: set() for budget in (2**22, 2**24, 2**26)}
+    for plan in rungs:
+        seeds[plan.budget.amount] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
+        assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
+    counts = [{sum(model == name for model, _ in of_rung) for name, _ in of_rung} for of_rung in seeds.values()]
+    assert counts == [{4, 8, 10}, {2, 3}, {2}] and len({model for model, _ in seeds[2**22]}) == 22
+
+
+@pytest.mark.parametrize("with_glue", [True, False])
+def test_no_glue_leaves_glue_out_whether_the_plan_has_it_or_not(values, write, tmp_path, with_glue):
+    if with_glue:
+        values["glue"] = {"data_dir": "nowhere", "tasks": ["RTE"]}
+    given = parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), "--no-glue"]).given
+    assert read_plan(write(values), given).glue is None
+
+
+def bomb(depth):
+    """Some lines of YAML for a list of 10^depth entries."""
+    return f"&a{depth} [{bomb(depth - 1)}{f', *a{depth - 1}' * 9}]" if depth else "&a0 [x]"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 5000, "nested too deeply"),
+        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: seeds: got [[[...]]], expected a whole number"),
+        ("models: 2020-99-99", "plan.yaml: models[1]: expected settings such as `name: …`, got a str"),
+        ("models: " + "1" * 5000, "a number of 5,000 digits, expected at most 308"),
+        (f"models: [{bomb(12)}]", "models[1]: expected settings such as `name: …`, got a list"),
+    ],
+    ids=["deep", "less deep", "no date", "long number", "aliases"],
+)
+def test_strange_yaml_is_one_short_line(tmp_path, text, reason):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_plan(path)
+    assert reason in str(refused.value) and len(str(refused.value)) < 1000
+    assert refused.value.exit_code == 2
+
+
+PLUGIN = """
+from megatron_ddrp.model.positions import PositionEncoding
+
+class Near(PositionEncoding):
+    is_relative = True
+
+ENCODINGS = {"near-of-a-plan": Near}
+"""
+
+
+def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values, write, tmp_path, open_work):
+    file = tmp_path / "near.py"
+    values["models"][1] |= {"encoding": "near-of-a-plan"}
+    with pytest.raises(UserError, match=r"models\[2\]\.encoding: got 'near-of-a-plan', expected one of absolute"):
+        read_plan(write(values))
+    values["plugins"] = [str(file)]
+    with pytest.raises(UserError, match=r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"):
+        read_plan(write(values))
+    values["plugins"] = {"near.py": 1}
+    with pytest.raises(UserError, match=r"plugins: got \{'near\.py': 1\}, expected a list of files"):
+        read_plan(write(values))
+    values["plugins"] = str(file)  # one file needs no brackets
+    as_json = write(values).rename(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"plan\.json: plugins: only a YAML file of your own may name code"):
+        read_plan(as_json)
+    file.write_text(PLUGIN)
+    try:
+        work = open_work(values)
+        for run in work.runs:
+            for job in work.jobs_of(run):
+                assert job.command[-2:] == ("--plugin", str(file)), job
+        names = [run.job.name for run in work.runs]
+        file.write_text(PLUGIN + "# other code\n")
+        assert not {run.job.name for run in open_work(values).runs} & set(names)  # it may bring more than an encoding
+    finally:
+        PLUGINS.pop(ENCODINGS.pop("near-of-a-plan"))

@@ -1,0 +1,263 @@
+"""Rows: later ones replace earlier ones, and every mistake is one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.config.schedules import parse_phases
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.claims import gains, model_claims
+from megatron_ddrp.lab.compare.page import missing_samples
+from megatron_ddrp.lab.compare.pictures import by_phenomenon
+from megatron_ddrp.lab.compare.results import Results, check_places
+from megatron_ddrp.lab.compare.rows import as_run, read_rows, samples_file, write_samples
+from megatron_ddrp.lab.compare.runs import LOGGED
+from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
+from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
+
+LADDER = Path(__file__).resolve().parents[4] / "docs" / "ladder"
+
+
+def row(model="absolute", seed=1, loss=6.0, **other):
+    return make_row(model, seed, RUNGS[0], {LOSS: loss}, **other)
+
+
+def test_a_later_row_of_a_run_replaces_an_earlier_one(write_rows):
+    first = write_rows([row(loss=6.0), row(seed=2), row(loss=5.5)])
+    second = write_rows([row(seed=2, loss=5.0)], "more.jsonl")
+    runs = read_rows([first, second])
+    assert {run.seed: run.values[LOSS] for run in runs} == {1: 5.5, 2: 5.0}
+
+
+def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
+    run = as_run(make_row("ddrp+tcd", 1, RUNGS[0], {LOSS: None, "f(S)": 0.4, "CoLA": None}))
+    assert (run.values, run.undefined, run.paradigms, run.curves) == ({"f(S)": 0.4}, (LOSS, "CoLA"), {}, {})
+    assert run.arm.flags == (("hcd_weight", "0"),) and run.arm.key == "ddrp mth hcd-weight=0"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": None}, "not a row of a run: model is missing; delete this line"),
+        ({"seed": float("inf")}, "seed: got inf, expected a whole number of at least 0; delete this line"),
+        ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
+        ({"seed": True}, "seed: got True, expected a whole number"),
+        ({"planned_tokens": -1}, "planned_tokens: got -1, expected a whole number of at least 0"),
+        ({"tokens": 10**400}, "tokens: got 1000.*, expected a whole number"),
+        ({"seconds": float("nan")}, "seconds: got nan, expected a number of at least 0"),
+        ({"values": {LOSS: float("nan")}}, "values: got .*nan.*, expected an object of finite numbers, with null for"),
+        ({"values": {LOSS: "5"}}, "values: got .*, expected an object of finite numbers"),
+        ({"values": [1]}, r"values: got \[1\], expected an object"),
+        ({"steps": [1]}, r"steps: got \[1\], expected a whole number"),
+        ({"flags": ["lr"]}, r"flags: got \['lr'\], expected an object of flags"),
+        ({"flags": {"lr": float("inf")}}, "flags: got .*inf.*, expected an object of flags"),
+        ({"half": 1}, "half: got 1, expected true or false"),
+        ({"curves": {LOSS: [[1, float("inf")]]}}, "curves: got .*, expected an object of lists of points"),
+        ({"paradigms": {"a": 1.5}}, "paradigms: got .*, expected an object of numbers from 0 to 1"),
+        ({"pairs": {"a": -1}}, "pairs: got .*, expected a whole number of at least 0, or an object of them"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_rows, change, message):
+    path = write_rows([row(), row(seed=2) | change])
+    with pytest.raises(UserError, match=rf"rows.jsonl, line 2: {message}") as caught:
+        read_rows([path])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row(), row(run="again")], "two runs of absolute, seed 1, 4,194,304 tokens: .* and again; delete the row"),
+        ([row(), row(run="again", common={"num_layers": 2})], "and again, which differ in .*hidden_size, bf16, lr;"),
+        (
+            [row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],
+            "two models are called 'absolute': absolute mlm and absolute mth hcd-weight=0; give each",
+        ),
+        (
+            [row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)],
+            "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete",
+        ),
+    ],
+)
+def test_runs_that_claim_one_place_are_refused(write_rows, rows, message):
+    with pytest.raises(UserError, match=message):
+        check_places(read_rows([write_rows(rows)]))
+    with pytest.raises(UserError, match=r"no row in .*rows.jsonl; train a run of the plan first"):
+        read_rows([write_rows([])])
+
+
+def test_a_changed_line_and_a_missing_file(write_rows, tmp_path):
+    path = write_rows([row()])
+    path.write_text(path.read_text().replace("6.0", "5.0"))
+    with pytest.raises(UserError, match="line 1: changed since it was written"):
+        read_rows([path])
+    with pytest.raises(UserError, match="no such file; give the rows"):
+        read_rows([tmp_path / "none.jsonl"])
+    path = write_rows([row(), row(seed=2)])
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(UserError, match="its last line is cut off"):
+        read_rows([path])
+
+
+def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path):
+    rows = [row(), row(seed=2)]
+    path = write_rows(rows)
+    assert missing_samples(read_rows([path])) == []
+    write_samples(tmp_path, rows[0], {LOSS: np.arange(3.0)})
+    first, second = read_rows([path])
+    assert [*first.samples] == [LOSS] and first.samples[LOSS].tolist() == [0, 1, 2] and second.samples == {}
+    own, other = (samples_file(tmp_path, one) for one in rows)
+    (line,) = missing_samples([first, second])
+    assert line.startswith(f"items/{other.name}: missing")
+    for content in (own.read_bytes(), own.read_bytes()[:-9], b"junk", b""):
+        other.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{re.escape(other.name)}: damaged, or not the samples of its run"):
+            read_rows([path])
+
+
+LEVELS = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
+
+
+def test_models_of_different_training_texts_are_refused():
+    first, like, other = LEVELS
+    runs = [row(**first), row("ddrp", **like), row("rope", **other), row("nope", run="older"), row("t5", **other)]
+    with pytest.raises(UserError) as refused:
+        check_places([as_run(run) for run in runs])
+    assert str(refused.value).startswith(
+        "seed 1, 4,194,304 tokens: absolute, ddrp (unigram level 7.01) and rope, t5 (unigram level 6.50) were trained "
+        "on different texts or vocabularies"
+    )
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [row("ddrp", **LEVELS[1]), row("ddrp", seed=2, **LEVELS[2]), row("ddrp", check="novels", **LEVELS[2]), row("ddrp")],
+    ids=["the level of other row lengths", "another seed", "a check", "a row without a level"],
+)
+def test_texts_that_are_not_compared_may_differ(second):
+    check_places([as_run(row(**LEVELS[0])), as_run(second)])
+
+
+def test_a_baseline_on_another_text_does_not_join_a_check():
+    own = row("ddrp", check="novels", **LEVELS[2])
+    for level, joined in ((LEVELS[2], ["absolute", "ddrp"]), (LEVELS[0], ["ddrp"])):
+        runs = [as_run(one) for one in (row(**level), own)]
+        check_places(runs)
+        assert [run.model for run in Results(runs, "novels").runs] == joined
+
+
+def test_rows_of_the_ladder_are_of_one_text_per_file():
+    for name in ("rows", "plateau", "fast", "novels"):
+        check_places(runs := read_rows([LADDER / f"{name}.jsonl"]))
+        assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
+
+
+def test_no_row_of_the_ladder_has_more_tokens_than_its_steps_can_hold():
+    """Curves begin at step 1, at the end of the first log interval and at that of the second."""
+    phased = 0
+    for run in [run for name in ("rows", "plateau", "fast", "novels") for run in read_rows([LADDER / f"{name}.jsonl"])]:
+        flags = {**run.common, **run.flags}
+        if words := flags.get("seq_length_phases"):
+            phased += 1
+            row = flags["global_batch_size"] * parse_phases(words, flags["seq_length"])[0].seq_length
+            places = [1, run.steps // LOGGED, 2 * (run.steps // LOGGED)]
+            found = [point[0] for point in run.curves[TRAINING_LOSS][:3]]
+            assert all(0.9 * step * row < tokens <= step * row for step, tokens in zip(places, found, strict=True))
+    assert phased == 2
+
+
+def test_the_same_name_may_mean_another_model_in_a_check(write_rows):
+    check_places(read_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))
+
+
+@pytest.mark.parametrize(
+    ("names", "halves", "order"),
+    [
+        (
+            ["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"],
+            ["absolute+mth"],
+            ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast"],
+        ),
+        (
+            ["rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute"],
+            ["rope", "absolute+mth"],
+            ["absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast"],
+        ),
+    ],
+)
+def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last(names, halves, order):
+    """The rows have the half arms first, and other objectives before MTH; the tables do not."""
+    results = results_of([row(name, half=True) for name in reversed(halves)] + [row(name) for name in names])
+    assert [arm.label for arm in results.arms] == order + [f"{name}, half the budget" for name in halves]
+    assert results.baseline.label == "absolute"
+
+
+def test_without_the_named_baseline_the_first_model_is_it():
+    assert results_of([row("ddrp"), row("rope")]).baseline.name == "ddrp"
+
+
+def test_phenomena_and_fields():
+    rows = [full_row("absolute", seed, 0) for seed in (1, 2)]
+    found = by_phenomenon([as_run(row) for row in rows])
+    assert list(found)[:3] == ["all", "anaphor agreement", "argument structure"] and len(found) == 13
+    assert found["argument structure"] == pytest.approx(0.5 + 0.02 * 1.5 / 3)  # the mean of its two paradigms
+    for other in rows:
+        other["paradigms"]["not_blimp"] = 0.5
+    found = by_phenomenon([as_run(row) for row in rows])
+    assert found == {"all": rows[0]["values"]["minimal pairs"], "morphology": 0.55}
+    assert by_phenomenon([as_run(row())]) == {}
+
+
+def test_budgets_are_groups_by_their_words():
+    """With minutes the models of a group differ in tokens."""
+    rows = [row(budget="5 minutes"), row("ddrp", budget="5 minutes") | {"planned_tokens": 7}, row(seed=2)]
+    assert results_of(rows).budgets == {"5 minutes": RUNGS[0], "4,194,304 tokens": RUNGS[0]}
+
+
+def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
+    rows = [row(seed=seed) for seed in (1, 2, 3)]
+    rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
+    check = Results(read_rows([write_rows(rows)]), "warm-up")
+    assert [(run.arm.name, run.seed, run.check) for run in check.runs] == [
+        ("absolute", 2, "warm-up"),
+        ("ddrp", 2, "warm-up"),
+    ]
+    assert check.baseline.name == "absolute"
+
+
+def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_check(write_rows):
+    in_fp32 = {"common": row()["common"] | {"bf16": False}}
+    rows = [row(), row(loss=5.0, check="rate", **in_fp32), row("ddrp", check="rate", baseline="absolute", **in_fp32)]
+    rows.append(row("t5", check="warm-up", baseline="absolute", **in_fp32))
+    runs = read_rows([write_rows(rows)])
+    for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
+        found = Results(runs, name).runs
+        assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
+
+
+def test_a_run_that_never_left_the_plateau_counts_with_all_its_tokens_also_if_its_row_does_not_tell_them():
+    curve = {TRAINING_LOSS: [[1e6, 7.0], [4e6, 7.0]]}
+    told, untold = (as_run(row(curves=curve, unigram_loss=7.0) | {"tokens": tokens}) for tokens in (4_194_304, None))
+    assert (told.values[ONSET], untold.values[ONSET], told.onset) == (4_194_304, 4e6, None)
+
+
+def test_two_runs_that_never_left_the_plateau_have_no_gain_by_the_onset():
+    """Nobody knows how long they would have rested; their own lengths differ by padding alone."""
+
+    def curve(left):
+        return {TRAINING_LOSS: [[n * 1e5, 5.0 if n > left else 7.0] for n in range(1, 41)]}
+
+    def runs(model, lefts):
+        length = {"unigram_loss": 7.0, "tokens": 4_000_000 + len(model)}
+        return [row(model, seed=seed, curves=curve(left), **length) for seed, left in enumerate(lefts)]
+
+    results = results_of(runs("absolute", [99, 99, 99]) + runs("t5", [99, 99, 99]) + runs("rope", [99, 10, 20]))
+    found = [gain for gain in gains(results, model_claims(results)) if gain.claim.measure == ONSET]
+    assert [gain.claim.first.name for gain in found] == ["rope"]
+    unknown, larger, smaller = found[0].seeds.values
+    assert unknown == 0 and larger > smaller + 0.9e6 > 1.9e6

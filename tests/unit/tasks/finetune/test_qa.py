@@ -1,0 +1,299 @@
+"""Question answering: windows and their targets, spans against their twin, and SQuAD files that are learnt."""
+
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp.data.tokenizers.row_form import usual_rows
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.qa import NO_ANSWER, Answers, best_spans
+from megatron_ddrp.tasks.finetune.task import Example, Task
+from tests.unit.tasks.finetune.tiny_encoder import SPECIAL, fine_tune, read_examples, write_bert
+
+KIND = KINDS["qa"]
+TASK, WITH_UNANSWERABLE = Task("squad", "f1", "qa"), Task("squad2", "f1", "qa", (NO_ANSWER,))
+PIECES = ["who", "wrote", "?", "ada", "love", "##lace", "it", ".", "caf", "##e"]
+CONTEXT = "It: Ada  Lovelace wrote it."
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qa") / "vocab.txt"
+    path.write_text("\n".join([*SPECIAL, *PIECES]) + "\n")
+    return build_tokenizer("BertWordPieceLowerCase", path)
+
+
+def example(context=CONTEXT, *answers):
+    return Example(("Who wrote it?", context), Answers(answers, tuple(context.index(text) for text in answers)))
+
+
+def encode(tokenizer, examples, max_length=64, task=TASK):
+    return KIND.encode(task, examples, tokenizer, max_length)
+
+
+def spelled(tokenizer, encoded, row):
+    begin = encoded.ends[row] - encoded.lengths[row]
+    return [tokenizer.pieces[piece] for piece in encoded.pieces[begin : encoded.ends[row]]]
+
+
+def test_a_row_is_question_and_context_and_its_targets_the_answer(tokenizer):
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada  Lovelace", "Ada"), example(CONTEXT)])
+    row = [
+        "[CLS]",
+        "who",
+        "wrote",
+        "it",
+        "?",
+        "[SEP]",
+        "it",
+        "[UNK]",
+        "ada",
+        "love",
+        "##lace",
+        "wrote",
+        "it",
+        ".",
+        "[SEP]",
+    ]
+    assert spelled(tokenizer, encoded, 0) == row
+    assert encoded.segments.tolist() == 2 * [*[0] * 6, *[1] * 9]
+    assert encoded.targets.tolist() == [[8, 10], [0, 0]]
+    assert encoded.answers == [("Ada  Lovelace", "Ada"), ()]
+    assert [CONTEXT[begin:end] for begin, end in encoded.spans[8:11]] == ["Ada", "Love", "lace"]
+    assert (encoded.spans[:6] == -1).all() and (encoded.spans[14] == -1).all()
+
+
+def test_two_separators_stand_between_the_texts_of_some_families(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "own_rows", usual_rows(tokenizer.cls_id, tokenizer.sep_id, True))
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada")])
+    assert spelled(tokenizer, encoded, 0)[4:8] == ["?", "[SEP]", "[SEP]", "it"]
+    assert encoded.targets.tolist() == [[9, 9]]
+
+
+def test_long_contexts_become_windows_and_the_answer_is_in_those_that_hold_it(tokenizer):
+    context = "it " * 30 + "Ada Lovelace " + "it " * 5
+    encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example(context, "Ada Lovelace")], max_length=16)
+    assert encoded.lengths.max() == 16 and encoded.questions.tolist() == [0, *[1] * (len(encoded) - 1)]
+    holders = 0
+    for row in range(1, len(encoded)):
+        pieces, (first, last) = spelled(tokenizer, encoded, row), encoded.targets[row]
+        whole = "ada love ##lace" in " ".join(pieces)
+        holders += whole
+        assert (pieces[first : last + 1] == ["ada", "love", "##lace"]) if whole else (first, last) == (0, 0)
+    assert holders >= 1
+    seen = {tuple(span) for span in encoded.spans[encoded.ends[0] :] if span[0] >= 0}
+    assert len(seen) == 38  # every piece of the context is in some window
+
+
+def test_answers_that_no_row_holds_are_counted(tokenizer):
+    context = "it " * 20 + "Ada " * 12 + "it"
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada"), example(context, "Ada " * 11 + "Ada")], max_length=16)
+    assert encoded.warning.startswith("no row of 16 pieces holds the whole answer to 1 of the questions")
+    assert not encoded.targets[encoded.questions == 1].any()
+    assert encode(tokenizer, [example(context, "Ada " * 11 + "Ada")]).warning == ""
+
+
+def test_the_shortest_rows_have_room_for_a_context(tokenizer):
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada")], max_length=8)
+    assert encoded.lengths.max() == 8 and len(encoded) > 2
+    assert (encoded.targets > 0).all(axis=1).any()
+
+
+def spans_twin(first, last, longest):
+    """The best (score, first, last) by trying all pairs, the shortest and then the earliest among equals."""
+    pairs = [(i, j) for i, j in itertools.product(range(len(first)), repeat=2) if i <= j < i + longest]
+    return max(((first[i] + last[j], i, j) for i, j in pairs), key=lambda span: (span[0], span[1] - span[2], -span[1]))
+
+
+@pytest.mark.parametrize("longest", [1, 3, 30])
+def test_best_spans_are_those_of_the_twin(longest):
+    torch.manual_seed(longest)
+    first, last = torch.randint(-4, 5, (2, 40, 12), dtype=torch.float64)  # whole numbers: some sums are equal
+    first[:, :2] = last[:, :2] = -math.inf
+    found = best_spans(first, last, longest).tolist()
+    assert found == [list(spans_twin(a, b, longest)) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
+def loss_twin(logits, lengths, targets):
+    """Σ over rows of (−log softmax at the first − log softmax at the last piece) / 2, in float64 over true lengths."""
+    total = 0.0
+    for row, (length, places) in enumerate(zip(lengths, targets, strict=True)):
+        for side, place in enumerate(places):
+            of_row = [float(logits[row, position, side]) for position in range(length)]
+            total -= (of_row[place] - math.log(sum(math.exp(value) for value in of_row))) / 2
+    return total
+
+
+def test_the_loss_is_that_of_its_twin_and_knows_no_padding(tokenizer):
+    encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example(CONTEXT)])
+    torch.manual_seed(0)
+    outputs = torch.randn(2, int(encoded.lengths.max()), 2, dtype=torch.float64)
+    targets = torch.from_numpy(KIND.targets(encoded, np.array([0, 1])))
+    twin = loss_twin(outputs, encoded.lengths.tolist(), encoded.targets.tolist())
+    assert encoded.lengths[0] < encoded.lengths[1]
+    assert KIND.loss_sum(outputs, targets).item() == pytest.approx(twin, rel=1e-12)
+
+
+def predict(encoded, outputs, task=TASK):
+    outcomes = KIND.blank(encoded)
+    rows, values = KIND.outcomes(outputs, encoded, np.arange(len(encoded)))
+    outcomes[rows] = values
+    return KIND.predictions(task, encoded, outcomes)
+
+
+def test_the_answer_is_the_contexts_own_text(tokenizer):
+    context = "It: CAFE\u0301  Love\u0300lace\u2028wrote"
+    encoded = encode(tokenizer, [Example(("Who?", context), math.nan)])
+    pieces = spelled(tokenizer, encoded, 0)
+    outputs = torch.zeros(1, len(pieces), 2)
+    outputs[0, pieces.index("caf"), 0] = outputs[0, pieces.index("##lace"), 1] = 5
+    outputs[0, 1, 0] = outputs[0, len(pieces) - 1, 1] = 9  # neither the question nor [SEP] is an answer
+    assert predict(encoded, outputs) == ["CAFE\u0301  Love\u0300lace"]
+
+
+@pytest.mark.parametrize("context", ["It: cafe\u0301 wrote", "It: cafe\u0301\u0323", "cafe\u0301"])
+def test_an_answer_keeps_the_accent_of_its_last_letter(tokenizer, context):
+    answer = context.removeprefix("It: ").removesuffix(" wrote")
+    encoded = encode(tokenizer, [example(context, answer)])
+    outputs = torch.zeros(1, len(spelled(tokenizer, encoded, 0)), 2)
+    first, last = encoded.targets[0]
+    outputs[0, first, 0] = outputs[0, last, 1] = 5
+    (told,) = predict(encoded, outputs)
+    assert told == answer and KIND.score("exact-match", [(answer,)], [told]) == 1
+
+
+def test_the_best_window_answers_and_cls_competes_where_questions_may_have_no_answer(tokenizer):
+    context = "Ada " + "it " * 20 + "Lovelace"
+    encoded = encode(tokenizer, [example(context)], max_length=16)
+    outputs = torch.zeros(len(encoded), 16, 2)
+    place = spelled(tokenizer, encoded, 0).index("ada")
+    end = spelled(tokenizer, encoded, len(encoded) - 1).index("##lace")
+    outputs[0, place], outputs[-1, end - 1, 0], outputs[-1, end, 1] = 2.0, 2.0, 3.0
+    assert predict(encoded, outputs) == ["Lovelace"]
+    outputs[:, 0] = 3.0  # [CLS] of all windows: 6 against 5
+    assert predict(encoded, outputs) == ["Lovelace"]
+    assert predict(encoded, outputs, WITH_UNANSWERABLE) == [""]
+    outputs[1, 0] = 2.0  # the lowest of all windows counts: 4 against 5
+    assert predict(encoded, outputs, WITH_UNANSWERABLE) == ["Lovelace"]
+
+
+def test_outputs_that_are_not_finite_give_no_prediction(tokenizer):
+    encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example(CONTEXT)])
+    outputs = torch.zeros(2, int(encoded.lengths.max()), 2)
+    outputs[0, int(encoded.lengths[0]) :] = math.nan  # padding
+    outputs[1, 3, 1] = math.nan
+    answers = predict(encoded, outputs)
+    assert answers[0] == "Ada" and answers[1] is None
+    assert KIND.score("f1", encoded.answers, answers) is None
+
+
+def test_one_window_that_is_not_finite_leaves_its_question_without_a_prediction(tokenizer):
+    encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example("it " * 20 + "Ada", "Ada")], max_length=16)
+    assert encoded.questions.tolist().count(1) > 2
+    for row in (1, 2, len(encoded) - 1):
+        outputs = torch.zeros(len(encoded), 16, 2)
+        outputs[row, 3, 0] = math.nan
+        assert predict(encoded, outputs) == ["Ada", None]
+
+
+def test_neighbouring_windows_share_half_a_row_so_that_a_border_cuts_no_short_answer(tokenizer):
+    context = "it " * 25
+    encoded = encode(tokenizer, [example(context)], max_length=16)
+    windows = [own[own[:, 0] >= 0] for own in np.split(encoded.spans, encoded.ends[:-1])]
+    room = len(windows[0])
+    for before, after in zip(windows, windows[1:], strict=False):
+        assert np.array_equal(before[room - room // 2 :], after[: room // 2])
+
+
+def test_a_context_without_pieces_has_no_answer(tokenizer):
+    encoded = encode(tokenizer, [Example(("Who?", "\u200b"), math.nan)])
+    assert predict(encoded, torch.zeros(1, int(encoded.lengths[0]), 2)) == [""]
+
+
+def test_scores_and_texts():
+    gold, predicted = [("Ada Lovelace", "Ada"), (), ("it",)], ["the ada", "", "it wrote"]
+    assert KIND.score("exact-match", gold, predicted) == pytest.approx(2 / 3)
+    assert KIND.score("f1", gold, predicted) == pytest.approx((1 + 1 + 2 / 3) / 3)
+    texts = [KIND.text_of(value) for value in KIND.as_values(TASK, [("a\tb\n", "ü")])]
+    assert texts == ['["a\\tb\\n", "ü"]'] and KIND.text_of(None) == "nan"
+    told = [KIND.value_of(TASK, text) for text in ("nan", "null", '"x"')]  # earlier versions wrote null
+    assert KIND.read(TASK, [["a"], [], ["b"]], told) == ([("a",), (), ("b",)], [None, None, "x"])
+    for predicted, answers in ((3, []), ("x", 3), ("x", [3]), (["x"], [])):
+        with pytest.raises(ValueError):
+            KIND.read(TASK, [answers], [predicted])
+    with pytest.raises(ValueError):
+        KIND.value_of(TASK, "x")
+
+
+def cells(**more):
+    answers = {"text": ["Ada"], "answer_start": [4]}
+    return {"question": "Who?", "context": CONTEXT, "answers": answers} | more
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (cells(question=" "), "question is empty, expected text"),
+        (cells(context=None), "context is None, expected text"),
+        (cells(answers="Ada"), "label is 'Ada', expected {\"text\": "),
+        (cells(answers={"text": ["Ada"]}), 'expected {"text": '),
+        (cells(answers={"text": ["Ada"], "answer_start": []}), 'expected {"text": '),
+        (cells(answers={"text": ["Ada"], "answer_start": ["4"]}), 'expected {"text": '),
+        (cells(answers={"text": ["Ada"], "answer_start": [5]}), "answer 'Ada' is not at character 5 of the context"),
+        (cells(answers={"text": [""], "answer_start": [4]}), "answer '' is not at character 4 of the context"),
+    ],
+)
+def test_rows_that_are_no_questions(row, expected):
+    with pytest.raises(ValueError) as caught:
+        texts = KIND.texts(row, KIND.usual_columns)
+        KIND.label(row["answers"], TASK)
+        KIND.check(texts, row["answers"])
+    assert expected in str(caught.value)
+
+
+def test_cells_of_questions():
+    row = cells()
+    assert KIND.texts(row, KIND.usual_columns) == ("Who?", CONTEXT)
+    assert KIND.label(row["answers"], TASK) == Answers(("Ada",), (4,))
+    assert KIND.label([{"text": "Ada", "answer_start": 4}], TASK) == Answers(("Ada",), (4,))
+    assert KIND.label_names(row["answers"]) == () and KIND.label_names([]) == (NO_ANSWER,)
+
+
+SHADES, COLOURS, FILLERS = ["dark", "light"], ["red", "green", "blue"], ["and", "then", "so", "it", "was"]
+
+
+def squad_file(path, count, draw, unanswerable):
+    """Write questions for a colour of one or two words among fillers, in SQuAD's layout; some have none."""
+    paragraphs = []
+    for number in range(count):
+        words = [draw.choice(FILLERS) for _ in range(draw.randrange(3, 9))]
+        colour = " ".join([*draw.sample(SHADES, draw.randrange(2)), draw.choice(COLOURS)])
+        has_answer = not unanswerable or draw.random() < 0.7
+        if has_answer:
+            words.insert(draw.randrange(len(words) + 1), colour)
+        context = " ".join(words)
+        answers = [{"text": colour, "answer_start": context.find(colour)}] * has_answer
+        question = {"id": str(number), "question": "which colour", "answers": answers}
+        paragraphs.append({"context": context, "qas": [question]})
+    path.write_text(json.dumps({"data": [{"title": "t", "paragraphs": paragraphs}]}))
+
+
+@pytest.mark.parametrize(("task", "head"), [(TASK, "common"), (WITH_UNANSWERABLE, "family")])
+def test_answers_are_learnt_from_squad_files(tmp_path, task, head):
+    draw = random.Random(1)
+    for name, count in (("train", 160), ("dev", 48)):
+        squad_file(tmp_path / f"{name}.json", count, draw, bool(task.labels))
+    train, dev = (read_examples(tmp_path / f"{name}.json", task) for name in ("train", "dev"))
+    encoder = load_encoder(write_bert(tmp_path, [*SHADES, *COLOURS, *FILLERS, "which", "colour"]))
+    result, encoded = fine_tune(task, encoder, train, dev, max_length=32, epochs=3, head=head)
+    assert result.scores["dev"][-1] > 0.95
+    predicted = result.predictions["dev"]
+    assert result.scores["dev"][-1] == KIND.score("f1", encoded.answers, predicted)
+    assert ("" in predicted) == bool(task.labels)

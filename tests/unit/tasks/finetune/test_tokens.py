@@ -1,0 +1,208 @@
+"""Token classification: rows and their labels, the loss against its twin, and files of nine tags that are learnt."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
+from megatron_ddrp.tasks.finetune.layouts import conll_text
+from megatron_ddrp.tasks.finetune.table_files import read_rows
+from megatron_ddrp.tasks.finetune.task import Example, Task
+from tests.unit.tasks.finetune.tiny_encoder import SPECIAL, fine_tune, read_examples, write_bert
+
+KIND = KINDS["tokens"]
+NAMES = {"PER": ["ada", "max"], "LOC": ["ulm", "rome"], "ORG": ["acme", "fiat"], "MISC": ["roman", "latin"]}
+FILLERS = ["and", "then", "so", "it", "was"]
+TAGS = ("O", *(f"{prefix}-{name}" for prefix in "BI" for name in NAMES))
+TASK = Task("ner", "seqeval", "tokens", TAGS)
+PIECES = ["un", "##happ", "##y", "ada"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokens") / "vocab.txt"
+    path.write_text("\n".join([*SPECIAL, *PIECES]) + "\n")
+    return build_tokenizer("BertWordPieceLowerCase", path)
+
+
+def encode(tokenizer, examples, max_length=16, task=TASK):
+    return KIND.encode(task, examples, tokenizer, max_length)
+
+
+def by_row(encoded, values):
+    return [part.tolist() for part in np.split(np.asarray(values), encoded.ends[:-1])]
+
+
+def test_the_first_piece_of_a_word_has_its_label(tokenizer):
+    encoded = encode(tokenizer, [Example(("unhappy", "Ada", "\u200b"), [0.0, 1.0, 2.0]), Example(("ada",), [3.0])])
+    unk, cls, sep, un, happ, y, ada = (tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, 5, 6, 7, 8)
+    assert by_row(encoded, encoded.pieces) == [[cls, un, happ, y, ada, unk, sep], [cls, ada, sep]]
+    no = IGNORED_LABEL
+    assert by_row(encoded, encoded.targets) == [[no, 0, no, no, 1, 2, no], [no, 3, no]]
+    assert KIND.targets(encoded, np.array([1, 0])).tolist() == [[no, 3, no, no, no, no, no], [no, 0, no, no, 1, 2, no]]
+    assert KIND.size(encoded, np.array([0, 1])) == 4
+    assert list(encoded.answers.by_sentence()) == [["O", "B-PER", "B-LOC"], ["B-ORG"]]
+
+
+def test_a_long_sentence_is_labelled_in_several_rows_and_no_word_twice(tokenizer):
+    rng = np.random.default_rng(0)
+    words = [("ada", "unhappy")[number] for number in rng.integers(0, 2, 40)]
+    labels = rng.integers(0, 9, 40)
+    encoded = encode(tokenizer, [Example(("ada",), [1.0]), Example(tuple(words), labels.astype(float).tolist())])
+    assert len(encoded) > 5 and encoded.lengths.max() <= 16
+    assert encoded.targets[encoded.targets != IGNORED_LABEL].tolist() == [1, *labels]
+    begins = encoded.ends[1:-1]  # of the sentence's later rows, which begin with words that the row before labels
+    assert (encoded.targets[begins + 1] == IGNORED_LABEL).all()
+    firsts = encoded.pieces[encoded.targets != IGNORED_LABEL]
+    assert [tokenizer.pieces[piece] for piece in firsts] == ["ada", *(w.replace("unhappy", "un") for w in words)]
+
+
+def test_a_word_longer_than_a_row_keeps_its_label(tokenizer):
+    encoded = encode(tokenizer, [Example(("un" + "happ" * 20, "ada"), [5.0, 1.0])], max_length=8)
+    assert encoded.lengths.tolist() == [8, 3]
+    assert encoded.answers.classes.tolist() == encoded.targets[encoded.targets != IGNORED_LABEL].tolist() == [5, 1]
+
+
+def test_words_without_labels_are_predicted_all_the_same(tokenizer):
+    encoded = encode(tokenizer, [Example(("unhappy", "ada"), math.nan)])
+    assert np.isnan(encoded.answers.classes).all()
+    predictions = KIND.predictions(TASK, encoded, np.array([9, 4, 9, 9, 7, 9.0]))
+    assert list(KIND.as_values(TASK, predictions)) == [["B-MISC", "I-ORG"]]
+    no_prediction = KIND.predictions(TASK, encoded, np.full(6, math.nan))
+    assert list(KIND.as_values(TASK, no_prediction)) == [[None, None]]
+
+
+def loss_twin(outputs, words):
+    """−Σ log softmax of the labels, from float64 lists; `words` are (row, position, class)."""
+    total = 0.0
+    for row, position, label in words:
+        logits = [float(value) for value in outputs[row, position]]
+        total -= logits[label] - math.log(sum(math.exp(value) for value in logits))
+    return total
+
+
+def test_the_loss_is_that_of_its_twin(tokenizer):
+    encoded = encode(tokenizer, [Example(("unhappy", "ada"), [0.0, 7.0]), Example(("ada",), [3.0])])
+    torch.manual_seed(0)
+    outputs = torch.randn(2, 6, 9, dtype=torch.float64)
+    targets = torch.from_numpy(KIND.targets(encoded, np.array([0, 1])))
+    twin = loss_twin(outputs, [(0, 1, 0), (0, 4, 7), (1, 1, 3)])
+    assert KIND.loss_sum(outputs, targets).item() == pytest.approx(twin, rel=1e-12)
+
+
+def test_outcomes_are_the_likeliest_classes_and_nan_where_a_logit_is(tokenizer):
+    encoded = encode(tokenizer, [Example(("ada", "ada"), [0.0, 1.0]), Example(("ada",), [1.0])])
+    outputs = torch.zeros(2, 4, 9)
+    outputs[0, 1, 3] = outputs[1, 1, 8] = outputs[0, 0, 1] = 1.0
+    outputs[0, 2, 0] = math.inf
+    places, values = KIND.outcomes(outputs, encoded, np.array([0, 1]))
+    assert places.tolist() == list(range(7))
+    outcomes = KIND.blank(encoded)
+    outcomes[places] = values
+    np.testing.assert_array_equal(KIND.predictions(TASK, encoded, outcomes).classes, [3, math.nan, 8])
+
+
+def tags(*sentences):
+    classes = [float(TAGS.index(tag)) if tag != "nan" else math.nan for row in sentences for tag in row.split()]
+    return Tags(np.array(classes), np.cumsum([len(row.split()) for row in sentences]), TAGS)
+
+
+def test_scores():
+    gold, predicted = tags("O B-PER I-PER", "B-LOC"), tags("O B-PER O", "I-LOC")
+    assert KIND.score("accuracy", gold, predicted) == 0.5
+    assert KIND.score("seqeval", gold, predicted) == 0.5  # of two and two entities LOC is right
+    assert KIND.score("seqeval-strict", gold, predicted) == 0.0
+    assert KIND.score("seqeval", gold, tags("O B-PER nan", "O")) is None
+    assert KIND.score("seqeval", tags("O"), tags("O")) is None
+    few = KIND.answers(TASK, [[0.0, 1.0], [0.0]])
+    assert KIND.baseline(TASK, {"O": 9, "B-LOC": 1}, few) == 0.0
+    words = Task("pos", "accuracy", "tokens", TAGS)
+    assert KIND.baseline(words, {"O": 9, "B-LOC": 1}, few) == pytest.approx(2 / 3)
+
+
+def test_values_say_the_same_again():
+    gold, predicted = tags("O B-PER I-PER", "B-LOC"), tags("O nan O", "I-LOC")
+    sides = [list(KIND.as_values(TASK, side)) for side in (gold, predicted)]
+    assert sides[1] == [["O", None, "O"], ["I-LOC"]]
+    earlier = [[name or "nan" for name in names] for names in sides[1]]  # as earlier versions wrote it
+    for values in (sides[1], earlier):
+        for before, after in zip((gold, predicted), KIND.read(TASK, sides[0], values), strict=True):
+            np.testing.assert_array_equal(before.classes, after.classes)
+            np.testing.assert_array_equal(before.ends, after.ends)
+
+
+def test_a_tag_called_nan_is_a_tag():
+    """It is the ISO code of Min Nan in the tags of languages."""
+    task = Task("languages", "accuracy", "tokens", ("eng", "nan"))
+    side = Tags(np.array([0.0, 1.0, math.nan]), np.array([3]), task.labels)
+    values = list(KIND.as_values(task, side))
+    assert values == [["eng", "nan", None]]
+    np.testing.assert_array_equal(KIND.read(task, values, values)[1].classes, side.classes)
+
+
+@pytest.mark.parametrize(
+    ("told", "gold"), [(["O"], ["O", "O"]), (["X"], ["O"]), ("O", ["O"]), ([["O"]], ["O"]), ({"O": 1}, ["O"])]
+)
+def test_values_of_another_kind_are_refused(told, gold):
+    with pytest.raises(ValueError):
+        KIND.read(TASK, [gold], [told])
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ({"tokens": "no list", "tags": ["O"]}, "tokens is 'no list', expected a list of words"),
+        ({"tokens": [], "tags": []}, "tokens is empty or holds an empty word, expected a list of words"),
+        ({"tokens": ["a", ""], "tags": []}, "tokens is empty or holds an empty word, expected a list of words"),
+        ({"tokens": ["a", 3], "tags": ["O", "O"]}, r"tokens is \['a', 3\], expected a list of words"),
+        ({"tokens": ["a"], "tags": "O"}, "label is 'O', expected a list with the tag of each word"),
+        ({"tokens": ["a"], "tags": ["B-X"]}, "label 'B-X' is in no row of the training file"),
+        ({"tokens": ["a"], "tags": [""]}, "label is '', expected a name"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "1 tags for 2 words, expected one for each"),
+    ],
+)
+def test_rows_that_are_no_sentences(cells, expected):
+    with pytest.raises(ValueError, match=expected):
+        texts = KIND.texts(cells, KIND.usual_columns)
+        KIND.label(cells["tags"], TASK)
+        KIND.check(texts, cells["tags"])
+
+
+def sentence(draw):
+    """Names of one or two words between fillers: the tag says the kind of name and whether a name went before."""
+    words, tags = [], []
+    for _ in range(3):
+        kind = draw.choice(list(NAMES))
+        for prefix in "BI"[: draw.randrange(1, 3)]:
+            words.append(draw.choice(NAMES[kind]))
+            tags.append(f"{prefix}-{kind}")
+        words.append(draw.choice(FILLERS))
+        tags.append("O")
+    return words, tags
+
+
+@pytest.fixture(scope="module")
+def conll_files(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("conll"), random.Random(0)
+    for name, count in (("train", 208), ("dev", 40)):
+        (folder / f"{name}.conll").write_text("".join(conll_text(*sentence(draw)) for _ in range(count)))
+    return folder
+
+
+@pytest.mark.parametrize("head", ["common", "family"])
+def test_nine_tags_are_learnt_from_conll_files(conll_files, tmp_path, head):
+    names = sorted({name for row in read_rows(f"{conll_files}/train.conll") for name in row.cells["tags"]})
+    task = Task("ner", "seqeval", "tokens", tuple(names))
+    assert len(task.labels) == 9
+    train, dev = (read_examples(conll_files / f"{name}.conll", task) for name in ("train", "dev"))
+    encoder = load_encoder(write_bert(tmp_path, [*FILLERS, *(word for own in NAMES.values() for word in own)]))
+    result, encoded = fine_tune(task, encoder, train, dev, max_length=32, epochs=16, head=head)
+    assert result.scores["dev"][0] < 0.9 < result.scores["dev"][-1]
+    assert result.scores["dev"][-1] == KIND.score("seqeval", encoded.answers, result.predictions["dev"])

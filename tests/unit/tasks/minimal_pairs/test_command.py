@@ -1,0 +1,212 @@
+"""The command: what it writes, what it does not do twice, and what it refuses."""
+
+import json
+import shutil
+from importlib.util import find_spec
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.minimal_pairs.command import main
+from tests.unit.conversion.conftest import seal_again, write_checkpoint
+from tests.unit.tasks.glue.conftest import checkpoint_folder, training_run
+from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
+
+__all__ = ["checkpoint_folder", "training_run"]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    folder = write_pairs(tmp_path / "pairs", uid="agreement", field="morphology", linguistics_term="number")
+    return write_pairs(folder, [("red cat sings.", "cat red sings."), ("é", "ü ü")], uid="order", field="syntax")
+
+
+@pytest.fixture
+def words(tmp_path, pairs, checkpoints):
+    loads = [str(checkpoints[name]) for name in ("absolute", "ddrp")]
+    return ["--data-dir", str(pairs), "--output-dir", str(tmp_path / "out"), "--workers", "1", "--load", *loads]
+
+
+def lines(folder):
+    return (folder / "scores.jsonl").read_text().splitlines()
+
+
+def test_results_are_written_and_nothing_is_scored_twice(words, tmp_path, capsys, checkpoints):
+    out = tmp_path / "out"
+    main([*words, "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "2 encoders x 2 paradigms, 7 pairs, score l2r, on cpu; 4 of 4 jobs to do" in shown
+    assert "expected: " in shown
+    assert not out.exists()
+    main(words[:-1])
+    first = lines(out)
+    assert [json.loads(line)["paradigm"] for line in first] == ["agreement", "order"]
+    main(words)
+    assert "2 of 4 jobs to do" in capsys.readouterr().out
+    assert lines(out)[:2] == first
+    assert len(lines(out)) == 4
+    results = json.loads((out / "results.json").read_text())
+    assert [encoder["load"] for encoder in results["encoders"]] == words[-2:]
+    for encoder, rows in zip(results["encoders"], (lines(out)[:2], lines(out)[2:]), strict=True):
+        right = []
+        for row in map(json.loads, rows):
+            good = [a > b + 2e-5 for a, b in zip(row["good"], row["bad"], strict=True)]
+            assert encoder["paradigms"][row["paradigm"]]["accuracy"] == sum(good) / len(good)
+            assert encoder["paradigms"][row["paradigm"]]["pairs"] == len(good)
+            right.append(sum(good) / len(good))
+        assert encoder["macro_average"] == pytest.approx(sum(right) / 2)
+        assert encoder["fields"] == {"morphology": right[0], "syntax": right[1]}
+        assert encoder["linguistics_terms"] == {"number": right[0]}
+        assert encoder["standard_error"] > 0
+    (pair,) = results["differences"]
+    assert pair["difference"] == pytest.approx(
+        results["encoders"][0]["macro_average"] - results["encoders"][1]["macro_average"]
+    )
+    assert pair["over_paradigms"][0] <= pair["difference"] <= pair["over_paradigms"][1]
+    assert pair["over_pairs"] is None
+    text = (out / "table.md").read_text()
+    assert f"| {checkpoints['ddrp']} |" in text.replace("\\", "")
+    assert "| agreement | morphology | 5 |" in text
+    assert "agreement,morphology,5," in (out / "tables" / "paradigms.csv").read_text()
+    assert not find_spec("matplotlib") or (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_folder_with_equal_weights_is_named(words, tmp_path, checkpoints, capsys):
+    copy = shutil.copytree(checkpoints["absolute"], tmp_path / "copy")
+    main([*words, str(copy), "--dry-run"])
+    shown = capsys.readouterr().out
+    assert f"{copy}: left out, it has the same weights as {checkpoints['absolute']}" in shown
+    assert "2 encoders x " in shown
+
+
+def test_a_mended_vocabulary_is_scored_anew(words, tmp_path, checkpoints, capsys):
+    pytest.importorskip("transformers")
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+
+    export_checkpoint(checkpoints["absolute"], tmp_path / "hf", family_name="megatron_ddrp")
+    words = [*words[:-2], str(tmp_path / "hf")]
+    main(words)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"layer_norm_eps": 1e-3}))
+    (tmp_path / "hf" / "export_sums.json").unlink()
+    capsys.readouterr()
+    main([*words, "--dry-run"])
+    assert "2 of 2 jobs to do" in capsys.readouterr().out
+
+
+def test_other_weights_other_sentences_and_another_score_are_other_jobs(words, tmp_path, pairs, tokenizer, capsys):
+    run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="rope")
+    words = [*words[:-2], str(run)]
+    main(words)
+    before = lines(tmp_path / "out")
+    main([*words, "--score", "pll"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["score"] == "pll"
+    main([*words, "--max-pairs", "1"])
+    write_pairs(pairs, PAIRS[1:], uid="agreement")
+    main(words)
+    main([*words, "--random-init", "--seeds", "2"])
+    found = lines(tmp_path / "out")
+    assert found[:2] == before
+    assert len(found) == 2 + 2 + 2 + 1 + 4
+    assert "rope" not in capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [e["load"].partition(", ")[2] for e in results["encoders"]] == [
+        "random weights, seed 1",
+        "random weights, seed 2",
+    ]
+
+
+def test_a_random_encoder_prefers_the_sentence_with_fewer_pieces(tmp_path, checkpoints):
+    """What piece counts predict is all that random weights of the usual size see where the counts differ."""
+    fewer = [("the cat sings.", "the cat singing a."), ("red red.", "red red red."), ("the dog is.", "the dog.")]
+    folder = write_pairs(tmp_path / "pairs", fewer * 2)
+    words = ["--data-dir", folder, "--load", checkpoints["absolute"], "--output-dir", tmp_path / "out"]
+    main([*map(str, words), "--random-init", "--workers", "1"])
+    (encoder,) = json.loads((tmp_path / "out" / "results.json").read_text())["encoders"]
+    assert encoder["macro_average"] == encoder["piece_counts"] == pytest.approx(2 / 3)
+
+
+def test_each_seed_has_random_weights_of_its_own(words, tmp_path):
+    main([*words[:-1], "--random-init", "--seeds", "2"])
+    scores = [json.loads(line)["good"] for line in lines(tmp_path / "out")]
+    assert len(scores) == 4 and len({tuple(good) for good in scores}) == 4  # two paradigms, two seeds
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--seeds", "2"], "needs --random-init"),
+        (["--max-pairs", "0"], "--max-pairs"),
+        (["--score", "mean"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments_end_with_code_2(words, more, reason):
+    with pytest.raises(UserError, match=reason) as stopped:
+        main([*words, *more])
+    assert stopped.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "count"), [("\u200b\x00", 0), ("red " * 30, 30)])
+def test_a_sentence_without_a_piece_or_too_long_is_named(words, pairs, text, count):
+    write_pairs(pairs, [("red", "cat"), ("red", text)], uid="bad")
+    with pytest.raises(UserError, match=rf"bad.jsonl, line 2: sentence_bad has {count} pieces; expected 1 to 22"):
+        main(words)
+
+
+def test_a_damaged_line_of_the_store_is_refused(words, tmp_path):
+    main(words[:-1])
+    path = tmp_path / "out" / "scores.jsonl"
+    path.write_text(path.read_text().replace('"identical": 0', '"identical": 1', 1))
+    with pytest.raises(UserError, match="scores.jsonl, line 1: changed since it was written"):
+        main(words[:-1])
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_a_run_that_saves_meanwhile_is_scored_at_the_checkpoint_that_was_chosen(training_run, tmp_path, capsys):
+    data, out = write_pairs(tmp_path / "pairs", [("red cat runs", "cat red runs")]), tmp_path / "out"
+    main(["--data-dir", str(data), "--output-dir", str(out), "--workers", "1", "--load", str(training_run)])
+    assert "weights of the masked language model from iter_0000003;" in capsys.readouterr().out
+    (row,) = map(json.loads, lines(out))
+    assert (row["load"], row["checkpoint"]) == (str(training_run), str(training_run / "iter_0000003"))
+    assert (out / "results.json").is_file() and (training_run / "iter_0000005").is_dir()
+
+
+def test_jobs_that_nobody_does_are_no_success(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_ddrp.tasks.minimal_pairs.work.drain", lambda *_, **__: None)
+    with pytest.raises(UserError, match=r"4 jobs are missing in .*out, and the tables are not written"):
+        main(words)
+    main([*words, "--no-wait"])
+
+
+@pytest.mark.slow
+def test_workers_share_the_jobs_and_score_the_same(words, tmp_path):
+    main(words)
+    alone = json.loads((tmp_path / "out" / "results.json").read_text())
+    shared = [*words[:2], "--output-dir", str(tmp_path / "shared"), "--workers", "2", *words[6:]]
+    main(shared)
+    assert len(lines(tmp_path / "shared")) == 4
+    assert json.loads((tmp_path / "shared" / "results.json").read_text()) == alone
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", ["everywhere", "one word"])
+def test_scores_that_are_not_finite_end_with_1_after_the_tables(words, tmp_path, tokenizer, capsys, value, place):
+    """The weights of one word reach only the pairs with that word."""
+    run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="rope")
+    (path,) = run.rglob("*.safetensors")
+    weights = load_file(path)
+    name = next(name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) >= len(tokenizer.pieces))
+    weights[name][slice(None) if place == "everywhere" else tokenizer.pieces.index("red")] = value
+    save_file(weights, path)
+    seal_again(path)
+    with pytest.raises(
+        UserError, match=r"scores that are not finite, in pairs out of 7: .*; they count as wrong"
+    ) as told:
+        main([*words[:-2], str(run), words[-1]])
+    assert f"{run} (" in str(told.value) and words[-1] not in str(told.value) and told.value.exit_code == 1
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "undefined" in table and "written to" in capsys.readouterr().out
+    with pytest.raises(UserError, match="scores that are not finite"):
+        main([*words[:-2], str(run), words[-1]])
