@@ -1,7 +1,8 @@
 """A start at which each head attends to one place beside its own: `--attention-init offsets` (ours).
 
 From random weights, absolute positions need tens of millions of tokens before attention uses them
-(docs/lab/plateau.md). A shift of sinusoids is a linear map (Vaswani et al., arXiv:1706.03762, section 3.5), so projections can begin with it:
+(docs/lab/plateau.md). A shift of sinusoids is a linear map (Vaswani et al., arXiv:1706.03762, section 3.5), so
+projections can begin with it:
 
     p_i[2k], p_i[2k+1] = √2·σ·sin(ω_k i + k), √2·σ·cos(ω_k i + k),    ω_k = π/10^((k + ½)/(D/2)),  0 ≤ k < D/2
     W^K ← W^K + g·P_h        W^Q ← W^Q + g·R_h P_h        so Q_i·K_j ∝ Σ_k cos(ω_k (i + o_h − j)) + random terms
