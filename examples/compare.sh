@@ -41,4 +41,4 @@ elif [[ -n ${PAIRS:-} ]]; then
 fi
 [[ -z ${DRY_RUN:-} ]] || ARGS+=(--dry-run)
 
-exec python -m lab.compare "${ARGS[@]}" "$@"
+exec python -m tasks.compare "${ARGS[@]}" "$@"

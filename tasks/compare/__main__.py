@@ -1,6 +1,6 @@
-"""Run `megatron-ddrp compare` from a checkout: `python -m lab.compare`."""
+"""Run `megatron-ddrp compare` from a checkout: `python -m tasks.compare`."""
 
 from megatron_ddrp.__main__ import run
 
 if __name__ == "__main__":
-    run("compare", "python -m lab.compare")
+    run("compare", "python -m tasks.compare")

@@ -283,7 +283,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
         flags = ["--data-path", write_dataset(tmp_path), "--vocab-file", str(vocabulary)]
     module, *words = words_of_script(ROOT / "examples" / "compare.sh", environment, tmp_path, str(plan), *flags)
-    assert module == "lab.compare"
+    assert module == "tasks.compare"
     done = run_program(module, *words)
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
