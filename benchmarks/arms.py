@@ -31,6 +31,11 @@ from megatron_ddrp.run.host_memory import keep_freed_memory
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
 Step = Callable[[], None]
 
+_BOTH: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+_V3 = {"position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0}
+DISENTANGLED = {"deberta": _BOTH | {"max_relative_positions": 64}, "deberta-v2": _BOTH | _V3}
+"""Settings of transformers' DeBERTa by kind; those of version 2 are DeBERTa-v3's published ones."""
+
 
 def model_config(encoding: str, seq: int, dropout: float, emd: bool = False) -> ModelConfig:
     """Return the shape of our model in every benchmark."""
@@ -65,14 +70,15 @@ def on_device(arrays: Batch) -> Batch:
     return arrays.map(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE))
 
 
-def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
-    """Return a step: forward, backward and AdamW."""
+def training_step(model: nn.Module, *losses: Callable[[], Tensor]) -> Step:
+    """Return a step: forward and backward of the mean of the losses, one after the other, and AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def run() -> None:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            value = loss()
-        value.backward()
+        for loss in losses:
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+                value = loss() / len(losses)
+            value.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -101,35 +107,29 @@ def our_step(config: ModelConfig, settings: ObjectiveConfig, arrays: Batch, dtyp
     return training_step(model, lambda: (model(batch, draws()).sums * weights).sum())
 
 
-def transformers_step(kind: str, arrays: Batch, dropout: float) -> Step:
-    """Return one training step of BertForMaskedLM or DebertaForMaskedLM."""
-    from transformers import BertConfig, BertForMaskedLM, DebertaConfig, DebertaForMaskedLM
+def transformers_model(kind: str, length: int, **settings: Any) -> Any:
+    """Return a masked LM of transformers in training on rows of `length` tokens: "bert", "deberta" or "deberta-v2"."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
 
     torch.manual_seed(SEED)
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 4 * HIDDEN,
-        "max_position_embeddings": arrays.input_ids.shape[1],
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-    }
-    model: Any
-    if kind == "bert":
-        model = BertForMaskedLM(BertConfig(**common))
-    else:
-        disentangled: dict[str, Any] = {
-            "relative_attention": True,
-            "pos_att_type": ["c2p", "p2c"],
-            "max_relative_positions": 64,
-        }
-        model = DebertaForMaskedLM(DebertaConfig(**common, **disentangled, position_biased_input=False))
-    model = model.to(DEVICE).train()
-    batch = on_device(arrays)
+    shape = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS}
+    shape |= {"vocab_size": VOCABULARY, "max_position_embeddings": length} | settings
+    shape["intermediate_size"] = 4 * shape["hidden_size"]
+    config = AutoConfig.for_model(kind, **shape, **DISENTANGLED.get(kind, {}))
+    return AutoModelForMaskedLM.from_config(config).to(DEVICE).train()
+
+
+def transformers_loss(model: Any, batch: Batch) -> Tensor:
+    """Return the loss of a model of transformers on a batch of tensors."""
     mask = (batch.document_ids > 0).long()
-    return training_step(model, lambda: model(batch.input_ids, attention_mask=mask, labels=batch.labels).loss)
+    return model(batch.input_ids, attention_mask=mask, labels=batch.labels).loss
+
+
+def transformers_step(kind: str, arrays: Batch, dropout: float) -> Step:
+    """Return one training step of a masked LM of transformers."""
+    probabilities = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    model, batch = transformers_model(kind, arrays.input_ids.shape[1], **probabilities), on_device(arrays)
+    return training_step(model, lambda: transformers_loss(model, batch))
 
 
 def step_apart(keeps_memory: bool, make: Callable[..., Step], *arguments: object) -> Step:

@@ -2,13 +2,12 @@
 
     python benchmarks/gpu_report.py                     # gpu-report.md and gpu-report.json, to send in
     python benchmarks/gpu_report.py                     # again: goes on with the sections that are not done
-    python benchmarks/gpu_report.py --minutes 60        # all of it in one go
+    python benchmarks/gpu_report.py --minutes 40        # all of it in one go
     python benchmarks/gpu_report.py --tiny              # a trial with tiny models, on a CPU too; its times mean nothing
 
-Sections come by importance: smoke tests of kernels and steps (tests/gpu), whether CUDA graphs should be on, attention
-beside other libraries', whole runs, then tables of tokens/s, MFU and peak memory. Each is a process of its own with a
-limit of time, and is written when it ends. One that fails or runs out of time says so in the report, with the rows that
-it has.
+Sections come by importance: smoke tests of kernels and steps (tests/gpu), CUDA graphs off and on, attention by itself,
+steps beside transformers, a resumed run. Each is a process of its own with a limit of time, and is written when it
+ends. One that fails or runs out of time says so in the report, with the rows that it has.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_device import device_name
-from gpu_groups import TINY, Bench, Row, Sizes, one_line
-from gpu_page import page, row_line
 from gpu_sections import SECTIONS, Section
-from gpu_training import write_corpora
+from gpu_training import TINY, Bench, Row, Sizes, one_line, write_corpora
 from measure import DEVICE, benchmark_parser
 
 from megatron_ddrp.data.atomic import write_text
@@ -42,11 +40,15 @@ from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_comman
 from megatron_ddrp.parallel import process_group
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE = 15.0
-"""Seconds that a section has beyond its deadline before it is killed."""
 LEAST = 20.0
 """Least seconds that a section begins with, unless it is the first."""
 PAGE, NUMBERS, LOG = "gpu-report.md", "gpu-report.json", "gpu-report.log"
+
+FORMATS = {
+    **{"tokens/s": ",.0f", "ms": ".2f", "host ms": ".2f", "kernel ms": ".2f", "first steps, s": ".1f"},
+    **{"busy": ".0%", "MFU": ".1%", "TFLOP/s": ".1f", "peak GiB": ".2f"},
+}
+"""Column → the format of its numbers."""
 
 
 class Reporter:
@@ -57,7 +59,7 @@ class Reporter:
         self.output, self.sizes, self.context = output, sizes, context
         self.began = time.monotonic()
         self.deadline = self.began + minutes * 60
-        same = {"format": 2, "commit": commit(), "device": device_name(), "sizes": dataclasses.asdict(sizes)}
+        same = {"format": 3, "commit": commit(), "device": device_name(), "sizes": dataclasses.asdict(sizes)}
         same = json.loads(json.dumps(same))
         self.report: dict[str, Any] = same | {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "sections": []}
         if (output / NUMBERS).exists():
@@ -73,44 +75,39 @@ class Reporter:
     def run(self, sections: Sequence[Section]) -> None:
         """Run the sections that are not done while there is time: those that never began, then those with faults."""
         before = {section["name"]: section for section in self.report["sections"]}
-        new = [section for section in sections if section.name not in before]
-        due = [*new, *(s for s in sections if s.name in before and before[s.name]["fault"])]
+        due = [section for section in sections if section.name not in before or before[section.name]["fault"]]
+        due.sort(key=lambda section: section.name in before)
         if not due:
             print(f"all of these sections are done: see {self.output / PAGE}")
             return
+        order = {section.name: number for number, section in enumerate(SECTIONS)}
         with tempfile.TemporaryDirectory() as folder:
             write_corpora(Path(folder), self.sizes)
             for number, section in enumerate(due):
                 seconds = min(section.seconds, self.deadline - time.monotonic())
                 if seconds < LEAST and number:
-                    print(
-                        f"no time for {', '.join(s.name for s in due[number:])}: run the same command again", flush=True
-                    )
+                    left = ", ".join(s.name for s in due[number:])
+                    print(f"no time for {left}: run the same command again", flush=True)
                     break
                 print(f"[{number + 1}/{len(due)}] {section.title}: up to {seconds / 60:.1f} min", flush=True)
                 before[section.name] = self._run_apart(section, Path(folder), seconds)
-                self.report["sections"] = [before[s.name] for s in SECTIONS if s.name in before]
-                self.report["sections"] += [s for s in before.values() if s not in self.report["sections"]]
+                self.report["sections"] = sorted(before.values(), key=lambda s: order.get(s["name"], len(order)))
                 self._write()
 
     def _run_apart(self, section: Section, folder: Path, seconds: float) -> dict[str, Any]:
         """Run a section in a process of its own for at most so many seconds; return its part of the report."""
         rows_file, began = folder / f"{section.name}.jsonl", time.monotonic()
         rows_file.touch()
-        words = (section, self.sizes, folder, seconds, rows_file, self.output / LOG)
+        words = (section, self.sizes, folder, rows_file, self.output / LOG)
         process = self.context.Process(target=work, args=words)
         process.start()
-        shown, fault = 0, None
         try:
-            while process.is_alive() and time.monotonic() < began + seconds + GRACE:
-                process.join(0.2)
-                shown = _show_rows(rows_file, shown)
-            if process.is_alive():
-                fault = "Stopped for time: the rows that are missing were left out."
+            process.join(max(0.0, seconds))
+            fault = "Stopped for time: the rows that are missing were left out." if process.is_alive() else None
         finally:
             _kill_all(process)  # also when this command is stopped: a section left alone would keep the device busy
-        _show_rows(rows_file, shown)
-        rows = read_rows(rows_file)
+        text = rows_file.read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         if rows and "fault" in rows[-1]:
             fault = rows.pop()["fault"]
         elif process.exitcode and fault is None:
@@ -122,28 +119,29 @@ class Reporter:
 
     def _write(self) -> None:
         self.report["minutes"] = self.minutes_before + (time.monotonic() - self.began) / 60
-        numbers = json.dumps(self.report, indent=1, ensure_ascii=False)
-        write_text(self.output / NUMBERS, numbers + "\n")
+        write_text(self.output / NUMBERS, json.dumps(self.report, indent=1, ensure_ascii=False) + "\n")
         write_text(self.output / PAGE, page(self.report))
 
 
-def work(section: Section, sizes: Sizes, folder: Path, seconds: float, rows_file: Path, log: Path) -> None:
+def work(section: Section, sizes: Sizes, folder: Path, rows_file: Path, log: Path) -> None:
     """Run a section in this process, which leads a group of its own; append its rows and what it fails with."""
     os.setsid()
+    terminal = os.dup(1)
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    with rows_file.open("a", encoding="utf-8", buffering=1) as lines:
+    with rows_file.open("a", encoding="utf-8", buffering=1) as lines, open(terminal, "w", buffering=1) as shown:
 
         def write(row: Row) -> None:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+            shown.write(f"    {'  '.join(f'{column} {text}' for column, text in cells(row).items())}\n")
 
         try:
-            section.run(Bench(sizes, folder, time.monotonic() + seconds, write))
+            section.run(Bench(sizes, folder, write))
             process_group.stop()
         except BaseException as error:
             traceback.print_exc()
-            write({"fault": f"Failed: {one_line(error)}"})
+            lines.write(json.dumps({"fault": f"Failed: {one_line(error)}"}) + "\n")
             os._exit(FAILURE)  # threads of a failed library may never end
 
 
@@ -155,29 +153,49 @@ def _kill_all(process: Any) -> None:
     process.join()
 
 
-def _show_rows(rows_file: Path, shown: int) -> int:
-    """Print the rows that were written since `shown` of them; return how many there are."""
-    rows = read_rows(rows_file)
-    for row in rows[shown:]:
-        if "fault" not in row:
-            print(f"    {row_line(row)}", flush=True)
-    return len(rows)
+def page(report: dict[str, Any]) -> str:
+    """Return the report as Markdown."""
+    sizes = report["sizes"]
+    lines = [
+        "# GPU report",
+        "",
+        f"Begun at {report['date']} by commit {report['commit']}; {report['minutes']:.1f} minutes so far. A step's "
+        f"time is the median of {sizes['steps']} steps after {sizes['warm_up']} others. ms is per micro-batch, with "
+        f"{sizes['micro_batches']} per optimizer step. docs/benchmarks.md says what the columns mean.",
+    ]
+    for section in report["sections"]:
+        tests = [row for row in section["rows"] if "outcome" in row]
+        outcomes = Counter(
+            f"skipped ({row['note']})" if row["outcome"] == "skipped" else row["outcome"] for row in tests
+        )
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        lines += ["", f"## {section['title']}", "", *[f"{counts}.", ""] * bool(counts)]
+        lines += table([row for row in section["rows"] if row.get("outcome") not in ("passed", "skipped")])
+        lines += ["", f"{section['seconds']:.0f} s. {section['fault'] or ''}".strip()]
+    return "\n".join(lines) + "\n"
 
 
-def read_rows(rows_file: Path) -> list[Row]:
-    """Return the whole rows of a section's file."""
-    text = rows_file.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a Markdown table of some rows."""
+    told = [cells(row) for row in rows]
+    columns = list(dict.fromkeys(column for row in told for column in row))
+    lines = [columns, ["---"] * len(columns), *([row.get(column, "–") for column in columns] for row in told)]
+    return ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines if columns]
+
+
+def cells(row: Row) -> dict[str, str]:
+    """Return the text of each column that a row fills; lists stand in the JSON alone."""
+    filled = {key: value for key, value in row.items() if value is not None and not isinstance(value, list)}
+    return {key: format(value, FORMATS.get(key, "")) for key, value in filled.items()}
 
 
 def commit() -> str:
     """Return the repository's commit, with "+ changes" where files differ from it; "unknown" outside of git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty= + changes", "--exclude=*"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
 
 
 def main() -> None:

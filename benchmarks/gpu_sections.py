@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpu_device import describe_machine
-from gpu_graphs import decide
-from gpu_groups import Bench, Key, Starter, measure_together
-from gpu_kernels import kernels
-from gpu_others import MODELS, Foreign
-from gpu_runs import finetuning_twice, whole_runs
-from gpu_training import FLAGSHIP, PLAIN, arm, measure
-from measure import DEVICE
+import torch
+import torch.nn.functional as F
+from gpu_device import DTYPES, describe_machine, kernel_seconds, precision
+from gpu_training import Arm, Bench, Row, Sizes, noted, time_steps, training, transformers_training
+from measure import DEVICE, time_rounds
+from torch import Tensor, nn
 
-from megatron_ddrp.config import OBJECTIVES, ModelConfig
-from megatron_ddrp.engine.device import choices as choices_of_device
+from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
+from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.train import train
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
-NOT_TIMED = ("auto", "eager", "blocked")
-"""Attention backends that no GPU trains with: the name for the best one, the reference, and that of CPUs."""
+PLAIN = ("absolute", "mlm")
+ROUNDS = 6
+"""Times that a call of attention is timed."""
+PRODUCTS = 7
+"""Products of plain attention, 2 forward and 5 backward."""
+COMPARED = 2
+"""Heads in HCD, as in the recipe."""
+TRITON_PRODUCTS = {
+    "forward_kernel": 2.0,  # Q·Kᵀ, P·V
+    "query_gradient_kernel": 3.0,  # Q·Kᵀ again, dO·Vᵀ, dA·K
+    "key_gradient_kernel": 4.0,  # both again, dAᵀ·Q, Pᵀ·dO
+    "bias_gradient_kernel": 2.0,  # both again
+}
+"""Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]` per head."""
+
+ITERATIONS, STOP = 6, 3
+"""Steps of a whole run, and the step at which it stops to be resumed."""
+
+Call = Callable[[], list[Tensor]]
+"""Type of a forward pass; it returns what has a gradient."""
 
 
 class Section(NamedTuple):
@@ -37,32 +55,31 @@ class Section(NamedTuple):
     run: Callable[[Bench], None]
 
 
-def backends() -> list[str]:
-    """Return the attention backends that a GPU can train with, by `--attention-backend`."""
-    (field,) = (f for f in dataclasses.fields(ModelConfig) if f.name == "attention_backend")
-    return [name for name in field.metadata["choices"] if name not in NOT_TIMED]
-
-
 def machine(bench: Bench) -> None:
     """Write the device, its driver and the versions of all that takes part."""
     for name, value in describe_machine().items():
         bench.write({"name": name, "value": value})
-    for encoding, objective in (FLAGSHIP, PLAIN):
-        run = arm(bench.sizes.usual_length, encoding, objective)
-        chosen = choices_of_device(run.config(bench, bench.sizes.tokens), DEVICE)
-        bench.write({"name": f"{run.name} by default", "value": chosen})
 
 
-def processes_of_tests() -> int:
-    """Return the number of processes that share the tests of a section, which mostly wait for a compiler."""
-    cores = len(os.sched_getaffinity(0))
-    return min(12, cores - 2) if cores > 3 and importlib.util.find_spec("xdist") else 0
+class Recorder:
+    """A plug-in of pytest that writes a row for each test."""
+
+    def __init__(self, write: Callable[[Row], None]) -> None:
+        self.write = write
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Write a test's outcome: after its call, or after what came before or behind it and did not pass."""
+        if report.when == "call" or report.outcome != "passed":
+            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr)
+            if isinstance(reason, tuple):  # of a skipped test: file, line, reason
+                reason = reason[2].removeprefix("Skipped: ")
+            note = None if report.outcome == "passed" else " ".join(str(reason).split())[:200]
+            self.write({"name": report.nodeid, "outcome": report.outcome, "note": note})
 
 
 def run_tests(paths: Sequence[Path], bench: Bench, processes: int = 0) -> None:
-    """Run tests in this process or several, and write a row for each. Those that the deadline cuts off have none."""
+    """Run tests in this process or several, and write a row for each."""
     import pytest
-    from gpu_tests import Recorder
 
     settings = TESTS.parents[1] / "pyproject.toml"
     arguments = ["-p", "no:cacheprovider", "-m", "gpu", "-c", str(settings), *map(str, paths)]
@@ -73,56 +90,145 @@ def run_tests(paths: Sequence[Path], bench: Bench, processes: int = 0) -> None:
         raise RuntimeError(f"pytest ended with {pytest.ExitCode(code).name}")
 
 
-def by_length(bench: Bench) -> None:
-    """Time the flagship at every length, in rows without padding, padded and packed, and plain BERT."""
-    for length in bench.lengths:
-        flagship = [arm(length, *FLAGSHIP, rows) for rows in ("full", "padded", "packed")]
-        measure([*flagship, arm(length, *PLAIN)], bench)
-
-
-def by_encoding(bench: Bench) -> None:
-    """Time every encoding with every objective."""
-    for encoding in bench.sizes.encodings:
-        measure([arm(bench.sizes.usual_length, encoding, objective) for objective in OBJECTIVES], bench)
-
-
-def by_backend(bench: Bench) -> None:
-    """Time every attention backend beside the others, for every encoding and for the flagship."""
-    for encoding, objective in (*((encoding, PLAIN[1]) for encoding in bench.sizes.encodings), FLAGSHIP):
-        length = bench.sizes.usual_length
-        measure([arm(length, encoding, objective, attention_backend=name) for name in backends()], bench)
-
-
-def others(bench: Bench, models: Mapping[str, Sequence[str]] = MODELS) -> None:
-    """Time our plain BERT and DeBERTa, each beside the models of other libraries that are like it."""
-    for length in bench.lengths:
-        for encoding, names in models.items():
-            starters: dict[Key, Starter]
-            starters = {(f"transformers: {name}", "full"): partial(Foreign, name, bench, length) for name in names}
-            ours = arm(length, encoding, PLAIN[1])
-            starters[ours.name, ours.rows] = partial(ours.start, bench)
-            measure_together(starters, bench, length)
-
-
 def smoke(name: str, file: str, seconds: float, is_shared: bool = True) -> Section:
     """Return the section that runs one file of tests/gpu, whose tests several processes may share."""
-    processes = processes_of_tests() if is_shared else 0
-    run = partial(run_tests, [TESTS / file], processes=processes)
+    cores = len(os.sched_getaffinity(0))
+    processes = min(12, cores - 2) if is_shared and cores > 3 and importlib.util.find_spec("xdist") else 0
+    run = partial(run_tests, [TESTS / file], processes=processes)  # a test mostly waits for a compiler
     return Section(f"smoke-{name}", f"Smoke tests: {name}", seconds, run)
+
+
+def graphs(bench: Bench) -> None:
+    """Train the flagship, plain BERT and the flagship on packed rows without graphs, again, and with graphs."""
+    length = bench.sizes.lengths[0]
+    for base in (Arm(length), Arm(length, *PLAIN), Arm(length, rows="packed")):
+        rows: list[Row] = []
+        for way in ("off", "off, again", "on"):
+            start = partial(training, base._replace(graphs=way.partition(",")[0]), bench)
+            row = time_steps(base.row | {"name": f"{base.row['name']}, graphs {way}"}, start, bench.sizes)
+            if rows:
+                row["gradient norms beside the first"] = sameness(rows[0].get("numbers"), row.get("numbers"))
+            rows.append(row)
+            bench.write(row)
+
+
+def sameness(expected: list[Any] | None, got: list[Any] | None) -> str:
+    """Return in words whether the steps of two runs have the same numbers."""
+    if not expected or not got:
+        return "not compared"
+    other = next((step for step, pair in enumerate(zip(expected, got, strict=True), 1) if pair[0] != pair[1]), None)
+    return f"other from step {other} on" if other else f"all {len(got)} equal bit for bit"
+
+
+def leaf(*shape: int) -> Tensor:
+    """Return a random tensor on the device that has a gradient."""
+    return torch.randn(*shape, device=DEVICE, dtype=DTYPES[precision()], requires_grad=True)
+
+
+def vectors(sizes: Sizes) -> list[Tensor]:
+    """Return query, key and value `[batch, heads, seq, head_dim]`."""
+    seq, heads = sizes.lengths[0], sizes.heads
+    return [leaf(sizes.tokens // seq, seq, heads, sizes.hidden // heads).transpose(1, 2) for _ in range(3)]
+
+
+def torchs(sizes: Sizes) -> Call:
+    """Return torch's attention, which is its flash kernel in half precision on GPUs that have it."""
+    query, key, value = vectors(sizes)
+    return lambda: [F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)]
+
+
+def ours(encoding: str, compared: int, sizes: Sizes) -> Call:
+    """Return our attention with an encoding's terms, by the backend that a run would choose."""
+    shape: dict[str, Any] = {"hidden_size": sizes.hidden, "num_attention_heads": sizes.heads}
+    config = ModelConfig(position_encoding=encoding, num_layers=1, seq_length=sizes.lengths[0], **shape)
+    module = encoding_class(encoding)(config)
+    maps = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2)]
+    tensors = module.layer_part(config).of_layer(module(torch.arange(config.seq_length)[None]), *maps)
+    terms = module.terms(config, tensors).by_offset.map(lambda x, _: leaf(*x.shape))
+    query, key, value = vectors(sizes)
+    documents = torch.ones(query.shape[0], query.shape[2], dtype=torch.long, device=DEVICE)
+    counted, heads = documents[:, :1].float(), torch.arange(compared, device=DEVICE)
+    attending = Attending(query, key, value, terms, documents, heads, 0.1, counted)
+    attend = backend_function(resolve_backend("auto", attending.demand, in_logits=True)[0])
+    return lambda: [output for output in attend(attending) if output is not None]
+
+
+CALLS: dict[str, Callable[[Sizes], Call]] = {
+    "torch": torchs,
+    "ours, ddrp": partial(ours, "ddrp", 0),
+    "ours, ddrp with HCD": partial(ours, "ddrp", COMPARED),
+    "ours, deberta": partial(ours, "deberta", 0),
+}
+
+
+def kernels(bench: Bench) -> None:
+    """Time every call of attention, forward and backward, and on a GPU the kernels of ours."""
+    sizes = bench.sizes
+    products = 2 * sizes.tokens * sizes.lengths[0] * sizes.hidden  # FLOP of one product, of all heads
+    # HCD's kernels multiply Q·Kᵀ for the compared heads alone.
+    counts = TRITON_PRODUCTS | dict.fromkeys(("compare_kernel", "pull_kernel"), COMPARED / sizes.heads)
+    for name, start in CALLS.items():
+        row: Row = {"name": name, "rows": sizes.tokens // sizes.lengths[0], "length": sizes.lengths[0]}
+        parts: dict[str, float] = {}
+        with noted(row):
+            call = start(sizes)
+            gradients = [torch.ones_like(output) for output in call()]
+
+            def run(call: Call = call, gradients: list[Tensor] = gradients) -> None:
+                torch.autograd.backward(call(), gradients)
+
+            seconds = float(min(time_rounds({name: run}, ROUNDS)[name]))
+            row |= {"ms": seconds * 1e3, "TFLOP/s": PRODUCTS * products / seconds / 1e12}
+            parts = {kernel: took for kernel, took in kernel_seconds(run).items() if kernel in counts}
+        bench.write(row)
+        for kernel, took in parts.items():
+            tflops = counts[kernel] * products / took / 1e12
+            bench.write({"name": name, "part": kernel, "ms": took * 1e3, "TFLOP/s": tflops})
+
+
+def steps(bench: Bench) -> None:
+    """Time steps of the flagship, plain BERT and DeBERTa, the last two beside transformers' models."""
+    for length in bench.sizes.lengths:
+        kinds = ("full", "padded", "packed") if length == bench.sizes.lengths[0] else ("full",)
+        arms = [*(Arm(length, rows=rows) for rows in kinds), Arm(length, *PLAIN), Arm(length, "deberta", "mlm")]
+        for arm in arms:
+            bench.write(time_steps(arm.row, partial(training, arm, bench), bench.sizes))
+        for kind in ("bert", "deberta-v2"):
+            row = Arm(length).row | {"name": f"transformers: {kind}"}
+            bench.write(time_steps(row, partial(transformers_training, kind, Arm(length, *PLAIN), bench), bench.sizes))
+
+
+def resumed_run(bench: Bench) -> None:
+    """Train by the command's loop: a run that stops and resumes, beside one that never stopped."""
+    whole = numbers_of(bench, "whole")
+    numbers_of(bench, "resumed", STOP)
+    told = sameness(whole, numbers_of(bench, "resumed"))
+    bench.write({"name": f"losses and gradient norms of a run resumed at step {STOP}", "value": told})
+
+
+def numbers_of(bench: Bench, name: str, stop: int | None = None) -> list[Any]:
+    """Return loss and gradient norm of each step of a run of the flagship in its folder, which it resumes from."""
+    folder = bench.folder / name
+    config = Arm(bench.sizes.lengths[0], rows="packed").config(bench)
+    files: dict[str, Any] = {"save": str(folder), "load": str(folder) if folder.exists() else None}
+    train(
+        config.replace(
+            training={"train_iters": ITERATIONS, "global_batch_size": config.training.micro_batch_size},
+            logging={"log_interval": 1, "eval_interval": 0},
+            checkpoint={**files, "exit_interval": stop},
+        )
+    )
+    return [(row["loss"], row["grad_norm"]) for row in read_rows(folder)]
 
 
 SECTIONS = (
     Section("machine", "The machine", 60, machine),
     smoke("attention", "test_attention_gpu.py", 120),
     smoke("steps", "test_steps_gpu.py", 300),
-    Section("graphs", "CUDA graphs off and on, in the steps of the recipe", 300, decide),
+    Section("graphs", "CUDA graphs off and on, in the steps of the recipe", 300, graphs),
     Section("kernels", "Attention by itself", 90, kernels),
-    Section("runs", "Whole runs: save and resume, ZeRO 1 to 3", 120, whole_runs),
-    Section("finetuning", "Fine-tuning twice", 60, finetuning_twice),
+    Section("steps", "Steps, beside transformers", 300, steps),
+    Section("runs", "A run that saves and resumes", 60, resumed_run),
     smoke("runs", "test_runs_gpu.py", 240, is_shared=False),  # its runs share one process
-    Section("lengths", "Lengths and kinds of rows", 240, by_length),
-    Section("others", "Beside other libraries", 240, others),
-    Section("backends", "Attention backends", 240, by_backend),
-    Section("encodings", "Every encoding with every objective", 300, by_encoding),
 )
 """The sections by importance, each in a process of its own, where a failed kernel spoils the device."""

@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "seq_leng
 RUNS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero_stage": 1},
     "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
     "electra": {"objective": "electra"},
     "notes": {"notes": True, "notes_min_count": 5, "packing": True},
 }
