@@ -29,8 +29,8 @@ from megatron_ddrp.pages.plotting import (
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.pages.tables import write_tables
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
-from megatron_ddrp.tasks.finetune.predictions import Items, trusted_runs
-from megatron_ddrp.tasks.finetune.runs import RUNS, Run
+from megatron_ddrp.tasks.finetune.predictions import Items
+from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.tables import Pair, all_tables, differences, gains, unlike
 from megatron_ddrp.tasks.jobs.store import Row
@@ -51,8 +51,8 @@ def write_report(
 ) -> str:
     """Write table.md, table.json, tables/ and, with matplotlib, table.png into `folder`; return the text to show.
 
-    `runs` has the lines of runs.jsonl by output folder. `damage` has sentences about runs that are left out or could
-    not be checked; table.md ends with them. `asked` are the runs of this command: an encoder's score on a task
+    `runs` has the lines of runs.jsonl by output folder. `damage` has sentences about damaged lines; table.md ends with
+    them. `asked` are the runs of this command: an encoder's score on a task
     comes from them alone if there are any.
     """
     rows = (row | {"folder": str(place)} for place, of_folder in runs.items() for row in of_folder)
@@ -76,21 +76,22 @@ def write_report(
 
 
 def report_only(folders: Sequence[Path], output: Path, suite: Suite) -> int:
-    """Write one table over several output folders; return 1 if it leaves damaged runs out."""
+    """Write one table over several output folders; return 1 if it leaves damaged lines out."""
     runs: dict[Path, list[Row]] = {}
-    left_out, unchecked = [], []
+    left_out, cut_off = list[str](), list[str]()
     for folder in folders:
         if not (folder / RUNS).is_file():
             raise UserError(f"--report {folder}: no runs.jsonl in it; expected the --output-dir of an earlier command")
-        found = trusted_runs(folder, suite)
-        if not (found.rows or found.left_out):
+        damaged = len(left_out)
+        store = RunStore(folder / RUNS, lambda told: left_out.append(f"{told}; the line is left out"), suite.known)
+        runs[folder] = list(store)
+        if not runs[folder] and len(left_out) == damaged:
             raise UserError(f"--report {folder}: no finished run in its runs.jsonl; finish a run, or copy it again")
-        runs[folder] = found.rows
-        left_out += found.left_out
-        unchecked += found.unchecked
-    print(write_report(runs, output, suite, [*left_out, *unchecked]))
+        if store.ends_in_half_a_line:
+            cut_off.append(f"{store.path}: its last line is cut off and counts as no run")
+    print(write_report(runs, output, suite, [*left_out, *cut_off]))
     sys.stdout.flush()
-    for sentence in [*left_out, *unchecked]:
+    for sentence in [*left_out, *cut_off]:
         print(f"{suite.program}: warning: {sentence}", file=sys.stderr)
     return FAILURE if left_out else 0
 

@@ -77,10 +77,9 @@ class Sweep:
         task, (train, dev) = self.data[run.task].task, self.encoded(run)
         result = self.finetune(run, train, dev)
         path = predictions_file(self.options.output_dir, run)
-        checksum = None
         if self.speaks:
             scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
-            checksum = write_predictions(path, task, scored)
+            write_predictions(path, task, scored)
         scoring, *others = dev
         kind = KINDS[task.kind]
         answers, predicted = dev[scoring].answers, result.predictions[scoring]
@@ -93,7 +92,6 @@ class Sweep:
             "train_examples": len(self.data[run.task].train),
             "dev_examples": len(self.data[run.task].dev[scoring]),
             "predictions": str(path.relative_to(self.options.output_dir)),
-            "predictions_crc32": checksum,
             "steps": result.steps,
             "seconds": round(result.seconds, 3),
         }

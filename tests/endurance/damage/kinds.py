@@ -136,14 +136,6 @@ KINDS = (
         loses=True,
     ),
     Kind(
-        "GLUE: predictions",
-        "glue/predictions/*",
-        BYTES | TEXT,
-        ("glue --report",),
-        other="glue/predictions/*",
-        loses=True,
-    ),
-    Kind(
         "GLUE: table.md",
         "glue/table.md",
         TEXT | {name: STRUCTURE[name] for name in ("deleted", "empty", "a folder instead")},

@@ -9,8 +9,6 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
-from megatron_ddrp.tasks.finetune.predictions import _disagreement
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.finetune.task_files import read_task
 
@@ -298,21 +296,10 @@ def test_words_have_no_second_text_and_their_tags_may_be_ner_tags(read_two):
         read_two(rows, rows, ".jsonl", text_pair_column="more")
 
 
-def test_a_run_by_the_metric_of_a_plug_in_is_left_out_without_it():
-    task = Task("own", "kappa", "classification", ("a", "b"))
-    row = {"task": "own", "score": 0.5, "dev_examples": 1, "facts": task.facts}
-    reason = _disagreement(row, b"", OwnTasks())
-    assert reason == "its kind classification and metric kappa are a plug-in's: give its --plugin again"
-    assert Cell("own", [row | {"metric": "own", "facts": task.facts | {"kind": "own"}}]).score_name == "own"
-
-
-def test_a_run_of_tags_without_rules_is_left_out_of_a_report():
-    """An earlier version has given it a number."""
-    task = Task("ner", "seqeval-strict", "tokens", ("B-A", "O", "S-A"))
-    content = b'file\tindex\tprediction\tlabel\nvalid\t0\t["B-A", "O"]\t["B-A", "S-A"]\n'
-    row = {"score": 0.5, "dev_examples": 1}
-    reason = _disagreement(row | {"facts": task.facts}, content, OwnTasks())
-    assert "tags with B- S- have no strict rules" in (reason or "")
+def test_a_score_of_a_plug_ins_metric_has_a_name_without_it():
+    facts = Task("own", "kappa", "classification", ("a", "b")).facts
+    row = {"task": "own", "score": 0.5, "dev_examples": 1, "metric": "own", "facts": facts | {"kind": "own"}}
+    assert Cell("own", [row]).score_name == "own"
 
 
 @pytest.mark.parametrize(

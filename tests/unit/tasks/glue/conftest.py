@@ -37,9 +37,9 @@ def scored_folder(folder, predictions, task="CoLA", **more):
         run = Run(task, 16, 1e-5, 4, seed, 128, **{"encoder": "e", "data": "d", "micro_batch_size": 8} | more)
         targets, predicted = np.arange(len(predicted)) % 2.0, np.array(predicted, dtype=float)
         path = folder / "predictions" / f"{run.name}.tsv"
-        checksum = write_predictions(path, TASKS[task], {"dev": (targets, predicted)})
+        write_predictions(path, TASKS[task], {"dev": (targets, predicted)})
         score = KINDS[TASKS[task].kind].metrics[TASKS[task].metric].value(targets, predicted)
-        facts = {"load": run.encoder, "dev_examples": len(predicted), "predictions_crc32": checksum}
+        facts = {"load": run.encoder, "dev_examples": len(predicted)}
         store.append(finished(run, score, **facts))
     return folder
 
