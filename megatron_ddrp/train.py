@@ -131,7 +131,7 @@ def train(
         agree(lambda: listeners.start(config, progress.iteration, engine.module))
         if config.training.gradient_proof:
             GradientProof(engine, config, ranks, log.say)
-        run = TrainingRun(config, ranks, engine, log, folder, home, notes)
+        run = TrainingRun(config, ranks, engine, log, folder, notes)
         progress, request = run.steps(loader, validation, progress, requests)
         return Trained(run.end(progress, request), progress.iteration)
 

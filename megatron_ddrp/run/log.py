@@ -63,13 +63,10 @@ class MetricsLog:
             self._file.write(row)
         self.callbacks.tell(event, row)
 
-    def restore(self) -> list[str]:
-        """Write metrics.jsonl again if it was deleted, and sync it; return its name if it was deleted."""
-        if self._file is None:
-            return []
-        written = self._file.restore()
-        self._file.sync()
-        return written
+    def sync(self) -> None:
+        """Sync metrics.jsonl to the disk."""
+        if self._file:
+            self._file.sync()
 
     def say(self, line: str) -> None:
         """Print a line for people. A run that saves goes on without its reader, such as an ssh that has ended."""

@@ -18,7 +18,7 @@ from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
 from megatron_ddrp.engine.step import HostCopy, StepResult, evaluate
-from megatron_ddrp.errors import ASKED_TO_STOP, UserError, refusals_as_user_errors, shared_error
+from megatron_ddrp.errors import ASKED_TO_STOP, UserError, shared_error
 from megatron_ddrp.objectives.contract import losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.agreement import agree
@@ -29,7 +29,6 @@ from megatron_ddrp.run.host_memory import peak_memory_bytes
 from megatron_ddrp.run.launch import StopRequests, name_of, note_exit_code
 from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities, terms
 from megatron_ddrp.run.profile import StepProfile
-from megatron_ddrp.run.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class TrainingRun:
     log: MetricsLog
     folder: Path | None
     """Value of `--save`."""
-    home: RunFolder | None
-    """The `--save` folder, locked; None on other ranks than rank 0."""
     notes: NoteDictionary | None
 
     def steps(
@@ -190,7 +187,7 @@ class TrainingRun:
         """
         notes = {} if self.notes is None else note_tensors(self.notes)
         try:
-            agree(self._restore)
+            agree(self.log.sync)
             saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, since, notes)
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
@@ -201,15 +198,6 @@ class TrainingRun:
         self.log.say(f"saved {saved}")
         self.log.callbacks.tell("on_checkpoint", saved)  # whose errors are no errors of the save
         return progress.iteration
-
-    def _restore(self) -> None:
-        """Write deleted files of the `--save` folder again, on rank 0, and report it; sync its rows to the disk."""
-        if self.home is None:
-            return
-        with refusals_as_user_errors(self.home.path):
-            written = [*self.home.restore(), *self.log.restore()]
-        if written:
-            self.log.say(f"{self.home.path} lacked {', '.join(written)}: written again")
 
 
 def advance(progress: Progress, result: StepResult, samples: int) -> Progress:

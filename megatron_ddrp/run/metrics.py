@@ -102,10 +102,7 @@ class MetricsFile:
         with refusals_as_user_errors(path):
             if path.exists():
                 self._cut_back(last_iteration)
-            self._descriptor = self._open()
-
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 
     def _cut_back(self, last_iteration: int) -> None:
         """Drop the rows after an iteration, so that no step occurs twice, and move damaged lines to another file."""
@@ -151,22 +148,8 @@ class MetricsFile:
 
     def sync(self) -> None:
         """Sync the rows to the disk: a run that resumes from a checkpoint never writes those before it again."""
-        os.fsync(self._descriptor)
-
-    def restore(self) -> list[str]:
-        """Write the file and its rows again if it was deleted; return its name in that case."""
-        if self.path.exists():
-            return []
-        try:
-            with open(self._descriptor, "rb", closefd=False) as deleted:
-                deleted.seek(0)
-                content = deleted.read()
-        except OSError:  # on a network file system that has dropped it
-            content = b""
-        write_bytes(self.path, content)
-        os.close(self._descriptor)
-        self._descriptor = self._open()
-        return [METRICS if content else f"{METRICS} without its earlier rows"]
+        with refusals_as_user_errors(self.path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Write the waiting rows, or report that they are lost, and close the file."""

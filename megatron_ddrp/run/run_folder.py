@@ -14,13 +14,13 @@ from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.atomic import make_folder, write_bytes
-from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.parallel.agreement import agree_on_long_work, gather_objects
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.rendezvous import wait_until
 from megatron_ddrp.run.launch import forget_exit_code
-from megatron_ddrp.run.plateau import UNIGRAM, store_level
+from megatron_ddrp.run.plateau import store_level
 
 LOCK = "lock"
 
@@ -107,11 +107,11 @@ class RunFolder:
         self.remarks: list[str] = []
         """Lines for the user about the folder."""
         self._held = contextlib.ExitStack()
-        self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
         with refusals_as_user_errors(self.path, "give --save a folder that you can write to, on a disk with space"):
-            self._hold()
+            make_folder(self.path)
+            self._held.enter_context(sole_writer(self.path))
             forget_exit_code(self.path)
             save_config(self._config, self.path)
             store_level(self.path, self._unigram_loss)
@@ -122,44 +122,16 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def _hold(self) -> None:
-        make_folder(self.path)
-        self._lock = self._held.enter_context(sole_writer(self.path))
-
-    def _keep_plugins(self) -> list[str]:
-        """Copy new or changed files that `--plugin` loaded, as a record; return the names of the copies."""
-        folder, written, codes = self.path / PLUGIN_FOLDER, [], [code for _, code in self._plugins]
+    def _keep_plugins(self) -> None:
+        """Copy new or changed files that `--plugin` loaded, as a record."""
+        folder, codes = self.path / PLUGIN_FOLDER, [code for _, code in self._plugins]
         for name, code in self._plugins:
             folder.mkdir(exist_ok=True)
             kept = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
             if code not in kept.values():
                 names = [name, *(f"{Path(name).stem}-{number}.py" for number in range(2, len(kept) + 2))]
-                written.append(next(free for free in names if free not in kept))
-                write_bytes(folder / written[-1], code)
+                copy = next(free for free in names if free not in kept)
+                write_bytes(folder / copy, code)
                 if any(kept.get(each, code) not in codes for each in names):  # no other plug-in of this name has it
-                    copy = f"{PLUGIN_FOLDER}/{written[-1]}"
-                    self.remarks.append(f"--plugin {name}: changed since the run began; its new code is kept as {copy}")
-        return [f"{PLUGIN_FOLDER}/{name}" for name in written]
-
-    def restore(self) -> list[str]:
-        """Write deleted files of the folder again and return their names.
-
-        Raises `UserError` if the system refuses, or if another run has taken the folder meanwhile.
-        """
-        written = []
-        if self._lock is None or not _is_there(self._lock, self.path / LOCK):
-            self._lock = None
-            self._held.close()
-            self._hold()
-            written.append(LOCK)
-        if not (self.path / "config.json").is_file():
-            save_config(self._config, self.path)
-            written.append("config.json")
-        if not (self.path / UNIGRAM).is_file():
-            store_level(self.path, self._unigram_loss)
-            written.append(UNIGRAM)
-        folder = self.path / TOKENIZER
-        if not all((folder / name).is_file() for name in (DESCRIPTION_FILE, self._tokenizer.file_name)):
-            self._tokenizer.save(folder)
-            written.append(TOKENIZER)
-        return written + self._keep_plugins()
+                    said = f"--plugin {name}: changed since the run began; its new code is kept as"
+                    self.remarks.append(f"{said} {PLUGIN_FOLDER}/{copy}")

@@ -56,7 +56,7 @@ class Training:
         monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, *given, must: self.save(*given))
         log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks(), is_quiet=lambda: self.is_quiet)
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
-        self.run = loop.TrainingRun(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
+        self.run = loop.TrainingRun(CONFIG, RANKS, engine, log, Path("run"), None)  # type: ignore[arg-type]
 
     def train_step(self, engine: Any, micro_batches: Any, config: Config, ranks: Ranks, step: int, notes: Any) -> Any:
         self.events.append(f"launch {step}")

@@ -140,18 +140,6 @@ def test_rows_that_waited_in_vain_are_told(tmp_path, disk_of):
     assert told[1:] == [f"{tmp_path / METRICS}: File too large; rows lost: 1"]
 
 
-def test_a_deleted_file_gets_its_rows_back(tmp_path):
-    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
-    log.write(row(1))
-    assert log.restore() == []
-    (tmp_path / METRICS).unlink()
-    log.write(row(2))
-    assert log.restore() == [METRICS]
-    log.write(row(3))
-    log.close()
-    assert steps(tmp_path) == [1, 2, 3]
-
-
 def test_a_number_that_is_not_finite_is_none(tmp_path):
     log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
     log.write({"iteration": 1, "grad_norm": float("inf")})
