@@ -186,9 +186,13 @@ def transformers_training(kind: str, arm: Arm, bench: Bench) -> Iterator[Callabl
     batches = [on_device(batch) for batch in loader.step(0)]
     shape = {"num_hidden_layers": sizes.layers, "hidden_size": sizes.hidden, "num_attention_heads": sizes.heads}
     model = transformers_model(kind, arm.length, vocab_size=sizes.vocabulary, **shape)
-    step = training_step(model, *(partial(transformers_loss, model, batch) for batch in batches))
-    work = Work(sum(batch.input_ids.numel() for batch in batches), 0.0, lambda: 0.0)
-    yield lambda: (step(), work)[1]
+    train = training_step(model, *(partial(transformers_loss, model, batch) for batch in batches))
+
+    def step() -> Work:
+        train()
+        return Work(sum(batch.input_ids.numel() for batch in batches), 0.0, lambda: 0.0)
+
+    yield step
 
 
 def time_steps(row: Row, start: Callable[[], Running], sizes: Sizes) -> Row:
