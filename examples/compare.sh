@@ -3,7 +3,7 @@
 # one page.
 #
 #   hardware   as the plan says on top: cpu-hours (2 CPU cores), gpu-30min (one GPU), paper (16 GPUs)
-#   time       as the plan says; DRY_RUN=1 prints an estimate
+#   time       as the plan says
 #   result     OUT/page.html and OUT/page.md
 #
 #   OUT=dir           output folder (default: compare)

@@ -10,8 +10,8 @@
 # A comparison as a Slurm job array: every task takes training runs and measurements that nobody else is doing, until
 # none is left, and the one that finishes last writes the page.
 #
-#   hardware   one GPU per task, all of one kind where the plan's budget is in minutes; any number of tasks and nodes
-#   time       the hours that DRY_RUN=1 prints, divided by the number of tasks
+#   hardware   one GPU per task; any number of tasks and nodes
+#   time       the plan's hours, divided by the number of tasks
 #   result     OUT/page.html and OUT/page.md, the same as from one machine
 #
 #   PLAN=plan.yaml OUT=compare sbatch [--array=1-16] examples/compare_slurm.sh [more flags]

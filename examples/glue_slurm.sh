@@ -11,7 +11,7 @@
 # that finishes last writes the tables.
 #
 #   hardware   one GPU per task; as many tasks as --array says, on any nodes
-#   time       the hours of one GPU that DRY_RUN=1 prints, divided by the number of tasks
+#   time       the hours of one GPU, divided by the number of tasks
 #   result     OUT/table.md, .json and .png, the same as from one machine
 #
 #   DATA=glue LOAD="runs/bert runs/ddrp" OUT=scores sbatch [--array=1-32] examples/glue_slurm.sh [more flags]

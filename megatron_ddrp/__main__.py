@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -46,13 +45,11 @@ def _run_named() -> NoReturn:
     launchers = [word for word in words[:1] if word.startswith(LOCAL_RANK)]
     words = words[len(launchers) :]
     with first_rank_speaks():
-        name = build_parser().parse_args(words[:1]).command
+        parser = build_parser()
+        if words[:1] == ["ladder"]:
+            parser.error("ladder: this name is gone; the command is compare, with the same arguments")
+        name = parser.parse_args(words[:1]).command
     sys.argv[1:] = launchers * COMMANDS[name].on_ranks + words[1:]
-    if name == "ladder":
-        name = "compare"
-        if not {"-h", "--help"} & set(words):
-            new = shlex.join([PROGRAM, name, *words[1:]])
-            print(f"{PROGRAM} ladder will go in the next release; the same is: {new}", file=sys.stderr, flush=True)
     run(name, f"{PROGRAM} {name}")
 
 

@@ -1,4 +1,4 @@
-"""The commands of `megatron-ddrp`, one module each; those of tasks/ and lab/ are named only here."""
+"""The commands of `megatron-ddrp`, one module each."""
 
 from __future__ import annotations
 
@@ -31,5 +31,4 @@ COMMANDS = {
         "megatron_ddrp.tasks.minimal_pairs.command", "score masked language models without fine-tuning"
     ),
     "compare": Command("megatron_ddrp.lab.compare.command", "train and score a plan's models, write one page"),
-    "ladder": Command("megatron_ddrp.lab.compare.command", "earlier name of compare ROWS.jsonl"),
 }

@@ -190,8 +190,6 @@ def hostile(folder: Path, kind: str, model: Path) -> Path:
 
 def cases() -> Iterator[Any]:
     for command in commands():
-        if command.name == "ladder":  # an earlier name of compare
-            continue
         for name, option in command.options.items():
             for kind in kinds_of(name, option):
                 if {(command.name, name, ""), (command.name, name, kind)} & LEFT_OUT:

@@ -70,7 +70,7 @@ YAML_FILES = (
     *(r'"\0": c', "!!set {a}", "train: a\n<<: {train: b}\nTRAIN: c", "Train: a", "train.x: a", "&a {train: *a}"),
 )
 """Task files whose whole or whose keys are wrong."""
-PLAN_SECTIONS = (plan.Budget, plan.CorpusPlan, plan.Analyses, plan.Expected)
+PLAN_SECTIONS = (plan.Budget, plan.CorpusPlan, plan.Analyses)
 SHAPES = {"pretrain": read_arguments, "finetune predict": parse_prediction}
 """Command → its reader of words, where it is not that of its dataclasses alone."""
 

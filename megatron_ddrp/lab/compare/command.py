@@ -24,7 +24,7 @@ run with all its measures, from which the page is made. Run the same command aga
 finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You may change the plan:
 jobs that it shares with the old plan are not repeated.
 
-  expected time  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
+  plan alone     megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
   run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
   own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
   page of rows   megatron-ddrp compare OUT/rows.jsonl --output-dir DIR
@@ -127,7 +127,7 @@ class Mode(Section):
         "with --no-wait: exit instead of waiting for jobs that other commands on the same OUT are doing, except jobs "
         "that make data; the command that finishes last writes the page (for job arrays)",
     )
-    dry_run: bool = option(False, "print the plan, every command and the expected hours; write nothing")
+    dry_run: bool = option(False, "print the plan, the jobs of each kind and every command; write nothing")
 
 
 SECTIONS = (Files, Replacements, RowsAndPage, Mode)

@@ -29,15 +29,6 @@ class Experiment:
         self.plan, self.folder, self.store = plans[0], folder, store
         self.rows = open_rows(rows or folder / ROWS)
         self.works = [Work(plan, folder, store) for plan in plans]
-        self._find_owners()
-
-    def update(self) -> None:
-        """Plan the runs of budgets in minutes whose probes have finished."""
-        for work in self.works:
-            work.update()
-        self._find_owners()
-
-    def _find_owners(self) -> None:
         self._owners: dict[str, tuple[Work, TrainingRun]] = {}
         """Name of each run → its plan, which measures more than a side experiment that shares the run."""
         for work in sorted(self.works, key=lambda work: bool(work.plan.check)):
@@ -46,12 +37,9 @@ class Experiment:
         self._wanted = {name: {job.name for job in work.jobs_of(run)} for name, (work, run) in self._owners.items()}
         """Name of each run → names of its jobs."""
 
-    def first_jobs(self) -> list[Job]:
-        """Return the jobs that must finish before the others can be planned: data of runs without a row, and probes."""
-        jobs = [job for work, _ in self._without_row() for job in work.corpus.jobs]
-        for work in self.works:
-            jobs += [*work.corpus.jobs, *work.probes.values()] if work.probes else []
-        return list({job.name: job for job in jobs}.values())
+    def data_jobs(self) -> list[Job]:
+        """Return the jobs that make the data of the runs without a row."""
+        return list({job.name: job for work, _ in self._without_row() for job in work.corpus.jobs}.values())
 
     def jobs(self) -> list[Job]:
         """Return all jobs, each once and behind those that it needs, without those of runs that have a row.
@@ -61,7 +49,7 @@ class Experiment:
         known = {job.name: job for work in self.works for run in work.runs for job in work.jobs_of(run)}
         later = {one.job.name for work in self.works for one in work.measures if one.step != one.run.steps}
         wanted = [(job, work) for work, run in self._without_row() for job in work.jobs_of(run)]
-        found = {job.name: job for job in self.first_jobs()}
+        found = {job.name: job for job in self.data_jobs()}
         for job, work in sorted(wanted, key=lambda item: item[0].name in later):
             needed = [known[name] for name in job.needs if name in known and name not in self.store]
             found |= {one.name: one for one in (*work.corpus.jobs, *needed, job)}
@@ -69,7 +57,7 @@ class Experiment:
 
     @property
     def missing_runs(self) -> list[TrainingRun]:
-        """Runs that are still to be trained, as far as they are planned."""
+        """Runs that are still to be trained."""
         return [run for _, run in self._without_row() if run.job.name not in self.store]
 
     def record(self) -> None:
@@ -113,11 +101,8 @@ class Experiment:
 
     @property
     def missing(self) -> list[str]:
-        """One sentence per job that is not finished, per model whose steps are unknown, and per run left out."""
+        """One sentence per job that is not finished, and per run left out."""
         items = [f"{job}: {self._why(job)}" for job in self.store.missing(self.jobs())]
-        for work in self.works:
-            unknown = [model.name for model in work.plan.models if model.name not in work.steps]
-            items += [f"runs of {name}: the time of their steps is not measured yet" for name in unknown]
         return items + [f"left out until it is measured as the plan says: {name}" for name in self.left_out]
 
     def _why(self, job: Job) -> str:
@@ -145,16 +130,14 @@ class Experiment:
             plan = work.plan
             lines.append(f"{f'check, {plan.check}: ' if plan.check else ''}{work.summary()}")
             for model in plan.models:
-                steps = work.steps.get(model.name)
-                count = f"{steps:,} steps" if steps else f"as many steps as fit into {plan.budget}"
-                half = ", and half of it" if model.name in plan.half_budget else ""
-                lines.append(f"  {model.name}: {model.encoding}, {model.objective}, {count}{half}")
+                steps = f"{work.steps[model.name]:,} steps{', and half of it' * (model.name in plan.half_budget)}"
+                lines.append(f"  {model.name}: {model.encoding}, {model.objective}, {steps}")
             lines += ["  no GLUE in this plan"] * (plan.glue is None)
         return "\n".join(lines)
 
     def times(self) -> dict[str, tuple[int, float]]:
         """Return kind of job → number and wall time in seconds of its finished jobs, those of these plans alone."""
-        names = {job.name for work in self.works for job in (*work.corpus.jobs, *work.probes.values())}
+        names = {job.name for work in self.works for job in work.corpus.jobs}
         names = names.union(*self._wanted.values())
         found: dict[str, tuple[int, float]] = {}
         for row in self.store:

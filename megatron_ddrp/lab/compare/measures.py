@@ -21,8 +21,6 @@ from megatron_ddrp.lab.compare.runs import (
     count_steps,
     fingerprint,
     open_corpus,
-    probe_jobs,
-    probed_seconds,
 )
 from megatron_ddrp.lab.compare.scoring import Flags, TaskPlan
 from megatron_ddrp.tasks.jobs.store import Store, digest
@@ -180,26 +178,16 @@ def _first_runs(plan: Plan, runs: list[TrainingRun]) -> list[TrainingRun]:
 
 
 class Work:
-    """Jobs of a plan in an output folder. `update` repeats the planning after the probes have finished."""
-
-    steps: dict[str, int]
-    """Model's name → steps of the full budget; only models whose steps are known."""
-    runs: list[TrainingRun]
-    measures: list[Measure]
+    """Jobs of a plan in an output folder."""
 
     def __init__(self, plan: Plan, folder: Path, store: Store):
         """Plan all jobs. Raises `UserError` for missing inputs and for flags that pre-training would refuse."""
         self.plan, self.folder, self.store = plan, folder, store
         self.corpus = open_corpus(plan, folder)
-        self.probes = probe_jobs(plan, self.corpus, folder)
-        self.update()
-
-    def update(self) -> None:
-        """Plan the runs whose steps are known, and their measures."""
-        finished = {name: job for name, job in self.probes.items() if job.name in self.store}
-        self.steps = count_steps(self.plan, {name: probed_seconds(job) for name, job in finished.items()})
-        self.runs = all_runs(self.plan, self.corpus, self.folder, self.steps)
-        self.measures = all_measures(self.plan, self.runs, self.corpus, self.folder)
+        self.steps = {model.name: count_steps(plan, model) for model in plan.models}
+        """Model's name → steps of the full budget."""
+        self.runs = all_runs(plan, self.corpus, folder, self.steps)
+        self.measures = all_measures(plan, self.runs, self.corpus, folder)
 
     def jobs_of(self, run: TrainingRun) -> list[Job]:
         """Return a run's job and those that measure its checkpoints, the last one first."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES
-from megatron_ddrp.config.option import COUNT, POSITIVE, SEED, option, refuse
+from megatron_ddrp.config.option import COUNT, SEED, option, refuse
 from megatron_ddrp.config.reading import Option, Place, read_value
 from megatron_ddrp.lab.compare.rows import Arm
 from megatron_ddrp.lab.compare.scoring import (
@@ -50,32 +50,17 @@ class Model:
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of every run: exactly one of steps, minutes and tokens."""
+    """Budget of every run: either steps or tokens."""
 
     steps: int | None = option(None, "training steps", within="[2, 2147483648)")
-    minutes: float | None = option(None, "minutes of training steps", within=POSITIVE)
     tokens: int | None = option(None, "batch x sequence length", within="[2, 9223372036854775808)")
 
     def __post_init__(self) -> None:
-        if len(self._given) != 1:
-            refuse(f"{len(self._given)} of steps, minutes, tokens given: expected exactly one")
-
-    @property
-    def _given(self) -> dict[str, float]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    @property
-    def kind(self) -> str:
-        """Unit of the budget: steps, minutes or tokens."""
-        return next(iter(self._given))
-
-    @property
-    def amount(self) -> float:
-        """Number of steps, minutes or tokens."""
-        return float(self._given[self.kind])
+        if bool(self.steps) == bool(self.tokens):
+            refuse("expected either steps or tokens")
 
     def __str__(self) -> str:
-        return f"{self.amount:,.0f} {self.kind}" if self.amount.is_integer() else f"{self.amount:g} {self.kind}"
+        return f"{self.steps:,} steps" if self.steps else f"{self.tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -115,16 +100,6 @@ class Analyses:
     throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, 2147483648)", distinct=True)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Expected times on the plan's hardware, for the forecast."""
-
-    step_seconds: float | None = option(None, "seconds per step with `workers` runs at once", within=POSITIVE)
-    glue_minutes: float | None = option(None, "minutes to score one checkpoint", within=POSITIVE)
-    minimal_pairs_minutes: float | None = option(None, "minutes to score one checkpoint", within=POSITIVE)
-    task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within=POSITIVE)
-
-
 def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
     """Read a list of seeds, or a number N of seeds, which means `FIRST_SEED` and the N − 1 numbers after it."""
     if isinstance(values, list):
@@ -156,7 +131,6 @@ class Plan:
     checkpoints: int = option(4, "checkpoints per run", within=COUNT)
     launcher: str = option("python", "python, or a launcher of megatron-ddrp pretrain")
     workers: int = option(1, "jobs at once", within=COUNT)
-    expected: Expected = option(Expected(), "times, for the forecast")
     check: str = option("", "side experiment that these runs are")
     file: Path = Path()
 
@@ -177,9 +151,6 @@ class Plan:
             for name in chosen:
                 if name not in names:
                     refuse(f"{key}: got {name!r}, expected one of {', '.join(names)}")
-        flags = [name for of_runs in (self.flags, *(model.flags for model in self.models)) for name, _ in of_runs]
-        if self.budget.kind == "minutes" and "seq_length_phases" in flags:
-            refuse("budget: minutes with seq-length-phases, whose steps take different times: use steps or tokens")
         if self.workers > 1 and self.launcher != "python":
             refuse(f"workers: {self.workers} with a launcher that starts several ranks: expected 1")
 

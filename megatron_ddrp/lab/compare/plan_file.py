@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config.reading import Place, load_plugins, load_values, read_section
+from megatron_ddrp.config.reading import Place, load_plugins, load_values, make_section, options_of, read_settings
 from megatron_ddrp.lab.compare.plan import Plan
 
 RUNGS = "rungs"
+_GONE = {"expected": "the key is gone, leave it out: the time left comes from finished jobs"}
+"""Key that plans had in earlier versions → what to do."""
 
 
 def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]:
@@ -48,7 +50,7 @@ def _plan(values: Any, place: Place, file: Path) -> Plan:
     """Return a plan from its values, after loading its plug-ins, whose names its models may have."""
     if isinstance(values, Mapping) and "plugins" in values:
         load_plugins(values["plugins"], place.at("plugins"), file)
-    return read_section(Plan, values, place)
+    return make_section(Plan, read_settings(options_of(Plan), values, place, _GONE), place)
 
 
 def _rung(common: Mapping[str, Any], rung: Any, place: Place) -> dict[str, Any]:

@@ -146,11 +146,9 @@ def _pair_samples(folder: Path) -> np.ndarray | None:
 
 
 def planned_tokens(work: Work, run: TrainingRun) -> int:
-    """Return the tokens of the budget; of steps or minutes it is steps x batch x sequence length."""
-    if work.plan.budget.kind == "tokens":
-        return round(work.plan.budget.amount)
-    training = run.config.training
-    return round(work.steps[run.model.name] * training.global_batch_size * run.config.mean_seq_length)
+    """Return the tokens of the budget; of steps it is steps x batch x sequence length."""
+    of_steps = work.steps[run.model.name] * run.config.training.global_batch_size * run.config.mean_seq_length
+    return work.plan.budget.tokens or round(of_steps)
 
 
 def _is_finite(value: float | None) -> bool:

@@ -102,7 +102,7 @@ class Results:
         for run in own:
             tokens[run.budget] = max(tokens.get(run.budget, 0), run.planned_tokens)
         self.budgets = dict(sorted(tokens.items(), key=lambda item: item[1]))
-        """Budget in words → its tokens, in growing order. With minutes models differ in tokens."""
+        """Budget in words → its tokens, in growing order. Earlier versions had minutes, where models differ."""
         self._places: dict[tuple[str, Arm], dict[int, RunRow]] = {}
         for run in own:
             self._places.setdefault((run.budget, run.arm), {})[run.seed] = run

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.jobs import Job, JobForecast, log_file
+from megatron_ddrp.lab.compare.jobs import Job, JobLines, log_file
 from megatron_ddrp.pages import machine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,10 +51,10 @@ class _Running:
 class Runner:
     """Driver of jobs that are command lines."""
 
-    def __init__(self, forecast: JobForecast, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
+    def __init__(self, lines: JobLines, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
         """Take what prints a line, `say`, and what runs whenever a job is finished, `after`."""
         self.after = after
-        self.forecast, self.store, self.workers, self.say = forecast, forecast.store, forecast.workers, say
+        self.lines, self.store, self.workers, self.say = lines, lines.store, lines.workers, say
         self.folder = self.store.path.parent
         self.running: list[_Running] = []
         self.failed: dict[str, str] = {}
@@ -103,7 +103,7 @@ class Runner:
                 self._start(job)
         if self.running and time.monotonic() - self._told > STATUS:
             self._told = time.monotonic()
-            self.say("  " + self.forecast.status([(r.job, r.began) for r in self.running], left))
+            self.say("  " + self.lines.status([(r.job, r.began) for r in self.running], left))
         return bool(self.left(left))
 
     def _start(self, job: Job) -> None:
@@ -155,7 +155,7 @@ class Runner:
                 self.store.append(self._row(running, seconds))
                 self.after()
                 done = len(jobs) - len(self.store.missing(jobs))
-                self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self.left(jobs)))
+                self.say(f"[{done}/{len(jobs)}] " + self.lines.finished(job, seconds, self.left(jobs)))
                 return
         log = log_file(self.folder, job)
         why = f"exit code {code}" if code else f"it made no {job.output}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from megatron_ddrp.config.config_file import under_flags
 from megatron_ddrp.config.registry import code_sum
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.jobs import PROBE, RUN, Job, job_name
+from megatron_ddrp.lab.compare.jobs import RUN, Job, job_name
 from megatron_ddrp.lab.compare.plan import CorpusPlan, Model, Plan
 from megatron_ddrp.lab.compare.rows import Arm
 from megatron_ddrp.lab.compare.scoring import make_config
-from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.jobs.store import digest
 
 _END = 1 << 20
@@ -128,10 +126,6 @@ _PLACES = {
 LOGGED = 100
 """Approximate number of log rows that a run writes to metrics.jsonl."""
 EVAL_ITERS = 20
-PROBE_STEPS, PROBE_WARM_UP = 40, 8
-PROBE_SCHEDULE = {"log_interval": 4, "eval_interval": 0, "save_interval": PROBE_STEPS}
-_OF_ALL_STEPS = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters")
-"""Settings that a run's steps must hold, and a probe's few need not."""
 
 _NO_MATTER = {
     "checkpoint": ("save", "load", "keep_last"),
@@ -183,89 +177,54 @@ class TrainingRun:
         return self.folder / tag(step)
 
 
-def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
-    """Return model's name → short run that measures the time of a step; empty unless the budget is in minutes."""
-    if plan.budget.kind != "minutes":
-        return {}
-    schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
-    return {model.name: _plan_run(plan, corpus, folder, PROBE, model, schedule).job for model in plan.models}
-
-
-def probed_seconds(job: Job) -> float:
-    """Return the median seconds per step of a finished probe, without its first steps."""
-    rows = read_rows(job.output)
-    return statistics.median(r["step_time"] for r in rows if "step_time" in r and r["iteration"] > PROBE_WARM_UP)
-
-
-def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return model's name → steps of the full budget. Only a budget in minutes uses `step_seconds`."""
-    steps = {}
-    for model in plan.models:
-        count = plan.budget.amount
-        if plan.budget.kind == "minutes":
-            if model.name not in step_seconds:
-                continue
-            count *= 60 / step_seconds[model.name]
-        elif plan.budget.kind == "tokens":
-            config = make_config(model.system | dict(plan.flags + model.flags), f"{plan.file}: {model.name}")
-            count /= config.training.global_batch_size * config.mean_seq_length
-        steps[model.name] = max(2, round(count))
+def count_steps(plan: Plan, model: Model) -> int:
+    """Return the steps of a model's run at the full budget."""
+    steps = plan.budget.steps
+    if plan.budget.tokens:
+        config = make_config(model.system | dict(plan.flags + model.flags), f"{plan.file}: {model.name}")
+        steps = max(2, round(plan.budget.tokens / (config.training.global_batch_size * config.mean_seq_length)))
+    assert steps
     return steps
 
 
 def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
-    """Return every run whose steps are known, seed by seed, without duplicates."""
+    """Return every run, seed by seed, without duplicates. `steps` has the steps of each model at the full budget."""
     runs: dict[str, TrainingRun] = {}
     for seed in plan.seeds:
         models = [(model, False) for model in plan.models]
         models += [(plan.model_of(name), True) for name in plan.half_budget]
         for model, half in models:
-            if model.name not in steps:
-                continue
-            count = max(1, steps[model.name] // 2) if half else steps[model.name]
-            interval = -(-count // plan.checkpoints)
-            schedule = {
-                "log_interval": max(1, count // LOGGED),
-                "eval_interval": interval,
-                "eval_iters": EVAL_ITERS,
-                "save_interval": interval,
-                "train_iters": count,
-                "seed": seed,
-            }
-            run = _plan_run(plan, corpus, folder, RUN, model, schedule, half)
+            run = _plan_run(plan, corpus, folder, model, seed, max(1, steps[model.name] // (1 + half)), half)
             runs.setdefault(run.job.name, run)
     return list(runs.values())
 
 
 def _plan_run(
-    plan: Plan,
-    corpus: CorpusFiles,
-    folder: Path,
-    kind: str,
-    model: Model,
-    schedule: Mapping[str, int],
-    half: bool = False,
+    plan: Plan, corpus: CorpusFiles, folder: Path, model: Model, seed: int, steps: int, half: bool
 ) -> TrainingRun:
-    """Return a run of a kind, `RUN` or `PROBE`, in the output folder. The plan's own flags override the schedule."""
-    label, steps, seed = model.arm(half).label, schedule["train_iters"], schedule["seed"]
+    """Return a run in the output folder. The plan's own flags override the schedule."""
+    label, interval = model.arm(half).label, -(-steps // plan.checkpoints)
     settings: dict[str, Any] = {
         "data_path": corpus.data_path,
         "vocab_file": corpus.vocab_file,
         "tokenizer_type": corpus.tokenizer_type,
         **model.system,
-        **schedule,
+        "log_interval": max(1, steps // LOGGED),
+        "eval_interval": interval,
+        "eval_iters": EVAL_ITERS,
+        "save_interval": interval,
+        "train_iters": steps,
+        "seed": seed,
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
-    if kind == PROBE:
-        settings = {name: value for name, value in settings.items() if name not in _OF_ALL_STEPS}
     config = make_config(settings, f"{plan.file}: {model.name}")
     code = [code_sum(Path(file)) for file in plan.plugins]
-    name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
-    output = folder / f"{kind}s" / name.removeprefix(f"{kind}-")
+    name = job_name(RUN, f"{label} {seed}", [facts_of(config), corpus.key, *code])
+    output = folder / f"{RUN}s" / name.removeprefix(f"{RUN}-")
     places = {"save": output, "load": output}
     command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
     needs = tuple(job.name for job in corpus.jobs)
-    job = Job(kind, name, f"{label}, seed {seed}", command, output, needs, steps)
+    job = Job(RUN, name, f"{label}, seed {seed}", command, output, needs, steps)
     return TrainingRun(model, half, seed, config, job, plan.plugin_words)
 
 

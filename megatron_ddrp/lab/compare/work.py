@@ -11,7 +11,7 @@ from megatron_ddrp.data.preprocess.inputs import find_inputs, is_stream
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.lab.compare.claims import load_claims
 from megatron_ddrp.lab.compare.experiment import Experiment
-from megatron_ddrp.lab.compare.jobs import JobForecast, open_store
+from megatron_ddrp.lab.compare.jobs import JobLines, open_store
 from megatron_ddrp.lab.compare.plan import Plan
 from megatron_ddrp.lab.compare.plan_file import read_plans
 from megatron_ddrp.lab.compare.rows import read_rows
@@ -30,21 +30,19 @@ def run_here(options: argparse.Namespace) -> int:
         load_claims(options.claims)  # before hours of jobs, not after them
     if options.page_only:
         return _write_page(experiment, options)
-    forecast = JobForecast(experiment.plan, experiment.store)
+    lines = JobLines(experiment.store, experiment.plan.workers)
     jobs = experiment.jobs()
-    print("\n".join([experiment.plan_text(), *forecast.plan_lines(jobs), *_remarks(experiment)]), flush=True)
+    print("\n".join([experiment.plan_text(), *lines.plan(jobs), *_remarks(experiment)]), flush=True)
     if options.dry_run:
         for job in jobs:
             print(f"{'done' if job.name in experiment.store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
         return 0
     stop_on_sigterm()
-    runner = Runner(forecast, partial(print, flush=True), experiment.record)
-    runner.run(first := experiment.first_jobs())
-    experiment.update()  # the probes have given the steps of a budget in minutes
-    if not experiment.store.missing(first):
+    runner = Runner(lines, partial(print, flush=True), experiment.record)
+    runner.run(making := experiment.data_jobs())  # first, because remarks about the data follow
+    if not experiment.store.missing(making):
         for line in _data_remarks(experiment):
             print(f"  {line}", flush=True)
-    jobs = experiment.jobs()
     runner.run(jobs, wait=options.wait)
     if left := len(runner.left(jobs)):
         experiment.record()

@@ -22,7 +22,7 @@ seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predic
 those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Representation Confusion", appendix B).
 
   first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
-  expected time  … --grid paper --dry-run
+  plan alone     … --grid paper --dry-run
   all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
   one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, with the same scores
   compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH

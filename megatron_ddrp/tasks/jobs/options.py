@@ -17,4 +17,4 @@ class Machine(Section):
         "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
         "finishes last writes the tables (for job arrays)",
     )
-    dry_run: bool = option(False, "check the files, print the plan with its time and stop; write nothing")
+    dry_run: bool = option(False, "check the files, print the plan and stop; write nothing")

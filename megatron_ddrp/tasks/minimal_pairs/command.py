@@ -29,7 +29,7 @@ has the higher sum. A paradigm is a set of pairs of one kind. OUT/scores.jsonl h
 restarted command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json
 have accuracies, standard errors and paired differences; OUT/heatmap.png shows all paradigms.
 
-  expected time  megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
+  plan alone     megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
   first look     … --max-pairs 100
   compare        … --load runs/bert runs/ddrp
   baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,18 +12,15 @@ from tqdm import tqdm
 
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, drain, share_out, share_threads
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, published_levels, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.report import report_of, write_report
 from megatron_ddrp.tasks.minimal_pairs.results import SCORES_FILE, PairJob, PairStore
-from megatron_ddrp.tasks.minimal_pairs.scoring import Scorer, Subject, encode_pairs, score_sentences, subjects_of
+from megatron_ddrp.tasks.minimal_pairs.scoring import Scorer, Subject, encode_pairs, subjects_of
 
 MOST_WORKERS = 8
 """Largest default number of worker processes on CPUs; each process holds an encoder."""
-_PROBE_SECONDS = 0.3
 
 
 class PairPlan:
@@ -68,41 +64,6 @@ def _num_rows(paradigm: Paradigm, subject: Subject) -> int:
     return sum(map(len, sum(encode_pairs(paradigm, subject.tokenizer, subject.max_length), [])))
 
 
-class PairForecast(Forecast[PairJob]):
-    """Forecast of jobs from an encoder's finished jobs or, without one, from timing some of its sentences."""
-
-    def __init__(self, plan: PairPlan, store: PairStore, device: torch.device):
-        super().__init__(store)
-        self.plan, self.device = plan, device
-
-    def kind(self, job: PairJob) -> str:
-        """Return the encoder's fingerprint."""
-        return job.encoder
-
-    def work(self, job: PairJob) -> float:
-        """Return the number of rows of a job."""
-        return self.plan.rows[job]
-
-    def rates(self, kind: str) -> list[float]:
-        """Return seconds per row for the finished jobs of an encoder."""
-        return [row["seconds"] / row["rows"] for row in self.store if row["encoder"] == kind]
-
-    def probe(self, job: PairJob) -> float:
-        """Return seconds per row, timed on a sample that grows until it takes long enough."""
-        subject, whole = self.plan.subjects[job.encoder, job.seed], self.plan.paradigms[job.paradigm]
-        scorer = Scorer(self.plan.subjects, {}, self.device, self.plan.options.tokens_per_batch, lambda rows: None)
-        model, size = scorer.model(job), 1
-        while True:
-            sample = whole.sample(size)
-            sentences = sum(encode_pairs(sample, subject.tokenizer, subject.max_length), [])
-            begin = time.perf_counter()
-            score_sentences(model, subject.tokenizer, sentences, job.score, scorer.budget)
-            seconds = time.perf_counter() - begin
-            if size > 1 and seconds > _PROBE_SECONDS or len(sample) == len(whole):
-                return seconds / sum(map(len, sentences))
-            size *= 4  # the first sample also warmed up
-
-
 def run_here(options: argparse.Namespace) -> None:
     """Do the missing jobs, in this process or in worker processes, and write the report."""
     plan, store = PairPlan(options), PairStore(options.output_dir / SCORES_FILE)
@@ -110,7 +71,7 @@ def run_here(options: argparse.Namespace) -> None:
     missing = store.missing(plan.jobs)
     workers = min(options.workers or _own_workers(), max(1, len(missing)))
     share_threads(workers)
-    print(plan_text(plan, store, workers), flush=True)
+    print(plan_text(plan, missing), flush=True)
     if options.dry_run:
         return
     done = SPAWN.Value("q", 0)
@@ -167,20 +128,12 @@ def _own_workers() -> int:
     return torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
-def plan_text(plan: PairPlan, store: PairStore, workers: int) -> str:
-    """Return the text of the plan: the missing jobs, the origin of each encoder, and the expected time."""
-    device, missing = device_of(0), store.missing(plan.jobs)
-    rows = sum(plan.rows[job] for job in missing)
+def plan_text(plan: PairPlan, missing: Sequence[PairJob]) -> str:
+    """Return the text of the plan: the missing jobs and the origin of each encoder."""
     lines = [
         f"plan: {len(plan.subjects)} encoder{'s' * (len(plan.subjects) > 1)} x {len(plan.paradigms)} paradigms, "
-        f"{plan.num_pairs():,} pairs, score {plan.options.score}, on {device.type}; "
-        f"{len(missing)} of {len(plan.jobs)} jobs to do, {rows:,} rows"
+        f"{plan.num_pairs():,} pairs, score {plan.options.score}, on {device_of(0).type}; "
+        f"{len(missing)} of {len(plan.jobs)} jobs to do, {sum(plan.rows[job] for job in missing):,} rows"
     ]
     lines += [f"  {subject.name}: {subject.origin}" for subject in plan.subjects.values()]
-    lines += [f"  {sentence}" for sentence in plan.left_out]
-    if missing:
-        seconds = PairForecast(plan, store, device).total(missing)
-        assert seconds is not None  # `guess` never returns None
-        sharing = f" with {workers} workers" if workers > 1 else ""
-        lines.append(f"  expected: {duration(seconds / workers)}{sharing}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {sentence}" for sentence in plan.left_out)])

@@ -60,7 +60,7 @@ def finish(ladder: Experiment, loss: float = 5.0) -> None:
 
 def test_an_entry_of_rungs_replaces_keys_of_the_file(rungs, write):
     plans = read_plans(write(rungs))
-    assert [plan.budget.amount for plan in plans] == [5120, 5120, 5120, 20480]
+    assert [plan.budget.tokens for plan in plans] == [5120, 5120, 5120, 20480]
     assert [plan.seeds for plan in plans] == [(1,), (1234, 1235), (1236,), (1234,)]
     assert [[m.name for m in plan.models] for plan in plans[2:]] == [["BERT (MTH)"], ["BERT (MTH)", "BERT (MLM)"]]
     assert len(plans[1].models) == 2 and plans[1].half_budget == ("BERT (MTH)",) and not plans[2].half_budget

@@ -49,7 +49,6 @@ dataset-bfa4386490a2
 shuffled-bfa4386490a2
 """
 """One or more names of each kind of job of the plan, as finished folders have them."""
-PROBES = {"probe-bert-7-f17aa5056146", "probe-ddrp-mth-7-dea210547e17"}
 
 
 @pytest.fixture
@@ -91,9 +90,5 @@ def test_a_change_in_the_middle_of_a_task_file_is_another_job(names_of, tmp_path
     assert before != long
 
 
-def test_the_names_of_probes_stay(names_of):
-    assert names_of(PLAN.replace("tokens: 4096", "minutes: 1")) >= PROBES
-
-
-def test_a_number_of_workers_times_and_a_baseline_change_no_name(names_of):
-    assert names_of(PLAN) == names_of(PLAN + "workers: 2\nexpected: {step_seconds: 1}\nbaseline: BERT\n")
+def test_a_number_of_workers_and_a_baseline_change_no_name(names_of):
+    assert names_of(PLAN) == names_of(PLAN + "workers: 2\nbaseline: BERT\n")

@@ -37,13 +37,12 @@ def words_of(page, text=MTH, measure=LOSS):
 
 def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    words = ["megatron-ddrp", "ladder", str(write_rows(full_rows())), "--output-dir", str(out)]
+    words = ["megatron-ddrp", "compare", str(write_rows(full_rows())), "--output-dir", str(out)]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         __main__.main()
     assert not ended.value.code
-    said = capsys.readouterr()
-    assert "the same is: megatron-ddrp compare " in said.err and "figures written" in said.out
+    assert "figures written" in capsys.readouterr().out
     text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")
     drawn = sorted(path.stem for path in (out / "figures").glob("*.png"))
     assert {"budgets", "claims", "claims-inside", "curves", "losses", "minimal-pairs", "models"} <= set(drawn)
@@ -52,6 +51,15 @@ def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_p
     assert html.count("data:image/png;base64,") == len(drawn)
     assert not re.search(r'(src|href)="(?!data:)', html)
     assert (out / "tables" / "claims.tex").is_file() and (out / "tables" / "scores-2.csv").is_file()
+
+
+def test_the_name_of_earlier_versions_is_refused_with_the_new_one(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megatron-ddrp", "ladder", "rows.jsonl", "--output-dir", "out"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1
+    assert "ladder: this name is gone; the command is compare" in said
 
 
 def test_the_function_returns_the_rows_of_its_files_and_the_last_row_of_each_run(write_rows, tmp_path):

@@ -214,7 +214,7 @@ def test_phenomena_and_fields():
 
 
 def test_budgets_are_groups_by_their_words():
-    """With minutes the models of a group differ in tokens."""
+    """With minutes, in rows of earlier versions, the models of a group differ in tokens."""
     rows = [row(budget="5 minutes"), row("ddrp", budget="5 minutes") | {"planned_tokens": 7}, row(seed=2)]
     assert results_of(rows).budgets == {"5 minutes": RUNGS[0], "4,194,304 tokens": RUNGS[0]}
 

@@ -7,16 +7,14 @@ import queue
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.jobs import Job, JobForecast, job_name, open_store
+from megatron_ddrp.lab.compare.jobs import Job, JobLines, job_name, open_store
 from megatron_ddrp.lab.compare.running import Runner, full_command
 from megatron_ddrp.lab.compare.runs import facts_of, start_of
 from megatron_ddrp.lab.compare.scoring import make_config
-from tests.unit.lab.compare.conftest import read_plan
 
 
 @pytest.fixture
@@ -25,13 +23,12 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def runner(values, write, folder):
+def runner(folder):
     """workers → a runner and the lines that it says."""
 
     def make(workers=2):
         lines: list[str] = []
-        plan = replace(read_plan(write(values)), workers=workers)
-        return Runner(JobForecast(plan, open_store(folder)), lines.append), lines
+        return Runner(JobLines(open_store(folder), workers), lines.append), lines
 
     return make
 
@@ -178,36 +175,45 @@ def test_a_foreign_line_in_the_store_is_named(folder):
         open_store(folder)
 
 
-def test_the_forecast_takes_finished_jobs_over_the_plans_word(values, write, folder):
-    values |= {"expected": {"step_seconds": 0.5}, "workers": 2}
-    store = open_store(folder)
-    forecast = JobForecast(read_plan(write(values)), store)
-    run = Job("course", "c", "c", (), folder, work=100.0)
-    score = Job("glue", "g", "g", (), folder)
-    assert forecast.total([run]) == 50 and forecast.total([score]) is None
-    assert forecast.eta([run, run], workers=2) == "50s" and forecast.eta([run, score], 2) == "not known yet"
-    assert forecast.eta([run], workers=2) == "50s"  # two workers do not share a job
-    for work, seconds in ((10.0, 20.0), (10.0, 10.0), (20.0, 80.0)):
-        store.append({"job": f"{work} {seconds}", "kind": "course", "work": work, "seconds": seconds})
-    assert forecast.total([run]) == 200
+def test_the_plan_counts_the_jobs_of_each_kind_and_takes_the_mean_of_finished_ones(folder):
+    lines = JobLines(store := open_store(folder), 2)
+    store.append({"job": "p", "kind": "probe", "work": 40, "seconds": 30.0})  # of an earlier version
+    jobs = [Job("course", name, name, (), folder, work=100.0) for name in "abc"] + [Job("glue", "g", "g", (), folder)]
+    assert lines.plan(jobs) == [
+        "4 of 4 jobs to do, 2 at once",
+        "     3 x run",
+        "     1 x glue",
+        "  time left: not known until the first run is finished",
+    ]
+    store.append({"job": "a", "kind": "course", "work": 100.0, "seconds": 200.0})
+    assert lines.plan(jobs)[1:] == [
+        "     2 x run",
+        "     1 x glue",
+        "  time left: more than 3m20s (no glue is finished yet)",
+    ]
+    store.append({"job": "other", "kind": "course", "work": 50.0, "seconds": 10.0})  # 210 s of 150 steps in all
+    assert lines.plan(jobs[:3])[-1] == "  time left: 2m20s" and lines.plan(jobs[:2])[-1] == "  time left: 2m20s"
+    assert lines.plan(jobs[:1]) == ["0 of 1 jobs to do, 2 at once"]
 
 
-def test_the_status_takes_the_pace_of_running_training_over_the_plans_word(values, write, folder, monkeypatch):
-    values |= {"expected": {"step_seconds": 0.5, "glue_minutes": 10}, "workers": 2}
-    forecast = JobForecast(read_plan(write(values)), open_store(folder))
+def test_the_status_counts_the_steps_of_running_training(folder, monkeypatch):
+    lines = JobLines(store := open_store(folder), 2)
     run, waiting = (Job("course", name, name, (), folder / name, work=1000.0) for name in ("first", "second"))
     score = Job("glue", "g", "g", (), folder / "g")
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     (folder / "first").mkdir(parents=True)
 
     def status(*rows):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / "first" / "metrics.jsonl").write_text("".join(lines))
-        return forecast.status([(run, 40.0), (score, 40.0)], [run, score, waiting])
+        written = [json.dumps(row) + "\n" for row in rows]
+        (folder / "first" / "metrics.jsonl").write_text("".join(written))
+        return lines.status([(run, 40.0), (score, 40.0)], [run, score, waiting])
 
-    # (500 s - 60 s) of the run, 540 s of the score and 500 s of the other run, by two workers
     start = {"iteration": 1, "step_time": 30.0}
-    assert status(start) == "run first step 1 of 1,000 since 1m00s; glue g since 1m00s; eta 12m20s"
+    first = "run first step 1 of 1,000 since 1m00s; glue g since 1m00s; eta not known until the first run is finished"
+    assert status(start) == first
     # 900 steps and 1,000 more of 2 s; the row of a validation has no time
     rows = [start, {"iteration": 50, "step_time": 2.0}, {"iteration": 100, "step_time": 2.0}, {"iteration": 100}]
-    assert status(*rows) == "run first step 100 of 1,000 since 1m00s; glue g since 1m00s; eta 36m10s"
+    begin = "run first step 100 of 1,000 since 1m00s; glue g since 1m00s; eta"
+    assert status(*rows) == f"{begin} more than 31m40s (no glue is finished yet)"
+    store.append({"job": "other", "kind": "glue", "work": 1.0, "seconds": 200.0})
+    assert status(*rows) == f"{begin} 33m20s"

@@ -451,9 +451,11 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     options = Namespace(suite=Namespace(read=dict), training=Namespace(max_seq_length=32))
     encoder = Namespace(name="alibi", origin="loaded: 3 weights", max_length=16, fingerprint="a")
     twin = Namespace(name="twin", fingerprint="a")
+    options.search = Namespace(points=[0], seeds=1)
     found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin], ranks=Namespace(world_size=2))
+    found.data, found.device = {}, Namespace(type="cpu")
     assert plan_text(found, Namespace(missing=list), 1).splitlines() == [
-        "plan: 0 of 0 runs to do, each on 2 ranks",
+        "plan: 1 encoder x 0 tasks x 1 grid point x 1 seed = 0 runs on cpu, each on 2 ranks; 0 of 0 runs to do",
         "  alibi: loaded: 3 weights",
         "    rows are cut to 16 pieces: the encoder was trained on no longer rows",
         "  twin: left out, it has the same weights as alibi",
