@@ -7,6 +7,7 @@
 #   CORPUS  text of your own for the quickstart (.jsonl or .txt, plain or compressed).
 #   OUT     where the quickstart writes.
 #   TESTS   options for pytest that choose among the tests of `make test`, such as '-m slow'.
+#   WRITE   1 lets `make cluster` write its table into docs/launching.md.
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -23,7 +24,7 @@ VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint docs test check lock floors docker-steps endurance gpu-report
+.PHONY: help setup quickstart lint docs test check lock floors docker-steps endurance cluster gpu-report
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -72,6 +73,9 @@ endurance: $(STAMP) ## hours: fifty kills, a crash at every moment, thousands of
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.crash --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.damage --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write
+
+cluster: $(STAMP) ## as root, 12 minutes: real ssh, pdsh and Slurm on hosts made of namespaces
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster $(if $(WRITE),--write)
 
 ladder: $(STAMP) ## figures and tables of docs/results*.md and plateau*.md from the rows in docs/ladder
 	$(BIN)/megatron-ddrp compare docs/ladder/rows.jsonl --output-dir build/ladder --tables docs/lab/results-tables.md
