@@ -21,7 +21,8 @@ from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.gpus import missing_code
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.devices import DEVICES, LISTED, SHARE, Device, step_seconds, why_not, with_chosen_backend
+from megatron_ddrp.run.devices import DEVICES, LISTED, SHARE, Device, why_not, with_chosen_backend
+from megatron_ddrp.run.flops import step_seconds
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 from megatron_ddrp.run.log import duration
 

@@ -25,8 +25,8 @@ from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
 from megatron_ddrp.model.gpus import named_device
 from megatron_ddrp.run.callbacks import Callback
-from megatron_ddrp.run.devices import DEVICES, Device, step_seconds
-from megatron_ddrp.run.flops import flop_per_token
+from megatron_ddrp.run.devices import DEVICES, Device
+from megatron_ddrp.run.flops import flop_per_token, step_seconds
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.sizing import power_of_two
 from megatron_ddrp.train import train

@@ -1,9 +1,6 @@
-"""GPUs by name: their peaks, for the MFU of a run, and the time of a step on those that need not be here.
+"""GPUs by name: their peaks, for the MFU of a run, and for the time of a step on those that need not be here.
 
-    seconds = FLOP of the global batch ÷ (ranks · peak · SHARE)
-
-Communication, the host's time and small micro-batches are not modelled: beside published recipes such a time is off by
-a factor of up to four, and mostly two (docs/plan.md). `megatron-ddrp plan` without `--device` measures instead.
+This module does not import torch, since `plan --help` lists its devices.
 """
 
 from __future__ import annotations
@@ -11,11 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
-
 from megatron_ddrp.config import Config, encoding_class
-from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.flops import flop_per_token
 
 SHARE = 0.18
 """Share of the dense peak: the MFU of `ddrp` + `mth` at base size on an H100 (docs/lab/benchmarks.md)."""
@@ -79,20 +72,6 @@ def device_named(name: str) -> Device | None:
     return next((device for device in DEVICES.values() if re.search(rf"\b{device.name}\b", name)), None)
 
 
-def peak_of_run(config: Config, ranks: Ranks) -> float | None:
-    """Return the FLOP/s of all ranks' devices together, assumed equal to this one; None if unknown."""
-    of_device = peak_of_device(config, ranks.device)
-    return None if of_device is None else of_device * ranks.world_size
-
-
-def peak_of_device(config: Config, device: torch.device) -> float | None:
-    """Return the FLOP/s of `--peak-tflops`, otherwise of the device's row in `DEVICES`; None without either."""
-    given, training = config.logging.peak_tflops, config.training
-    if given is None and device.type == "cuda" and (row := device_named(torch.cuda.get_device_name(device))):
-        given = row.tflops(training.precision, training.tf32)
-    return None if given is None else given * 1e12
-
-
 def why_not(config: Config, device: Device) -> str | None:
     """Return why a device cannot train in the run's precision, or None."""
     return "it has no bf16" if config.training.precision == "bf16" and not device.is_recent else None
@@ -104,12 +83,3 @@ def with_chosen_backend(config: Config, device: Device) -> Config:
     if config.model.attention_backend == "auto" and device.is_recent and in_logits:
         return config.replace(model={"attention_backend": "triton"})
     return config
-
-
-def step_seconds(config: Config, world_size: int, device: Device) -> float:
-    """Return the estimated seconds of a step; recomputed activations cost a third more."""
-    peak = device.tflops(config.training.precision, tf32=True)
-    assert peak is not None, device.name
-    flop = flop_per_token(config).total * config.training.global_batch_size * config.model.seq_length
-    recomputed = 4 / 3 if config.parallel.checkpoint_activations else 1.0
-    return recomputed * flop / (world_size * peak * 1e12 * SHARE)

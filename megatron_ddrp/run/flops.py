@@ -11,6 +11,13 @@ the hidden size, S the length of the row. Every position of a row counts, paddin
 row, as in dense products; in a local layer only the pairs within its window. Not counted: element-wise work, recomputed
 activations, TCD and HCD, notes, and the products of an encoding once per micro-batch (TUPE's B, DeBERTa's projected
 tables: 0.1 % of a base model at 32 x 512).
+
+A step that nobody measured takes, on a device that need not be here,
+
+    seconds = FLOP of the global batch ÷ (ranks · peak · SHARE)
+
+Communication, the host's time and small micro-batches are not modelled: beside published recipes such a time is off by
+a factor of up to four, and mostly two (docs/plan.md). `megatron-ddrp plan` without `--device` measures instead.
 """
 
 from __future__ import annotations
@@ -30,6 +37,7 @@ from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run.devices import SHARE, Device, device_named
 
 TRAINING = 6
 """FLOP of the forward and backward pass per weight and token."""
@@ -145,3 +153,26 @@ def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
         0 if table is None else table.shape[1] for table in (terms.query_table, terms.key_table)
     )
     return rows_of_queries, rows_of_keys
+
+
+def peak_of_run(config: Config, ranks: Ranks) -> float | None:
+    """Return the FLOP/s of all ranks' devices together, assumed equal to this one; None if unknown."""
+    of_device = peak_of_device(config, ranks.device)
+    return None if of_device is None else of_device * ranks.world_size
+
+
+def peak_of_device(config: Config, device: torch.device) -> float | None:
+    """Return the FLOP/s of `--peak-tflops`, otherwise of the device's row in `DEVICES`; None without either."""
+    given, training = config.logging.peak_tflops, config.training
+    if given is None and device.type == "cuda" and (row := device_named(torch.cuda.get_device_name(device))):
+        given = row.tflops(training.precision, training.tf32)
+    return None if given is None else given * 1e12
+
+
+def step_seconds(config: Config, world_size: int, device: Device) -> float:
+    """Return the estimated seconds of a step; recomputed activations cost a third more."""
+    peak = device.tflops(config.training.precision, tf32=True)
+    assert peak is not None, device.name
+    flop = flop_per_token(config).total * config.training.global_batch_size * config.model.seq_length
+    recomputed = 4 / 3 if config.parallel.checkpoint_activations else 1.0
+    return recomputed * flop / (world_size * peak * 1e12 * SHARE)

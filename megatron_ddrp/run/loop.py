@@ -23,8 +23,7 @@ from megatron_ddrp.objectives.contract import losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.agreement import agree
 from megatron_ddrp.parallel.process_group import Ranks, largest_on_device, largest_over_ranks
-from megatron_ddrp.run.devices import peak_of_run
-from megatron_ddrp.run.flops import flop_of_step
+from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
 from megatron_ddrp.run.launch import StopRequests, name_of, note_exit_code
 from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities, terms

@@ -6,7 +6,7 @@ import torch
 from megatron_ddrp.config import Config
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log
-from megatron_ddrp.run.devices import peak_of_device, peak_of_run
+from megatron_ddrp.run.flops import peak_of_device, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
 from megatron_ddrp.run.log import Clock, MetricsLog, duration, progress_line, speed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, step_seconds, why_not
-from megatron_ddrp.run.flops import flop_per_token
+from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not
+from megatron_ddrp.run.flops import flop_per_token, step_seconds
 
 BASE = Config().replace(training={"micro_batch_size": 32, "global_batch_size": 4096, "fp16": True})
 
