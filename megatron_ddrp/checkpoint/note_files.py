@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ddrp.checkpoint import BESIDE, StoredTensors
+from megatron_ddrp.checkpoint.state import BESIDE
+from megatron_ddrp.checkpoint.weights import StoredTensors
 from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.notes import NoteDictionary

@@ -23,6 +23,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.device import precision_fault
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
+from megatron_ddrp.memory import GIB
 from megatron_ddrp.model.gpus import named_device
 from megatron_ddrp.run.callbacks import Callback
 from megatron_ddrp.run.devices import DEVICES, Device
@@ -30,8 +31,6 @@ from megatron_ddrp.run.flops import flop_per_token, step_seconds
 from megatron_ddrp.run.guest import guest
 from megatron_ddrp.run.sizing import power_of_two
 from megatron_ddrp.train import train
-
-GIB = 2**30
 
 
 class Step(NamedTuple):

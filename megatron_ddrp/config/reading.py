@@ -17,7 +17,7 @@ from megatron_ddrp.config.registry import PLUGINS, load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
 from megatron_ddrp.foreign import LARGEST_YAML, GivenTwice, parse_yaml, read_bytes
 
-Section = TypeVar("Section")
+AnySection = TypeVar("AnySection")
 
 SHOWN = reprlib.Repr()
 """Printer of values in errors. It cuts long and deep values: a few bytes of YAML can expand to gigabytes."""
@@ -117,12 +117,12 @@ def read_settings(
     return settings
 
 
-def read_section(section: type[Section], values: Any, place: Place) -> Section:
+def read_section(section: type[AnySection], values: Any, place: Place) -> AnySection:
     """Return a dataclass of options from a mapping."""
     return make_section(section, read_settings(options_of(section), values, place), place)
 
 
-def make_section(section: type[Section], settings: Mapping[str, Any], place: Place) -> Section:
+def make_section(section: type[AnySection], settings: Mapping[str, Any], place: Place) -> AnySection:
     """Return a dataclass from checked settings. Raises `UserError` for a missing or refused setting."""
     for name, option in options_of(section).items():
         if option.default is dataclasses.MISSING and settings.get(name) is None:

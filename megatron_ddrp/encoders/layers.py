@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.huggingface import foreign_inputs
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.model import Encoder as ModelEncoder
 from megatron_ddrp.model.stages import Draws, Inputs
 
 
@@ -36,10 +36,11 @@ def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[
     Without `with_heads` the heads are not compared, which saves their logits. Raises `UserError` for an encoder whose
     layers have fewer states than tokens.
     """
-    yield from _own_states(model, batch, with_heads) if isinstance(model, Encoder) else _foreign_states(model, batch)
+    own = isinstance(model, ModelEncoder)
+    yield from _own_states(model, batch, with_heads) if own else _foreign_states(model, batch)
 
 
-def _own_states(model: Encoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
+def _own_states(model: ModelEncoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
     num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
     compared = num_heads if with_heads and num_heads > 1 else 0
     heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.data.atomic import AnyPath, BeingWritten, atomic_file, take_lock
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
+from megatron_ddrp.data.dataset.dataset_index import dataset_path
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.sealed import Advance, silent

@@ -29,7 +29,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis.attention_maps import layer_logits
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.model import Encoder as ModelEncoder
 
 REACH = 8
 """Largest distance k in tokens."""
@@ -53,7 +53,7 @@ class Probe:
     """Accuracy from the heads of all layers for k = 1 … `REACH`."""
 
 
-def measure_probe(model: Encoder, batches: Callable[[], Iterable[Batch]]) -> Probe:
+def measure_probe(model: ModelEncoder, batches: Callable[[], Iterable[Batch]]) -> Probe:
     """Fit the readouts on every other sentence and score them on the rest.
 
     `batches` is called twice and must give the same batches, of sentences `[CLS] text [SEP]` on the model's device.
@@ -110,7 +110,7 @@ def text_on_both_sides(lengths: Tensor, seq: int) -> Tensor:
     return (place - k >= 1) & (place + k < lengths[:, None, None] - 1)
 
 
-def _fit(model: Encoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+def _fit(model: ModelEncoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """Return the readouts w `[1 + layers, k, layers · heads]`, of all layers and of each, and the pairs per k `[k]`.
 
     w is 0 for heads of other layers. (M + ridge)⁻¹ m with M = S + m mᵀ has the direction of (S + ridge)⁻¹ m, and sums
@@ -131,7 +131,7 @@ def _fit(model: Encoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     return torch.linalg.solve(square + ridge, mean), pairs
 
 
-def _score(model: Encoder, batches: Iterable[Batch], readouts: Tensor) -> tuple[Tensor, Tensor]:
+def _score(model: ModelEncoder, batches: Iterable[Batch], readouts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the right answers `[sentences, 1 + layers, k]` and the number of pairs `[sentences, k]`."""
     hits, pairs = [readouts.new_zeros(0, *readouts.shape[:2])], [readouts.new_zeros(0, REACH)]
     for d, counted in _measured(model, batches):
@@ -141,7 +141,7 @@ def _score(model: Encoder, batches: Iterable[Batch], readouts: Tensor) -> tuple[
     return torch.cat(hits), torch.cat(pairs)
 
 
-def _measured(model: Encoder, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+def _measured(model: ModelEncoder, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield d of all layers `[batch, layers · heads, k, seq]` and the places that count, 0 or 1, `[batch, k, seq]`."""
     for batch in batches:
         d = torch.cat([differences(logits, window) for logits, window in layer_logits(model, batch)], 1)
@@ -156,14 +156,14 @@ def _every_other(batches: Iterable[Batch], first: int) -> Iterator[Batch]:
         first = (first + len(batch.input_ids)) % 2
 
 
-def _members(model: Encoder) -> Tensor:
+def _members(model: ModelEncoder) -> Tensor:
     """Mark the heads of all layers and of each layer by 1, float64 `[1 + layers, layers · heads]`."""
     sizes = model.config
     own = torch.eye(sizes.num_layers, dtype=torch.float64).repeat_interleave(sizes.num_attention_heads, 1)
     return torch.cat([torch.ones_like(own[:1]), own])
 
 
-def _attended(model: Encoder) -> Tensor:
+def _attended(model: ModelEncoder) -> Tensor:
     """Mark the distances within the window of any layer and of each layer, bool `[1 + layers, k]`."""
     windows = torch.tensor([model.config.window(layer) or REACH for layer in range(model.config.num_layers)])
     own = torch.arange(1, 1 + REACH) <= windows[:, None]  # [layers, k]

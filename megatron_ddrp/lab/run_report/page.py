@@ -21,7 +21,6 @@ from megatron_ddrp.lab.run_report.figures import (
     perplexity,
     series,
 )
-from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.pages.machine import versions
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.plotting import thousands
@@ -52,6 +51,8 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     heads = f"{model.num_attention_heads} heads"
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
     yield "size", f"{layers} x {model.hidden_size}, {heads}, {model.vocab_size:,} pieces"
+    from megatron_ddrp.model import count_parameters, on_meta_device  # here, because --help must not import torch
+
     parameters, of_positions = count_parameters(on_meta_device(model, config.objective))
     yield "parameters", f"{parameters:,} ({of_positions:,} for positions)"
     tokens = training.global_batch_size * model.seq_length

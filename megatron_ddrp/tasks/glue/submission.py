@@ -16,21 +16,22 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_ddrp.data.atomic import atomic_file, write_text
 from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.pages.markdown import percent
-from megatron_ddrp.parallel.agreement import gather_objects
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task import Examples
 from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 from megatron_ddrp.tasks.jobs.store import Store, digest, one_at_a_time
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
 """Files that the server wants, including those of tasks that were not run."""
@@ -66,6 +67,8 @@ def _write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]
     digests = {run.task: _digest(sweep.data[run.task].tests) for _, run in jobs}
     todo = [job for job in jobs if not _is_there(*job, digests[job[1].task])]
     if sweep.ranks:
+        from megatron_ddrp.parallel.agreement import gather_objects  # here, because --help must not import torch
+
         todo = gather_objects(todo)[0]  # found after the first rank has the lock, and before it writes
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]

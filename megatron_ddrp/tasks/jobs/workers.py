@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.errors import FAILURE, UserError, run_command
-from megatron_ddrp.model.gpus import usable
 from megatron_ddrp.tasks.jobs.store import AnyJob, Row, Store
+
+if TYPE_CHECKING:
+    import torch
 
 SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 """Start method of the workers: CUDA does not survive a fork."""
@@ -30,6 +30,10 @@ SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 
 def device_of(worker: int) -> torch.device:
     """Return the device of a worker: GPUs are assigned in turn; without a GPU, the CPU."""
+    import torch  # here, because --help must not import it
+
+    from megatron_ddrp.model.gpus import usable
+
     if torch.cuda.is_available():
         return usable(torch.device("cuda", worker % torch.cuda.device_count()))
     return torch.device("cpu")
@@ -38,6 +42,8 @@ def device_of(worker: int) -> torch.device:
 def share_threads(workers: int) -> None:
     """Limit torch to this process's share of the cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
+        import torch  # here, because --help must not import it
+
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 

@@ -135,7 +135,7 @@ class _BlockedAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=wide)
         kept: list[Tensor] = []  # per tile: probabilities (for HCD's heads the logits); dropout's decisions
-        for block in blocks.cut(document_ids, num_heads, attending.window):
+        for block in cut(document_ids, num_heads, attending.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)
             compared = ComparedHeads(heads, block, num_heads) if len(heads) else None
@@ -176,7 +176,7 @@ class _BlockedAttention(torch.autograd.Function):
         d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # the first backward pass restored the probabilities
         ctx.logits_are_kept = False
-        for block in blocks.cut(document_ids, num_heads, ctx.window):
+        for block in cut(document_ids, num_heads, ctx.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)
