@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
+from megatron_ddrp.model.attention.logits import Attending, Demand
 from megatron_ddrp.model.bert import run_stages
+from megatron_ddrp.model.embeddings import token_cosine
 from megatron_ddrp.model.heads import DecodingStage
-from megatron_ddrp.model.similarity import token_cosine
 from megatron_ddrp.model.stages import Draws, Inputs, layout_of
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.loop import keep_freed_memory
 
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
 Step = Callable[[], None]

@@ -15,8 +15,8 @@ import torch
 from measure import benchmark_parser, median_interval, time_rounds
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import backend_function
+from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.stages import layout_of
 from megatron_ddrp.pages.markdown import Table

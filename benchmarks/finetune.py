@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 
-from megatron_ddrp.conversion.task_heads import SEQUENCE
+from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.training import FineTuning
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.training import FineTuning, TaskModel
+from megatron_ddrp.tasks.glue import TASKS
 
 BATCH, VOCABULARY, BOUND = 32, 8192, 1.0
 

@@ -24,8 +24,7 @@ import numpy as np
 from measure import benchmark_parser
 
 from megatron_ddrp.tasks.finetune.metrics import PEARSON
-from megatron_ddrp.tasks.glue.suite import Example, read_task
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue import TASKS, Example, read_task
 
 SETTINGS = ("load", "batch_size", "lr", "epochs", "max_seq_length")
 """Flags that a score depends on; the file keeps them."""

@@ -16,7 +16,7 @@ import torch
 from measure import DEVICE
 from torch.utils import collect_env
 
-from megatron_ddrp.engine.device import precision_fault
+from megatron_ddrp.engine.build import precision_fault
 
 HAS_GPU = DEVICE.type == "cuda"
 PACKAGES = ("torch", "triton", "deepspeed", "transformers")

@@ -35,7 +35,7 @@ from gpu_training import TINY, Bench, Row, Sizes, one_line, write_corpora
 from measure import DEVICE, benchmark_parser
 
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.data.preprocess.pipeline import exit_on_sigterm
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
 from megatron_ddrp.parallel import process_group
 

@@ -17,8 +17,8 @@ from measure import DEVICE, time_rounds
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
+from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.train import train
 

@@ -24,11 +24,9 @@ from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, ParallelC
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
-from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.engine.device import check_device, rows_for
-from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
-from megatron_ddrp.engine.step import train_step
+from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets
+from megatron_ddrp.engine.build import build_engine, check_device, rows_for
+from megatron_ddrp.engine.step import MicroBatch, train_step, training_inputs
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.devices import device_named

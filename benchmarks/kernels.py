@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.gpu import plan as kernel_plan
 from megatron_ddrp.model.attention.gpu import triton_attention
+from megatron_ddrp.model.attention.gpu import triton_attention as kernel_plan
+from megatron_ddrp.model.attention.logits import Attending
 
 BOUNDS = Path(__file__).with_name("kernel_bounds.json")
 TRITON = "3.9.0"

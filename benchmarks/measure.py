@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.loop import keep_freed_memory
 
 BOOTSTRAP_DRAWS = 4000
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

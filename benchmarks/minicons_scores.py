@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
-from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
-from megatron_ddrp.tasks.minimal_pairs.results import TIE
+from megatron_ddrp.tasks.minimal_pairs.pairs import TIE, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.scoring import score_sentences
 
 METRICS = {"pll": "original", "l2r": "within_word_l2r"}

@@ -23,15 +23,14 @@ from torch import nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.rare_words import RareWords
+from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.bert import run_stages
-from megatron_ddrp.model.electra import SampleKeys, generator_config
+from megatron_ddrp.model.bert import SampleKeys, generator_config, run_stages
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.heads import MaskedLMHead, ReplacedTokenHead, rtd_sums
 from megatron_ddrp.model.stages import Draws, Inputs, NoteInputs
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.objectives.electra import NoteDictionary
 
 SEQ, SEED, NUM_WORDS, TOKENS_A_WORD = 512, 1234, 20_000, 125
 BOUND = 1.05

@@ -27,16 +27,13 @@ from megatron_ddrp.checkpoint.folder import holds_run
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.lab.analysis.attention_maps import layer_logits
-from megatron_ddrp.lab.analysis.sentences import Sentences
-from megatron_ddrp.lab.analysis.similarity import similarity_sums
-from megatron_ddrp.lab.compare.plan_file import read_plans
+from megatron_ddrp.lab.analysis.figures import layer_logits, similarity_sums
+from megatron_ddrp.lab.analysis.session import Sentences
+from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.attention.logits import allowed_pairs
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.run.callbacks import Callback, StopTraining
-from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.run.plateau import WINDOW, Point, curve_of, onset, stored_level
+from megatron_ddrp.run.metrics import WINDOW, Callback, Point, StopTraining, curve_of, onset, read_rows, stored_level
 
 PLAN, *_ = read_plans(Path(__file__).resolve().parents[1] / "examples" / "compare" / "plateau.yaml")
 SETTINGS: dict[str, Any] = dict(PLAN.flags)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
-from megatron_ddrp.conversion.exported_folder import exported_class
 from megatron_ddrp.conversion.families import FAMILIES, Family
+from megatron_ddrp.conversion.families.contract import exported_class
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer

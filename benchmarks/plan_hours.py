@@ -15,13 +15,13 @@ import time
 
 from measure import benchmark_parser
 
-from megatron_ddrp.commands.speed import PresentDevice, StepTimes
+from megatron_ddrp.commands.options import SHAPES, Shape, recipe
+from megatron_ddrp.commands.planning import PresentDevice, StepTimes
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.config_file import config_of
-from megatron_ddrp.data.dataset.manifest import entry, read_manifest
-from megatron_ddrp.run.guest import guest
+from megatron_ddrp.config.run import config_of
+from megatron_ddrp.data.dataset.indexed_dataset import entry, read_manifest
+from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.run.sizing import SHAPES, Shape, recipe
 from megatron_ddrp.train import train
 
 

@@ -20,8 +20,8 @@ from measure import benchmark_parser, print_ratio, time_rounds
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps
+from megatron_ddrp.engine.step import training_inputs
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
 

@@ -48,8 +48,7 @@ from measure import DEVICE, benchmark_parser, median_interval, print_ratio, time
 
 from megatron_ddrp.config import ENCODINGS, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.packing import join_samples, pack_rows
-from megatron_ddrp.data.batches.samples import SampleIndex
+from megatron_ddrp.data.batches.samples import SampleIndex, join_samples, pack_rows
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 
 BASE = "absolute mlm"

@@ -14,12 +14,26 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of, given_options
 from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
-from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
-from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
-from megatron_ddrp.config.differences import idle_settings
-from megatron_ddrp.config.option import COUNT, POSITIVE, Section, option, refuse
-from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.config.translation import HINTS, Found, differing_defaults, translate
+from megatron_ddrp.config.reading import COUNT, POSITIVE, Section, option, options_of, refuse
+from megatron_ddrp.config.run import (
+    WARMUP_SHARE,
+    WARMUP_STEPS,
+    FromFile,
+    config_of,
+    idle_settings,
+    read_config,
+    under_flags,
+)
+from megatron_ddrp.config.translation import (
+    HINTS,
+    Found,
+    check_against,
+    decisions,
+    differing_defaults,
+    global_batch_of,
+    load_file,
+    translate,
+)
 from megatron_ddrp.run.launch import launched_world_size
 
 DESCRIPTION = """\

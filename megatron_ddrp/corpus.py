@@ -12,28 +12,37 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import MASKINGS
-from megatron_ddrp.config.schedules import phase_at
-from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend, whole_weights
+from megatron_ddrp.config.training import phase_at
 from megatron_ddrp.data.batches.loader import (
     ROW_MULTIPLE,
     VALIDATION_SEED,
     BatchLoader,
+    Blend,
+    BlendWords,
     SampleReader,
     Share,
+    read_blend,
     validation_text,
+    whole_weights,
 )
 from megatron_ddrp.data.batches.masking import Masker, predicted_pieces
-from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
-from megatron_ddrp.data.batches.unigram import LEVEL_ROW, overlap_remarks, shared_remarks, split_remark, unigram_loss
-from megatron_ddrp.data.batches.word_counts import open_rare_words
+from megatron_ddrp.data.batches.word_counts import (
+    LEVEL_ROW,
+    RareWords,
+    WordFinder,
+    open_rare_words,
+    overlap_remarks,
+    shared_remarks,
+    split_remark,
+    unigram_loss,
+)
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import TokenizerFlags, complete, entry
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags, complete, entry
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test"}
@@ -208,7 +217,7 @@ class Corpus:
 
     @cached_property
     def unigram_loss(self) -> float:
-        """Unigram level of the training text in nats (`run/plateau.py`)."""
+        """Unigram level of the training text in nats (`run/metrics.py`)."""
         never_predicted = np.flatnonzero(~predicted_pieces(self.tokenizer))
         return unigram_loss(self.samples("train", LEVEL_ROW), never_predicted, LEVEL_ROW)
 

@@ -11,6 +11,8 @@ Weights, gradients and optimizer state are counted as DeepSpeed stores them (Raj
 Under bf16 gradients are added up in fp32: 4 bytes per parameter instead of 2.
 
 Activations are an estimate: they depend on the attention backend, on padding and on torch.
+
+Advice for a run that lacks memory: the flags to change, those that cost the least first.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.config import Config, encoding_class, flag
 from megatron_ddrp.config.registry import OPTIMIZERS
+from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
-from megatron_ddrp.engine.deepspeed_file import offload_device
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.engine.layout import offload_device
+from megatron_ddrp.model import Encoder, on_meta_device
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.graphs import MOST_SHAPES
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.parallel.pipeline import split_stages
-from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
+from megatron_ddrp.parallel.pipeline import local_parameters, name_parameters, split_dimension, split_stages
 
 FP32 = 4
 GIB = 2**30
@@ -279,3 +281,48 @@ def neediest_by_zero_stage(
     """Return the memory of the rank that needs the most, at each ZeRO stage; the parameters are `by_zero_stage`'s."""
     ranks = by_zero_stage(model, config, data_size, micro_batches, notes, device_type)
     return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+
+
+WORTH_IT = 0.9
+"""Share of the memory below which another ZeRO stage is worth a word."""
+
+
+def need_less_memory(config: Config, world_size: int, device_type: str) -> str:
+    """Return how much memory a rank of a run needs by estimate, and which flags lower it, as one line."""
+    needs = estimated_needs(config, world_size, device_type)
+    needed = needs[config.parallel.zero_stage]
+    return (
+        f"a rank needs about {needed.total / GIB:,.1f} GiB by estimate, {needed.activations_estimate / GIB:,.1f} of "
+        f"them for activations: use {', '.join(ways(config, needs, device_type))}; --dry-run estimates any choice"
+    )
+
+
+def estimated_needs(config: Config, world_size: int, device_type: str) -> dict[int, Memory]:
+    """Return the memory of the rank that needs the most, at each ZeRO stage that the run allows."""
+    data_size = config.parallel.data_parallel_size(world_size)
+    training = config.training
+    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
+    model = on_meta_device(config.model, config.objective)
+    return neediest_by_zero_stage(model, config, data_size, micro_batches, device_type=device_type)
+
+
+def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str]:
+    """Return the changes of flags that need less memory, those that cost the least first."""
+    training, parallel = config.training, config.parallel
+    found = []
+    if training.micro_batch_size > 1:
+        found.append(_instead("micro_batch_size", training.micro_batch_size // 2, training.micro_batch_size))
+    if needs[parallel.zero_stage].graphs:
+        found.append(f"{flag('cuda_graphs')} off")
+    if not parallel.checkpoint_activations:
+        found.append(flag("checkpoint_activations"))
+    lower = [stage for stage in needs if needs[stage].total < WORTH_IT * needs[parallel.zero_stage].total]
+    if lower:
+        found.append(_instead("zero_stage", min(lower), parallel.zero_stage))
+    if device_type == "cuda" and parallel.zero_stage > 0 and parallel.offload_optimizer == "none":
+        found.append(f"{flag('offload_optimizer')} cpu")
+    return [*found, "a smaller --seq-length or --hidden-size", "or more ranks"]
+
+
+def _instead(name: str, value: int, given: int) -> str:
+    return f"{flag(name)} {value} instead of {given}"

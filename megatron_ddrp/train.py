@@ -14,42 +14,39 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
-from megatron_ddrp.checkpoint.note_files import load_notes
+from megatron_ddrp.checkpoint.weights import load_notes
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.deepspeed_values import flatten_keys, load_file
-from megatron_ddrp.config.differences import settings_of_all_ranks
 from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, package_sum, plugin_files
+from megatron_ddrp.config.run import settings_of_all_ranks
+from megatron_ddrp.config.translation import flatten_keys, load_file
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
 from megatron_ddrp.data.batches.samples import split_documents
-from megatron_ddrp.engine.build import build_engine, release
-from megatron_ddrp.engine.checkpoint import Progress, Resumed, check_stored, load_checkpoint
-from megatron_ddrp.engine.compatibility import changed_tokenizer
-from megatron_ddrp.engine.deepspeed_file import deepspeed_version, read_settings
-from megatron_ddrp.engine.device import (
+from megatron_ddrp.engine.build import (
     allow_tf32,
+    build_engine,
     check_device,
     choices,
     missing_graphs,
     other_choices,
     precision_remarks,
+    release,
     rows_for,
     unused_devices,
 )
-from megatron_ddrp.engine.gradient_proof import GradientProof
+from megatron_ddrp.engine.checkpoint import Progress, Resumed, changed_tokenizer, check_stored, load_checkpoint
+from megatron_ddrp.engine.layout import deepspeed_version, read_settings
+from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.errors import allocations_as_user_errors, refusals_as_user_errors
+from megatron_ddrp.memory import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
-from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.agreement import agree, agree_on_long_work, gather_objects, refuse_differences
-from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
-from megatron_ddrp.run.host_memory import bound_kernel_caches, keep_freed_memory
+from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects, refuse_differences
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
-from megatron_ddrp.run.loop import TrainingRun
-from megatron_ddrp.run.memory_advice import need_less_memory
-from megatron_ddrp.run.plateau import PlateauWatch
+from megatron_ddrp.run.loop import TrainingRun, bound_kernel_caches, keep_freed_memory
+from megatron_ddrp.run.metrics import Callback, Callbacks, PlateauWatch, callbacks_of
 from megatron_ddrp.run.run_folder import RunFolder, find_unshared, sole_writer
 
 WithData: TypeAlias = Callable[[Config], Config]

@@ -14,8 +14,8 @@ import torch
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine import build
-from megatron_ddrp.model.attention.gpu import plan as kernel_plan
 from megatron_ddrp.model.attention.gpu import triton_attention
+from megatron_ddrp.model.attention.gpu import triton_attention as kernel_plan
 
 
 class Kernel:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
-from megatron_ddrp.pages import plotting
+from megatron_ddrp.pages import markdown as plotting
 
 settings.register_profile("untimed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # by default a test fails if a busy machine is slow

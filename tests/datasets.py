@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.batches.blend import Blend
-from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
+from megatron_ddrp.data.batches.loader import BatchLoader, Blend, SampleReader, Share
 from megatron_ddrp.data.batches.masking import Masker
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets
 
 FAKE_VOCAB = 300
 """Size of the vocabulary of `FakeSamples`."""

@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import on_error
-from megatron_ddrp.config.option import Section, option
+from megatron_ddrp.config.reading import Section, option
 from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.progress import reading_progress

@@ -20,7 +20,7 @@ from itertools import chain
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
-from megatron_ddrp.config.option import Section, option
+from megatron_ddrp.config.reading import Section, option
 from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP

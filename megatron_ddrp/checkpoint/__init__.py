@@ -19,38 +19,34 @@ name and renamed when complete; `latest` is replaced last. An imported checkpoin
 (`WEIGHTS_ONLY`).
 """
 
-from megatron_ddrp.checkpoint.choice import (
+from megatron_ddrp.checkpoint.folder import (
     BESIDE,
+    HEAD_SETTINGS,
+    LATEST,
     MODEL,
     OPTIMIZER,
-    choose_checkpoint,
-    fault,
-    newest,
-    none_complete,
-    whole_checkpoints,
-)
-from megatron_ddrp.checkpoint.folder import (
-    LATEST,
+    STARTED_FROM,
+    STATE,
     TOKENIZER,
     WEIGHTS,
+    WEIGHTS_ONLY,
     all_checkpoints,
     candidates,
+    choose_checkpoint,
     complete,
+    fault,
     holds_run,
     is_checkpoint,
     iteration_of,
     last_name,
     mark_latest,
+    newest,
+    none_complete,
     prune,
+    read_state,
     refuse_folders,
     tag,
-)
-from megatron_ddrp.checkpoint.state import (
-    HEAD_SETTINGS,
-    STARTED_FROM,
-    STATE,
-    WEIGHTS_ONLY,
-    read_state,
+    whole_checkpoints,
     write_state,
 )
 from megatron_ddrp.checkpoint.weights import (

@@ -1,19 +1,108 @@
-"""Names in a `--save` folder: the checkpoints in it, those that a reader may choose, and the addition of a new one."""
+"""The folder of a run's checkpoints: state.json, complete or absent, the choice of one, and folders of other programs.
+
+state.json of a checkpoint, and the sum that shows whether it is unchanged.
+
+The sum (`crc32`) covers the other keys, written as JSON with sorted keys and without spaces. So a state that passes
+was written by `write_state`, and its keys need no other check.
+
+Folders that are given in place of a model's: their parents, and models in forms that nobody here reads.
+
+Names in a `--save` folder: the checkpoints in it, those that a reader may choose, and the addition of a new one.
+
+Choice of a checkpoint: the newest whole one. Every reader chooses here, so none of them reads a damaged one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.checkpoint.other_folders import look_inside
-from megatron_ddrp.checkpoint.state import STATE, write_state
-from megatron_ddrp.config import load_config
-from megatron_ddrp.data.atomic import sync_folder, write_text
+from megatron_ddrp.config import Config, load_config
+from megatron_ddrp.config.registry import NotRegistered
+from megatron_ddrp.data.atomic import check_object, file_fault, seal_object, sync_folder, write_text
 from megatron_ddrp.data.points import point
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import parse_json
+
+STATE = "state.json"
+WEIGHTS_ONLY = "weights_only"
+"""Key of an imported checkpoint: it has no optimizer state, and training starts at iteration 0."""
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Fields of fp16's dynamic loss scaler that a checkpoint keeps."""
+STARTED_FROM = "started_from"
+"""Key of the checkpoint that training began from, null for random weights."""
+HEAD_SETTINGS = "head_settings"
+"""Key of the settings, in an imported folder, of heads that fine-tuning adds."""
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read state.json of one checkpoint: counts, config, layout, files and their sums, without the state's own sum.
+
+    Raise `UserError` if the file cannot be read, its sum is missing or differs, or another version wrote its
+    configuration; raise `NotRegistered` if it names an objective that no plug-in has registered.
+    """
+    file = path / STATE
+    if not file.is_file():
+        raise UserError(f"{STATE} is missing")
+    try:
+        state = parse_json(file.read_bytes(), lenient=True)
+        if not isinstance(state, dict):
+            raise ValueError("expected an object")
+        state = check_object(state, needs_sum=True)
+        Config.from_dict(state["config"])
+    except OSError as error:
+        raise UserError(f"{STATE} cannot be read: {error.strerror}") from None
+    except NotRegistered as error:
+        raise NotRegistered(f"{path}: {error}", error.exit_code) from None
+    except (ValueError, UserError) as error:
+        raise UserError(f"{STATE} is damaged ({error})") from None
+    number = re.fullmatch(r"iter_(\d+)", path.name)
+    if number and int(number[1]) != state["iteration"]:
+        raise UserError(f"{STATE} is damaged (iteration is {state['iteration']} in a folder named {path.name})")
+    return state
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write state.json of one checkpoint with its own sum."""
+    write_text(path / STATE, json.dumps(seal_object(state), indent=2) + "\n")
+
+
+_OTHER_FORMS = {
+    "adapter_config.json": "an adapter (LoRA, PEFT) without its model: merge_and_unload() of peft joins them",
+    "*.gguf": "weights in GGUF",
+    "tf_model*.h5": "weights of TensorFlow",
+    "*.ckpt.*": "weights of TensorFlow",
+    "flax_model*.msgpack": "weights of Flax",
+    "*.onnx": "a model in ONNX",
+}
+"""Pattern of a file in a folder → form of a model that nobody here can read."""
+
+
+def look_inside(folder: Path) -> str:
+    """Return advice about a folder that holds no model itself: the folder inside that does, or the form of its files.
+
+    Empty for other folders. The newest of several checkpoints is named, and in a cache of the hub that of `main`.
+    """
+    with contextlib.suppress(OSError):
+        patterns = ("*/config.json", "*/*/config.json", "models--*/snapshots/*/config.json")
+        settings = [path for pattern in patterns for path in folder.glob(pattern)]
+        models = [p.parent for p in settings if b'"model_type"' in p.read_bytes() or any(p.parent.glob("iter_*"))]
+        mains = {path.read_text().strip() for path in (*folder.glob("refs/main"), *folder.glob("*/refs/main"))}
+        if models:
+            best = max(models, key=lambda p: (p.name in mains, [*map(int, re.findall(r"\d+", p.name))], p))
+            return f"give a folder inside it that holds a model, such as {best}"
+        for pattern, form in _OTHER_FORMS.items():
+            if any(folder.glob(pattern)) or any(folder.glob(f"*/{pattern}")):
+                return f"it holds {form}; give a folder with the whole model as model.safetensors"
+    return ""
+
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
 _NAME = re.compile(r"iter_[0-9]+")
@@ -203,3 +292,93 @@ def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: in
         for path in own[keep_last:]:
             if not (milestone_interval and iteration_of(path.name) % milestone_interval == 0):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+MODEL, OPTIMIZER, BESIDE = "weights", "optimizer", "beside"
+"""Prefixes of file names: the model, the optimizer's moments, and other training state."""
+
+
+def to_standard_error(line: str) -> None:
+    """Print a notice for the user of a command to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def choose_checkpoint(
+    load: Path, kinds: Collection[str] = (MODEL,), tell: Callable[[str], object] = to_standard_error
+) -> Path:
+    """Return the checkpoint that `--load` means: the newest whole one of a folder, or the one that it names.
+
+    The files of `kinds`, which the caller will read, are checked against their sums. Raise `UserError` if no checkpoint
+    is whole, or if the named one is not.
+    """
+    if is_checkpoint(load):
+        if reason := fault(load, kinds):
+            raise UserError(f"--load {load}: {reason}; give another checkpoint")
+        return load
+    for path in whole_checkpoints(load, kinds, tell):
+        return path
+    wrote = "expected a folder that megatron-ddrp pretrain --save wrote"
+    raise UserError(f"--load {load} holds no checkpoint: {look_inside(load) or wrote}")
+
+
+def whole_checkpoints(
+    folder: Path, kinds: Collection[str] = (MODEL,), tell: Callable[[str], object] = to_standard_error
+) -> Iterator[Path]:
+    """Yield the whole checkpoints of a `--save` folder, newest first; call `tell` with a line on each damaged one.
+
+    Before a checkpoint is yielded, its files of `kinds` are checked against their sums. Raise `UserError` if there are
+    checkpoints and none of them is whole.
+    """
+    found, remarks = candidates(folder)
+    untold, reasons = list(remarks), []
+    for path in found:
+        reason = fault(path, kinds)
+        if reason is not None:
+            reasons.append(f"{path.name}: {reason}")
+            untold.append(f"skipped {folder / reasons[-1]}")
+            continue
+        while untold:
+            tell(untold.pop(0))
+        yield path
+    if found and len(reasons) == len(found):
+        raise none_complete(folder, reasons)
+    for line in untold:
+        tell(line)
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a `--save` folder whose files have the right sizes, or None without one."""
+    return next(whole_checkpoints(folder, (), tell=lambda _: None), None)
+
+
+def none_complete(folder: Path, reasons: list[str]) -> UserError:
+    """Return the error for a folder whose checkpoints are all damaged."""
+    return UserError(
+        f"{folder} holds no complete checkpoint ({'; '.join(reasons)}): copy it again, or start in another --save"
+    )
+
+
+def fault(path: Path, kinds: Collection[str] = (), part: int = 0, parts: int = 1) -> str | None:
+    """Return the reason why a checkpoint cannot be used, or None. All its files must exist in the right sizes.
+
+    The files of `kinds` are checked against their sums: every `parts`-th of them, from number `part` on, so that ranks
+    can share the reading. Raise `NotRegistered` if a plug-in is missing.
+    """
+    if not path.is_dir():
+        return "missing or incomplete"
+    try:
+        written = read_state(path)["files"]
+        to_read = [name for name in sorted(written) if kind_of(name) in kinds][part::parts]
+        checks = [(name, False) for name in sorted(written)] + [(name, True) for name in to_read]
+        return next(filter(None, (file_fault(path / name, written[name], read) for name, read in checks)), None)
+    except NotRegistered:  # the checkpoint is not at fault
+        raise
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+
+
+def kind_of(file: str) -> str:
+    """Return the kind of a checkpoint's file by its name: `MODEL`, `OPTIMIZER` or `BESIDE`."""
+    return MODEL if file == WEIGHTS else file.partition("-")[0]

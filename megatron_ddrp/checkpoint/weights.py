@@ -5,6 +5,12 @@ Named tensors in safetensors files, written one at a time and checked by their s
 A file has eight bytes with the length of a JSON header (name → type, shape, offsets), the header, and the tensors'
 bytes. Shapes are known before the first tensor, so a file is streamed: one tensor is in memory at a time, never the
 whole model.
+
+The note dictionary inside a checkpoint: tensors beside the model's, equal in every layout, not exported.
+
+notes/words, notes/vectors     numbers of the words met so far, and their notes `[met, hidden]`
+notes/hashes, notes/counts     hashes and counts of all rare words, see `RareWords`
+notes/pieces, notes/ends       the rare words themselves, as pieces
 """
 
 from __future__ import annotations
@@ -18,14 +24,30 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron_ddrp.checkpoint.choice import MODEL, choose_checkpoint, kind_of
-from megatron_ddrp.checkpoint.folder import TOKENIZER, WEIGHTS, tag
-from megatron_ddrp.checkpoint.state import HEAD_SETTINGS, WEIGHTS_ONLY, read_state, write_state
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ddrp.checkpoint.folder import (
+    BESIDE,
+    HEAD_SETTINGS,
+    MODEL,
+    TOKENIZER,
+    WEIGHTS,
+    WEIGHTS_ONLY,
+    choose_checkpoint,
+    kind_of,
+    read_state,
+    tag,
+    write_state,
+)
 from megatron_ddrp.config import Config
-from megatron_ddrp.data.sealed import SUM
+from megatron_ddrp.data.atomic import SUM
+from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
+from megatron_ddrp.objectives.electra import NoteDictionary
 
 
 class StoredTensors:
@@ -193,3 +215,38 @@ def _bytes(tensor: Any) -> Any:
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:
+    """Return the tensors of a dictionary that a checkpoint stores."""
+    met, words = notes.met.nonzero().squeeze(-1), notes.words
+    return {
+        "notes/words": met + 1,
+        "notes/vectors": notes.notes[met],
+        "notes/hashes": torch.from_numpy(words.hashes.view(np.int64)),
+        "notes/counts": torch.from_numpy(words.counts),
+        "notes/pieces": torch.from_numpy(words.pieces),
+        "notes/ends": torch.from_numpy(words.ends),
+    }
+
+
+def read_notes(path: Path) -> tuple[RareWords, Tensor, Tensor]:
+    """Return (all rare words, numbers of the words met `[met]`, their notes `[met, hidden]`) of a checkpoint."""
+    stored = StoredTensors(path, BESIDE)
+    if "notes/words" not in stored.names:
+        raise UserError(f"{path} holds no notes: its run had no --notes; give a checkpoint of a run with --notes")
+    hashes, counts, pieces, ends = (stored[f"notes/{name}"].numpy() for name in ("hashes", "counts", "pieces", "ends"))
+    words = RareWords(hashes.view(np.uint64), counts, pieces, ends)
+    return words, stored["notes/words"], stored["notes/vectors"]
+
+
+def load_notes(notes: NoteDictionary, path: Path) -> None:
+    """Fill a dictionary, converting to its `--notes-dtype`. Raise `UserError` if the checkpoint has other words."""
+    words, met, vectors = read_notes(path)
+    if not np.array_equal(words.hashes, notes.words.hashes) or vectors.shape[1] != notes.notes.shape[1]:
+        raise UserError(
+            f"{path} holds notes of {len(words):,} other words: resume with the data, --split, --notes-min-count and "
+            "--notes-max-count of the run that wrote it"
+        )
+    notes.notes[met - 1] = vectors.to(notes.notes.dtype)
+    notes.met[met - 1] = True

@@ -24,8 +24,8 @@ COMMANDS = {
     "plan": Command("megatron_ddrp.commands.plan", "a model, steps and a rate for your text, device and hours"),
     "convert": Command("megatron_ddrp.commands.convert", "convert a checkpoint to a Hugging Face folder, or back"),
     "analyze": Command("megatron_ddrp.lab.analysis.command", "look inside encoders: attention, hidden states, speed"),
-    "report": Command("megatron_ddrp.lab.run_report.command", "write a short report of a run, with its curves"),
-    "glue": Command("megatron_ddrp.tasks.glue.command", "fine-tune encoders on GLUE over a grid and seeds", True),
+    "report": Command("megatron_ddrp.lab.run_report", "write a short report of a run, with its curves"),
+    "glue": Command("megatron_ddrp.tasks.glue", "fine-tune encoders on GLUE over a grid and seeds", True),
     "finetune": Command("megatron_ddrp.tasks.finetune.command", "fine-tune encoders on your own tasks", True),
     "minimal-pairs": Command(
         "megatron_ddrp.tasks.minimal_pairs.command", "score masked language models without fine-tuning"

@@ -41,11 +41,11 @@ from pathlib import Path
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import GivenTokenizer
 from megatron_ddrp.config import flag
-from megatron_ddrp.config.option import Section, option, refuse
-from megatron_ddrp.data.dataset.manifest import TokenizerFlags
-from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.config.reading import Section, option, refuse
+from megatron_ddrp.data.dataset.indexed_dataset import TokenizerFlags
+from megatron_ddrp.data.preprocess.pipeline import exit_on_sigterm
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 BELONGS_TO = {
@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
             raise UserError(message, WRONG_ARGUMENTS)
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
-        from megatron_ddrp.conversion.huggingface_tokenizer import refuse_other_ids
+        from megatron_ddrp.conversion.tokenizer_files import refuse_other_ids
 
         if arguments.tokenizer_type == "HuggingFace":
             refuse_other_ids(arguments.tokenizer_model)

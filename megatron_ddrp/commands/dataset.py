@@ -21,12 +21,11 @@ from pathlib import Path
 
 from megatron_ddrp.cli import Subcommand, parse_subcommand
 from megatron_ddrp.commands.options import GivenTokenizer, training_command
-from megatron_ddrp.config.option import SEED, Section, option, refuse
+from megatron_ddrp.config.reading import SEED, Section, option, refuse
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
-from megatron_ddrp.data.dataset.manifest import (
+from megatron_ddrp.data.dataset.indexed_dataset import (
+    IndexedDataset,
     TokenizerFlags,
     complete,
     entry,
@@ -34,8 +33,8 @@ from megatron_ddrp.data.dataset.manifest import (
     recorded_flags,
 )
 from megatron_ddrp.data.dataset.merging import merge, shuffle
-from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
-from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.data.dataset.verification import DatasetSummary, check_tokenizer, first_documents, summarize, verify
+from megatron_ddrp.data.preprocess.pipeline import exit_on_sigterm
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import FAILURE, UserError
@@ -179,7 +178,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.pages.plotting import COLORS, figure_tools, save_figure, thousands, wrap_title
+    from megatron_ddrp.pages.markdown import COLORS, figure_tools, save_figure, thousands, wrap_title
 
     plt = figure_tools()
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")

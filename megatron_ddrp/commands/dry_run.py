@@ -14,13 +14,13 @@ from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import OPTIMIZERS, plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import count_micro_batches
-from megatron_ddrp.engine.device import precision_fault
+from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
-from megatron_ddrp.model.gpus import missing_code
-from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.model.fused import missing_code
+from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.run.devices import DEVICES, LISTED, SHARE, Device, why_not, with_chosen_backend
 from megatron_ddrp.run.flops import step_seconds
 from megatron_ddrp.run.launch import launched_rank, launched_world_size

@@ -25,16 +25,14 @@ from typing import Any, TypeVar
 
 from megatron_ddrp.cli import PLUGIN_HELP
 from megatron_ddrp.commands import COMMANDS, PROGRAM
+from megatron_ddrp.commands.options import Plan
 from megatron_ddrp.commands.pretrain import read_arguments, rehearse
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.option import flag_words
-from megatron_ddrp.config.reading import Option, options_of
-from megatron_ddrp.data.preprocess.python_texts import texts_as_file
+from megatron_ddrp.config.reading import Option, flag_words, options_of
+from megatron_ddrp.data.preprocess.inputs import texts_as_file
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors
 from megatron_ddrp.foreign import parse_json, read_json
-from megatron_ddrp.run.guest import guest
-from megatron_ddrp.run.launch import launched_world_size
-from megatron_ddrp.run.sizing import Plan
+from megatron_ddrp.run.launch import guest, launched_world_size
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = list[dict[str, Any]]
@@ -115,9 +113,9 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
 
     Data are a dataset on the disk (`data_path`), or `texts`: strings, or rows with a key `text`, such as a
     `datasets.Dataset`; they are preprocessed first, beside `save` or in a temporary folder.
-    `callbacks` are objects of classes derived from `megatron_ddrp.run.callbacks.Callback`.
+    `callbacks` are objects of classes derived from `megatron_ddrp.run.metrics.Callback`.
     """
-    from megatron_ddrp.run.callbacks import RowList, checked_callbacks
+    from megatron_ddrp.run.metrics import RowList, checked_callbacks
 
     words, members = given_words(settings), checked_callbacks(callbacks)
     if texts is not None and settings.get("data_path") is not None:

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
-from megatron_ddrp.config.option import Section, option, refuse
+from megatron_ddrp.commands.options import SHAPES, Plan
+from megatron_ddrp.config.reading import Section, option, refuse
 from megatron_ddrp.run.devices import LISTED
-from megatron_ddrp.run.sizing import SHAPES, Plan
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 

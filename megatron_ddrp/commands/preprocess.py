@@ -23,14 +23,18 @@ from dataclasses import MISSING, dataclass
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.commands.options import GivenTokenizer, TextInput, training_command
-from megatron_ddrp.config.option import Section, flag_words, option
-from megatron_ddrp.data.dataset.manifest import entry, read_manifest
-from megatron_ddrp.data.preprocess.estimate import estimate
-from megatron_ddrp.data.preprocess.partition import Partition, parse_partition
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, PreprocessResult, preprocess
-from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.config.reading import Section, flag_words, option
+from megatron_ddrp.data.dataset.indexed_dataset import entry, read_manifest
+from megatron_ddrp.data.preprocess.documents import Partition, parse_partition
+from megatron_ddrp.data.preprocess.pipeline import (
+    PreprocessConfig,
+    PreprocessResult,
+    estimate,
+    exit_on_sigterm,
+    preprocess,
+)
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
-from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share
+from megatron_ddrp.data.tokenizers.vocabulary import unknown_share
 from megatron_ddrp.run.log import duration
 
 
@@ -102,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
     dry_run = options.pop("dry_run")
     config = PreprocessConfig(**options)
     if config.tokenizer_type == "HuggingFace":
-        from megatron_ddrp.conversion.huggingface_tokenizer import refuse_other_ids
+        from megatron_ddrp.conversion.tokenizer_files import refuse_other_ids
 
         refuse_other_ids(config.tokenizer_model)
     if dry_run:

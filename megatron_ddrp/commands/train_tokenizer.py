@@ -18,13 +18,18 @@ from functools import partial
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import TextInput
-from megatron_ddrp.config.option import Section, option, refuse
+from megatron_ddrp.config.reading import Section, option, refuse
 from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import reading_progress, show_phase
-from megatron_ddrp.data.tokenizers.vocabulary import NO_TEXT, SPECIALS, train_sentencepiece, train_wordpiece
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_stripped
+from megatron_ddrp.data.tokenizers.vocabulary import (
+    NO_TEXT,
+    SPECIALS,
+    train_sentencepiece,
+    train_wordpiece,
+    warn_of_stripped,
+)
 from megatron_ddrp.errors import UserError
 
 

@@ -5,11 +5,9 @@ Impossible pairs are refused in `__post_init__` of the dataclass that has both s
 `Config` (run.py).
 """
 
-from megatron_ddrp.config.data import CheckpointConfig, DataConfig, LoggingConfig
-from megatron_ddrp.config.differences import changed_model, changed_settings
 from megatron_ddrp.config.model import STARTS, VOCABULARY_MULTIPLE, ModelConfig
-from megatron_ddrp.config.objective import ObjectiveConfig
-from megatron_ddrp.config.option import Number, flag, flag_words
+from megatron_ddrp.config.objective import CheckpointConfig, DataConfig, LoggingConfig, ObjectiveConfig
+from megatron_ddrp.config.reading import Number, flag, flag_words
 from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
-from megatron_ddrp.config.run import Config, concerns, load_config, save_config
+from megatron_ddrp.config.run import Config, changed_model, changed_settings, concerns, load_config, save_config
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, POSITIVE, WAVELENGTH_BASE, Section, check_range, option, refuse
+from megatron_ddrp.config.reading import COUNT, POSITIVE, WAVELENGTH_BASE, Section, check_range, option, refuse
 from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_class
 
 VOCABULARY_MULTIPLE = 128

@@ -79,23 +79,23 @@ class Table(dict[str, str]):
 
 _POSITIONS = "megatron_ddrp.model.positions"
 _OBJECTIVES = "megatron_ddrp.objectives"
-_UNITS = "megatron_ddrp.data.batches.units"
+_UNITS = "megatron_ddrp.data.batches.masking"
 _OPTIMIZERS = "megatron_ddrp.engine.optimizers"
 _KINDS = "megatron_ddrp.tasks.finetune.kinds"
 
 _ENCODINGS = {
     "absolute": ("absolute:Absolute", "one learned vector per position, as in BERT"),
-    "bert-r": ("bert_r:BertR", "relative embeddings in the keys"),
-    "tupe-a": ("tupe:TupeA", "untied absolute positions (TUPE)"),
-    "tupe-r": ("tupe:TupeR", "as tupe-a, and T5's bias"),
-    "deberta": ("deberta:Deberta", "disentangled attention, version 1"),
-    "ddrp": ("ddrp:Ddrp", "the paper's: direction times distance"),
-    "rope": ("rope:Rope", "rotary positions"),
-    "t5": ("t5:T5", "one learned number per head and bucket of distances"),
-    "alibi": ("alibi:Alibi", "a fixed slope per head"),
-    "alibi-asym": ("alibi_asym:AlibiAsym", "learned slopes per head, left and right"),
-    "deberta-v2": ("deberta_v2:DebertaV2", "disentangled attention, version 2, with logarithmic buckets"),
-    "nope": ("nope:Nope", "no positions, for comparison"),
+    "bert-r": ("tables:BertR", "relative embeddings in the keys"),
+    "tupe-a": ("absolute:TupeA", "untied absolute positions (TUPE)"),
+    "tupe-r": ("absolute:TupeR", "as tupe-a, and T5's bias"),
+    "deberta": ("tables:Deberta", "disentangled attention, version 1"),
+    "ddrp": ("tables:Ddrp", "the paper's: direction times distance"),
+    "rope": ("absolute:Rope", "rotary positions"),
+    "t5": ("biases:T5", "one learned number per head and bucket of distances"),
+    "alibi": ("biases:Alibi", "a fixed slope per head"),
+    "alibi-asym": ("biases:AlibiAsym", "learned slopes per head, left and right"),
+    "deberta-v2": ("tables:DebertaV2", "disentangled attention, version 2, with logarithmic buckets"),
+    "nope": ("absolute:Nope", "no positions, for comparison"),
 }
 """Value of `--position-encoding` → (file and class in model/positions/, description for `--help`)."""
 
@@ -111,12 +111,12 @@ OBJECTIVES = Table(
     "--objective",
     f"{_OBJECTIVES}.contract:Objective(config)",
     {
-        "mlm": f"{_OBJECTIVES}.mlm:MaskedLM",
-        "mth": f"{_OBJECTIVES}.mth:Mth",
+        "mlm": f"{_OBJECTIVES}.masked:MaskedLM",
+        "mth": f"{_OBJECTIVES}.masked:Mth",
         "electra": f"{_OBJECTIVES}.electra:ReplacedTokenDetection",
-        "token-contrast": f"{_OBJECTIVES}.token_contrast:TokenContrast",
-        "rtd": f"{_OBJECTIVES}.rtd:DisentangledDetection",
-        "head-disagreement": f"{_OBJECTIVES}.head_disagreement:HeadDisagreement",
+        "token-contrast": f"{_OBJECTIVES}.masked:TokenContrast",
+        "rtd": f"{_OBJECTIVES}.electra:DisentangledDetection",
+        "head-disagreement": f"{_OBJECTIVES}.masked:HeadDisagreement",
     },
 )
 MASKINGS = Table(
@@ -126,18 +126,18 @@ MASKINGS = Table(
 )
 OPTIMIZERS = Table(
     "--optimizer",
-    f"{_OPTIMIZERS}.contract:Optimizer",
-    {"adamw": f"{_OPTIMIZERS}.adamw:AdamW", "muon": f"{_OPTIMIZERS}.muon:Muon"},
+    f"{_OPTIMIZERS}:Optimizer",
+    {"adamw": f"{_OPTIMIZERS}:AdamW", "muon": f"{_OPTIMIZERS}:Muon"},
 )
 SCHEDULES = Table(
     "--lr-decay-style",
     "(step, warmup, last, config)",
     {
-        name: f"megatron_ddrp.engine.schedules:{name.replace('-', '_')}"
+        name: f"megatron_ddrp.engine.optimizers:{name.replace('-', '_')}"
         for name in ("linear", "cosine", "constant", "inverse-square-root", "wsd")
     },
 )
-CALLBACKS = Table("--plugin", "megatron_ddrp.run.callbacks:Callback()", {})
+CALLBACKS = Table("--plugin", "megatron_ddrp.run.metrics:Callback()", {})
 METRICS = Table("--metric", "(labels, predictions)", {}, needs="kinds")
 """Metrics of plug-ins; the package's stand in each kind of task."""
 KINDS = Table(
@@ -145,10 +145,10 @@ KINDS = Table(
     f"{_KINDS}.contract:Kind()",
     {
         "classification": f"{_KINDS}.sequences:Classification",
-        "multi-label": f"{_KINDS}.multi_label:MultiLabel",
+        "multi-label": f"{_KINDS}.sequences:MultiLabel",
         "regression": f"{_KINDS}.regression:Regression",
         "tokens": f"{_KINDS}.tokens:Tokens",
-        "qa": f"{_KINDS}.qa:QuestionAnswering",
+        "qa": f"{_KINDS}.tokens:QuestionAnswering",
     },
 )
 """Kinds of tasks. The last one that is likely for a file is its kind, if the command line does not name one."""

@@ -1,23 +1,39 @@
-"""The configuration of a run: all concerns in one dataclass, checks across concerns, and config.json."""
+"""The configuration of a run, its file, and differences between two of them.
+
+The configuration of a run: all concerns in one dataclass, checks across concerns, and config.json.
+
+Settings without effect, and differences between a stored configuration and the run's.
+
+Two ways to write one setting are no difference.
+
+The file of `--config`: flat YAML, YAML nested by concern, or the config.json that a run wrote.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_ddrp.config.data import CheckpointConfig, DataConfig, LoggingConfig
-from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
-from megatron_ddrp.config.objective import ObjectiveConfig
-from megatron_ddrp.config.option import refuse
-from megatron_ddrp.config.registry import OBJECTIVES, OPTIMIZERS, objective_class
-from megatron_ddrp.config.schedules import LengthPhase, parse_phases, phase_at
-from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.config.model import STARTS, VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.objective import CheckpointConfig, DataConfig, LoggingConfig, ObjectiveConfig
+from megatron_ddrp.config.reading import Place, flag, load_plugins, load_values, options_of, read_settings, refuse
+from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, OPTIMIZERS, PLUGINS, encoding_class, objective_class
+from megatron_ddrp.config.training import (
+    LengthPhase,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    parse_phases,
+    phase_at,
+)
+from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
@@ -250,3 +266,235 @@ def load_config(folder: Path) -> Config:
         return Config.from_dict(parse_json(path.read_bytes()))
     except (ValueError, UserError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+WITHOUT_TABLE = ("absolute", "rope", "alibi", "nope")
+"""Encodings without learned parameters of their own, which `--relative-table` would share or repeat."""
+
+
+def idle_settings(config: Config) -> dict[str, str]:
+    """Return name of each setting without effect → the reason, as "without --notes".
+
+    Classes of plug-ins may read every setting, so these count as read.
+    """
+    model, objective = config.model, config.objective
+    encoding, words = model.position_encoding, f"with --position-encoding {model.position_encoding}"
+    foreign = ENCODINGS.get(encoding) in (None, *PLUGINS)  # unknown here, or a plug-in's
+    own_objective = OBJECTIVES.get(objective.objective) not in PLUGINS
+    under = f"with --objective {objective.objective}"
+    conditions: tuple[tuple[bool, str, tuple[str, ...]], ...] = (
+        (model.local_attention is None, "without --local-attention", ("global_every", "local_rope_theta")),
+        (encoding != "rope" and not foreign, words, ("rope_theta", "local_rope_theta")),
+        (encoding != "ddrp" and not foreign, words, ("direction_init",)),
+        (encoding in WITHOUT_TABLE and not foreign, words, ("relative_table",)),
+        (own_objective and not objective.generates, under, ("rtd_weight", "generator_size")),
+        (objective.objective == "rtd", under, ("generator_size",)),
+        (own_objective and not objective.tcd_weight, "without TCD (--tcd-weight 0)", ("tcd_tokens", "tcd_squared")),
+        (own_objective and not objective.hcd_weight, "without HCD (--hcd-weight 0)", ("hcd_heads",)),
+        (
+            not objective.notes,
+            "without --notes",
+            (
+                *("notes_min_count", "notes_max_count", "notes_window", "notes_decay", "notes_mix", "notes_dtype"),
+                "index_cache_dir",
+            ),
+        ),
+        (config.optimizer.lr_decay_style == "constant", "with --lr-decay-style constant", ("min_lr",)),
+        (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),
+    )
+    return {name: reason for idle, reason, names in reversed(conditions) if idle for name in names}
+
+
+NOT_OF_THE_RESULT = {
+    *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
+    *("bf16", "fp16", "compile", "cuda_graphs", "decided_by_deepspeed_config"),
+}
+"""Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
+
+
+PLACES = {
+    *("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_model", "deepspeed_config"),
+    *("index_cache_dir", "tensorboard_dir"),
+}
+"""Settings that name files or folders, which may lie elsewhere on another host. A run's own folder is one for all."""
+
+
+def settings_of_all_ranks(config: Config) -> dict[str, str]:
+    """Return flag → value of the settings that all ranks must share; of files and folders, whether they are given."""
+    settings = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
+    for own in ("num_threads", "exit_duration_in_mins"):  # the ranks stop by the first of their limits
+        del settings[own]
+    given = {name: "not given" if settings[name] is None else "given" for name in PLACES}
+    return {flag(name): _setting_text(value) for name, value in (settings | given).items()}
+
+
+def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[str]:
+    """Return `--lr: 0.001 → 0.002` for each changed setting that affects the result.
+
+    `before` is `to_dict` of the checkpoint's configuration; settings that an older version lacks are skipped.
+    """
+    lines, of_model = [], changed_model(Config.from_dict(before), config)
+    for concern, settings in config.to_dict().items():
+        if concern in ("checkpoint", "logging"):
+            continue
+        theirs = before.get(concern, {})
+        for name, value in settings.items():
+            if name in theirs and name not in NOT_OF_THE_RESULT and (concern != "model" or name in of_model):
+                old, new = _setting_text(theirs[name]), _setting_text(value)
+                lines += [f"{flag(name)}: {old} → {new}"] * (old != new)
+    return lines
+
+
+def _setting_text(value: Any) -> str:
+    """Return a setting as on a command line, the same text for a list from JSON and a tuple."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def changed_model(theirs: Config, ours: Config) -> list[str]:
+    """Return the names of the model's settings that were changed and have another effect on trained weights.
+
+    `--ffn-hidden-size 3072` at a hidden size of 768 is the default written out, `--rope-theta` has no effect under
+    other encodings, and `STARTS` none after the start.
+    """
+    old, new = theirs.to_dict()["model"], ours.to_dict()["model"]
+    old_effects, new_effects = _effects(theirs), _effects(ours)
+    return [name for name in new if old[name] != new[name] and old_effects[name] != new_effects[name]]
+
+
+def _effects(config: Config) -> dict[str, Any]:
+    """Return the model's settings with defaults in place of None, and None in place of what has no effect."""
+    model, idle = config.model, idle_settings(config)
+    effects: dict[str, Any] = config.to_dict()["model"] | {"ffn_hidden_size": model.ffn_size}
+    if model.deberta_emd is None and model.position_encoding in ENCODINGS:
+        effects["deberta_emd"] = encoding_class(model.position_encoding).decodes_absolute
+    if not any(phase.rope_theta for phase in config.phases):  # which a default would follow
+        effects["local_rope_theta"] = model.local_rope_theta or model.rope_theta
+    return effects | dict.fromkeys({*STARTS, *idle} & effects.keys())
+
+
+PLUGIN_KEY = "plugin"
+"""Key with the files of `--plugin`."""
+OF_THE_RUN = ("save", "load", "tensorboard_dir")
+"""Settings of a run's config.json that belong to that run: another one has folders of its own."""
+OPTIONS = "objective_options"
+"""Setting whose meaning depends on the objective; a run stores the numbers that its objective declares."""
+
+WARMUP_STEPS, WARMUP_SHARE = "lr_warmup_iters", "lr_warmup_fraction"
+_OTHER_WARMUP = {WARMUP_STEPS: WARMUP_SHARE, WARMUP_SHARE: WARMUP_STEPS}
+"""Length of the warm-up → the other setting of it; the steps win where a run stores both."""
+
+
+class FromFile(NamedTuple):
+    """Settings of a `--config` file."""
+
+    values: dict[str, Any]
+    """Setting → checked value."""
+    remark: str = ""
+    """A line for the user, if any."""
+
+
+def read_config(path: str) -> FromFile:
+    """Return the settings of a file, after loading its plug-ins.
+
+    Raises `UserError` for what cannot be read, by file and key.
+    """
+    place = Place(f"--config {path}")
+    content = _load(Path(path), place)
+    if isinstance(content, Mapping) and PLUGIN_KEY in content:
+        load_plugins(content[PLUGIN_KEY], place.at(PLUGIN_KEY), Path(path), _is_of_a_run(content))
+        content = {key: value for key, value in content.items() if key != PLUGIN_KEY}
+    if not _is_nested(content):
+        values = read_settings(options_of(*concerns().values()), content, place, HINTS)
+        _refuse_two_warmups(values, place)
+        return FromFile(values)
+    is_of_a_run = _is_of_a_run(content)
+    values = {}
+    for concern, given in content.items():
+        if concern not in concerns():
+            raise place.error(f"unknown section {concern!r}; expected {', '.join(concerns())}")
+        values |= _read_concern(concern, given or {}, place.at(concern), is_of_a_run)
+    if not is_of_a_run:
+        _refuse_two_warmups(values, place)
+        return FromFile(values)
+    if WARMUP_STEPS in values:
+        values.pop(WARMUP_SHARE, None)  # stored beside the steps, without effect
+    left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
+    remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
+    return FromFile(drop_derived(values), remark)
+
+
+def _load(path: Path, place: Place) -> Any:
+    """Return the content of a file; JSON by its name, since YAML reads 1e-06 as text."""
+    if path.suffix == ".json":
+        return load_values(path, place, parse_json)
+    content = load_values(path, place)
+    if content is None and not path.stat().st_size:  # cut off; comments alone are a choice
+        raise place.error("empty; write settings, or leave --config out")
+    return content or {}
+
+
+def _is_nested(content: Any) -> bool:
+    """Return whether a file has its settings by concern."""
+    return isinstance(content, Mapping) and any(isinstance(value, Mapping) for value in content.values())
+
+
+def _is_of_a_run(content: Mapping[str, Any]) -> bool:
+    """Return whether a run wrote the settings: it stores the size of the vocabulary, which no flag sets."""
+    model = content.get("model")
+    return isinstance(model, Mapping) and "vocab_size" in model
+
+
+def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> dict[str, Any]:
+    """Return the settings of one section; those without a flag are left out."""
+    section = concerns()[concern]
+    options = options_of(section)
+    if is_of_a_run and isinstance(given, Mapping):
+        without_flag = {f.name for f in dataclasses.fields(section)} - set(options)
+        given = {name: value for name, value in given.items() if name not in without_flag and value is not None}
+    return read_settings(options, given, place, HINTS)
+
+
+def _refuse_two_warmups(values: Mapping[str, Any], place: Place) -> None:
+    """Refuse a file with both lengths of the warm-up, as on the command line."""
+    if WARMUP_SHARE in values and values.get(WARMUP_STEPS) is not None:
+        raise place.error(f"{WARMUP_STEPS} and {WARMUP_SHARE} exclude each other: give one of them")
+
+
+def drop_derived(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide all of `values`: those that follow from the others go.
+
+    A run stores every setting resolved. Defaults that follow from another setting, such as the weights of the
+    objective, must follow again where a flag changes that one. A fixed default stays, as if it had been given: nothing
+    that decides after `--config` may replace it.
+    """
+    whole, left, options = config_of(values), dict(values), options_of(*concerns().values())
+    for name in (name for name in values if options[name].default is None or name == OPTIONS):
+        rest = {other: value for other, value in left.items() if other != name}
+        with contextlib.suppress(UserError):  # the others do not stand without it
+            left = rest if config_of(rest) == whole else left
+    return left
+
+
+def under_flags(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file and of the flags.
+
+    Flags win; a warm-up in steps also wins over the file's share, and a share over its steps. The file's options of
+    another objective are left out.
+    """
+    left_out = {other for name, other in _OTHER_WARMUP.items() if name in given}
+    if "objective" in values and given.get("objective", values["objective"]) != values["objective"]:
+        left_out.add(OPTIONS)
+    return {name: value for name, value in values.items() if name not in left_out} | dict(given)
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """Return the configuration with these settings, by name; the others have their defaults."""
+    return Config(
+        **{
+            concern: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
+            for concern, section in concerns().items()
+        }
+    )

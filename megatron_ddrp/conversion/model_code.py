@@ -1,7 +1,11 @@
-"""Code of an exported model: modeling_ddrp.py and every file of this package that it imports, in one folder.
+"""Model code that exports carry, and the names of heads that fine-tuning puts on an encoder.
+
+Heads that fine-tuning puts on an encoder, as transformers names them; no torch, because command lines read this.
+
+Code of an exported model: modeling_ddrp.py and every file of this package that it imports, in one folder.
 
 Exports compute position encodings with the same files as training. transformers copies the files of a folder by their
-relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.ddrp import` becomes
+relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.tables import` becomes
 `from .positions_ddrp import`. transformers 4 copies only what modeling_ddrp.py itself imports, so that imports every
 file of the folder. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
 
@@ -17,10 +21,40 @@ import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
-from megatron_ddrp.data.sealed import content_sum, object_sum
+from megatron_ddrp.data.atomic import content_sum, object_sum
 from megatron_ddrp.errors import UserError
+
+
+class HeadForm(NamedTuple):
+    """Form of a head, with its names in transformers and on the hub."""
+
+    name: str
+    """Suffix of the classes that have it and of the class that loads it, AutoModelFor…"""
+    is_pooled: bool
+    """True for one output per row, from BERT's pooler; False for one output per piece."""
+    output: str
+    """Name of its last layer."""
+    pipeline: str
+    """Name on the hub of the model's use."""
+
+
+SEQUENCE = HeadForm("SequenceClassification", True, "classifier", "text-classification")
+PIECES = HeadForm("TokenClassification", False, "classifier", "token-classification")
+SPAN = HeadForm("QuestionAnswering", False, "qa_outputs", "question-answering")
+HEAD_FORMS = (SEQUENCE, PIECES, SPAN)
+
+
+class Labels(NamedTuple):
+    """Labels of a head and its problem type, as in Hugging Face configurations."""
+
+    names: tuple[str, ...]
+    """Names of the outputs; empty for the two of an answer, which have no names."""
+    problem_type: str | None
+    """Loss of a sequence head in transformers: single_label_classification, multi_label_classification, regression."""
+
 
 OURS = "megatron_ddrp."
 REGISTRY, CONFIGURATION = OURS + "config.registry", OURS + "conversion.configuration_ddrp"

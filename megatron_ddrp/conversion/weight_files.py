@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.checkpoint.other_folders import look_inside
+from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.vocabulary_transfer import Transfer
+from megatron_ddrp.conversion.tokenizer_files import Transfer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object, reading
 from megatron_ddrp.model import on_meta_device
@@ -113,7 +113,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
 EMBEDDING_DIFFERENCE = "embeddings.difference.weight"
-"""Name of E_Δ of `objectives/rtd.py`, which starts at 0."""
+"""Name of E_Δ of `objectives/electra.py`, which starts at 0."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
 """Ends of the names of weights with one row per piece of the vocabulary."""

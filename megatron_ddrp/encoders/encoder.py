@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
-from megatron_ddrp.checkpoint.other_folders import look_inside
+from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, model_type, read_config_file
-from megatron_ddrp.conversion.huggingface_folder import check_rows
-from megatron_ddrp.conversion.task_heads import HeadForm, Labels
+from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, model_type, read_config_file
+from megatron_ddrp.conversion.from_huggingface import check_rows
+from megatron_ddrp.conversion.model_code import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_vocabulary
 from megatron_ddrp.encoders.huggingface import (
     PADDING_SENSITIVE,
     FamilyModel,

@@ -1,30 +1,103 @@
-"""Encoders from Hugging Face folders. Code in a folder is never run, even if its config.json asks for it.
+"""Encoders of transformers, with the weights that our own reader finds, and hidden states of their layers.
+
+Models of transformers, filled with the weights that our own reader finds in a folder, in whatever form.
+
+Encoders from Hugging Face folders. Code in a folder is never run, even if its config.json asks for it.
 
 Our classes load folders that megatron-ddrp convert wrote; the classes of transformers load all others.
+
+Hidden states of every layer, for models of this project and for models that transformers runs.
+
+Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model). A layer between
+gives the states that the next layer reads.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
-from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
-from megatron_ddrp.conversion.task_heads import HeadForm, Labels
+from megatron_ddrp.conversion.families.contract import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
+from megatron_ddrp.conversion.model_code import HeadForm, Labels
+from megatron_ddrp.conversion.tokenizer_files import find_tokenizer
+from megatron_ddrp.conversion.weight_files import read_weights, refuse_homeless
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron_ddrp.encoders.filling import Filled, fill
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
 from megatron_ddrp.foreign import quiet_transformers, reading
+from megatron_ddrp.model import Encoder as ModelEncoder
+from megatron_ddrp.model.stages import Draws, Inputs
+
+
+class Filled(NamedTuple):
+    """Account of a folder's weights in a model."""
+
+    missing: set[str] = set()
+    """Names of the model's weights that the folder lacks."""
+    unused: set[str] = set()
+    """Names of the folder's weights that the model does not use."""
+
+
+def fill(folder: Path, config: Any, build: Callable[[Any], Any], finite: bool = True) -> tuple[Any, Filled]:
+    """Return the model that `build` makes of `config` with a folder's weights, and an account of them.
+
+    Raises:
+        UserError: the weights cannot be read, one has another shape than the model's, two values, or no place in the
+            encoder. With `finite`, also if a number is not finite.
+    """
+    with torch.device("meta"):
+        empty = build(config)
+    base = f"{empty.base_model_prefix}."
+    tensors = _with_word_embedding(read_weights(folder, finite), config, base)
+    for name in sorted(tensors.keys() & {name.removeprefix(base) for name in tensors if name.startswith(base)}):
+        if not torch.equal(tensors[name].float(), tensors[base + name].float()):
+            raise UserError(f"{folder}: {name} and {base}{name} have different values; copy the folder again")
+    places = empty.state_dict()
+    for name, tensor in sorted(tensors.items()):  # before transformers makes room for what does not fit
+        place = next((places[key] for key in (name, base + name, name.removeprefix(base)) if key in places), tensor)
+        if place.shape != tensor.shape:
+            raise _misfit(folder, name, tensor.shape, place.shape)
+    model, report = type(empty).from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    for name, theirs, ours in sorted(report["mismatched_keys"]):
+        raise _misfit(folder, name, theirs, ours)
+    unused = set(report["unexpected_keys"])
+    refuse_homeless(model.base_model.state_dict(), unused, base, folder)
+    return model, Filled(set(report["missing_keys"]), unused)
+
+
+def _misfit(folder: Path, name: str, theirs: Sequence[int], ours: Sequence[int]) -> UserError:
+    return UserError(f"{folder}: the weight for {name} is {list(theirs)}, but config.json requires {list(ours)}")
+
+
+def _with_word_embedding(tensors: dict[str, torch.Tensor], config: Any, base: str) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors with the word embedding, if it is tied and stored only as the output matrix."""
+    if config.model_type == OWN_MODEL_TYPE or not config.tie_word_embeddings:
+        return tensors
+    from transformers import AutoModelForMaskedLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForMaskedLM.from_config(config)
+    except ValueError:  # the family has no masked LM
+        return tensors
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    pair = (model.get_input_embeddings(), model.get_output_embeddings())
+    word, output = (names.get(id(module), "") for module in pair)
+    if output not in tensors or {word, word.removeprefix(base)} & tensors.keys():
+        return tensors
+    return {**tensors, word: tensors[output]} if tensors[output].shape == pair[0].weight.shape else tensors
+
 
 COUNT_FROM_PADDING = (
     *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet", "esm", "luke", "layoutlmv3"),
@@ -274,3 +347,48 @@ def load_tokenizer(folder: Path, segments: int = 0) -> Tokenizer:
     if tokenizer.own_rows is None:
         tokenizer.settle_rows(segments)
     return tokenizer
+
+
+class LayerStates(NamedTuple):
+    """States of one layer over a batch."""
+
+    hidden: Tensor
+    """`[batch, seq, hidden]`."""
+    head_cosine: Tensor | None
+    """Mean pairwise cosine of the heads' attention logits, summed over the sentences (scalar). None for the embeddings,
+    for a model with one head, for a model that transformers runs, and without `with_heads`."""
+
+
+@torch.no_grad()
+def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[LayerStates]:
+    """Yield the states of layers 0 to L. `model` is an `Encoder` or an encoder of transformers.
+
+    Without `with_heads` the heads are not compared, which saves their logits. Raises `UserError` for an encoder whose
+    layers have fewer states than tokens.
+    """
+    own = isinstance(model, ModelEncoder)
+    yield from _own_states(model, batch, with_heads) if own else _foreign_states(model, batch)
+
+
+def _own_states(model: ModelEncoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
+    num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
+    compared = num_heads if with_heads and num_heads > 1 else 0
+    heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]
+    nothing = Draws.none(len(batch.input_ids), num_layers, batch.document_ids.device)
+    state = model.embeddings(Inputs.of(batch, nothing._replace(heads=heads)))
+    yield LayerStates(state.hidden, None)
+    for number, layer in enumerate(model.layers, 1):
+        state = layer(state)
+        hidden = state.hidden if number < num_layers else model.head.last_hidden(state.hidden)
+        yield LayerStates(hidden, state.head_cosine if compared else None)
+        state = state._replace(head_cosine=torch.zeros_like(state.head_cosine))
+
+
+def _foreign_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
+    output = model(**foreign_inputs(model.config, batch), output_hidden_states=True)
+    states = (*output.hidden_states[:-1], output.last_hidden_state)
+    if any(hidden.shape[:2] != batch.input_ids.shape for hidden in states):
+        kind = model.config.model_type
+        raise UserError(f"layers of a {kind} shorten their rows: use an encoder with one state per token and layer")
+    for hidden in states:
+        yield LayerStates(hidden, None)

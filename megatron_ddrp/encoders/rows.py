@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.tokenizers.row_form import RowForm
+from megatron_ddrp.data.tokenizers.tokenizer import RowForm
 
 _ROWS_TO_SORT = 64
 """Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""

@@ -26,14 +26,22 @@ from tqdm import tqdm
 from megatron_ddrp.config.registry import plugins_within
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders import encoder as loading
-from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
-from megatron_ddrp.encoders.layers import layer_states
-from megatron_ddrp.encoders.masked_lm import TrainedLogits, load_masked_lm
+from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder, layer_states
+from megatron_ddrp.encoders.masked_lm import (
+    POOLINGS,
+    Text,
+    TrainedLogits,
+    check_count,
+    layer_number,
+    layer_numbers,
+    load_masked_lm,
+    pool_rows,
+    rows_of,
+)
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch
-from megatron_ddrp.encoders.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pool_rows, rows_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import Bert, count_parameters
-from megatron_ddrp.model.gpus import named_device
+from megatron_ddrp.model.fused import named_device
 
 BAR_AFTER = 2
 """Seconds after which a progress bar appears."""

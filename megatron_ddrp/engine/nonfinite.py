@@ -20,15 +20,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
-from megatron_ddrp.engine.replay import Replay
-from megatron_ddrp.engine.step import StepResult, train_step
+from megatron_ddrp.engine.proofs import Replay
+from megatron_ddrp.engine.step import MicroBatch, StepResult, train_step
 from megatron_ddrp.errors import shared_error
-from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.parallel.agreement import gather_objects
-from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.parallel.sharding import local_parameters, whole_name
+from megatron_ddrp.objectives.electra import NoteDictionary
+from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
+from megatron_ddrp.parallel.process_group import Ranks, gather_objects
 
 
 @dataclass(frozen=True)

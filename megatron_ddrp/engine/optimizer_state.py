@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ddrp.checkpoint.state import SCALER_FIELDS
+from megatron_ddrp.checkpoint.folder import SCALER_FIELDS
 from megatron_ddrp.engine.optimizers import Optimizer
 from megatron_ddrp.errors import UserError
 

@@ -1,4 +1,22 @@
-"""The first stage: token, segment and absolute position embeddings (the last two are optional), then LayerNorm."""
+"""Embeddings, and the mean cosines of tokens and heads.
+
+Mean pairwise cosines of tokens and heads: MTH's terms TCD (eq. 17) and HCD (eq. 18), and the measures f(S), f(H).
+
+TCD is the mean cosine of the last hidden states of n′ sampled tokens, or, ours, the mean squared cosine. HCD is the
+mean cosine of the pre-softmax logits of m′ sampled heads, averaged over layers. Closed forms give the means over pairs
+exactly, without a pairwise matrix:
+
+    Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
+    Σ_{i<j} cos²(h_i, h_j) = (‖ĤᵀĤ‖² − n)/2,  Ĥ the matrix of the ĥ_i, hidden×hidden;
+    ⟨A¹,A²⟩ = ⟨Q¹ᵀQ², K¹ᵀK²⟩ for content-only heads, d×d matrices, padded rows zeroed.
+
+A flattened head is the vector of its valid×valid logits; in local layers, of those within the window. Padding never
+enters.
+
+Open reading: HCD compares all learned terms of the logits, including TUPE's bias B, although all layers share one B.
+
+The first stage: token, segment and absolute position embeddings (the last two are optional), then LayerNorm.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +27,129 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.fused import Norm
-from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import Inputs, State, blend
+
+SMALLEST_NORM = 1e-12
+"""Norm below which a vector counts as zero; its cosine with any vector is then 0."""
+
+
+def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:
+    """Mark the tokens of each document: `document_ids` `[batch, seq]` → bool `[batch, num_documents, seq]`."""
+    return document_ids.unsqueeze(1) == torch.arange(1, num_documents + 1, device=document_ids.device).unsqueeze(-1)
+
+
+def token_cosine(hidden: Tensor, token_mask: Tensor, squared: bool = False) -> Tensor:
+    """Return the mean pairwise cosine of the marked tokens of each document (eq. 17), or 0 if there are fewer than two.
+
+    `hidden` `[batch, seq, hidden]`, `token_mask` `[batch, documents, seq]` → fp32 (or fp64) `[batch, documents]`.
+
+    With `squared` it is the mean squared cosine. For n tokens in d dimensions that is at least (n − d)/(d(n − 1))
+    (Welch, 1974), and only vectors spread evenly over all dimensions have so little. Two opposite poles have 1, the
+    most, whereas their mean cosine is the least. It needs one hidden×hidden buffer per document.
+    """
+    if hidden.dtype.itemsize < 4:
+        hidden = hidden.float()
+    weights = token_mask * _inverse_root(hidden.pow(2).sum(-1)).unsqueeze(1)  # [batch, documents, seq]
+    if squared:
+        marked = hidden.unsqueeze(1) * weights.unsqueeze(-1)  # [batch, documents, seq, hidden], unit vectors or 0
+        total = _SelfProduct.apply(marked).flatten(2)  # [batch, documents, hidden·hidden]
+    else:  # Σ_i ĥ_i is a product with the inverse norms, so unit vectors are never stored
+        total = torch.bmm(weights, hidden)  # [batch, documents, hidden]
+    count = token_mask.sum(-1).to(hidden.dtype)  # [batch, documents]
+    pairs = count * (count - 1)
+    return torch.where(pairs > 0, (total.pow(2).sum(-1) - count) / pairs.clamp_min(1), 0.0)
+
+
+def cosine_of_gram(gram: Tensor) -> Tensor:
+    """Return the mean pairwise cosine of m′ heads from their inner products: `[.., m′, m′]` → `[..]`."""
+    norms = gram.diagonal(dim1=-2, dim2=-1).clamp_min(SMALLEST_NORM**2).sqrt()  # [.., m′]
+    cosines = gram / (norms.unsqueeze(-1) * norms.unsqueeze(-2))
+    return (cosines.sum((-2, -1)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)) / num_ordered_pairs(gram.shape[-1])
+
+
+def num_ordered_pairs(num_heads: int) -> int:
+    """Return m′·(m′ − 1)."""
+    return num_heads * (num_heads - 1)
+
+
+class _SelfProduct(torch.autograd.Function):
+    """xᵀx, `[.., seq, n]` → `[.., n, n]`. Its gradient takes one product instead of one for each of the two x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.transpose(-1, -2) @ x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x @ (gradient + gradient.transpose(-1, -2))
+
+
+def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) -> Tensor:
+    """Return the inner products of content-only heads, scale² · ⟨QᵃᵀQᵇ, KᵃᵀKᵇ⟩ over the tokens of each document.
+
+    `query`, `key` `[batch, m′, seq, head_dim]`, `documents` bool `[batch, documents, seq]` →
+    `[batch, documents, m′, m′]`.
+    """
+    num_heads, head_dim = query.shape[1], query.shape[3]
+
+    def feature_products(x: Tensor) -> Tensor:
+        flat = x.transpose(1, 2).flatten(2).unsqueeze(1) * documents.unsqueeze(-1)  # [batch, documents, seq, m′·d]
+        products = _SelfProduct.apply(flat)  # [batch, documents, m′·d, m′·d]
+        return products.unflatten(-1, (num_heads, head_dim)).unflatten(-3, (num_heads, head_dim))
+
+    return (feature_products(query) * feature_products(key)).sum((-3, -1)) * scale**2
+
+
+def content_cosine_of_all(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
+    """Return the mean pairwise cosine of *all* content-only heads, `[batch, documents]`. One S×S buffer per row."""
+    return cosine_of_total(content_total(query, key, documents), documents, query.shape[1])
+
+
+def content_total(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
+    """Return Σ_a A_a/‖A_a‖ of content-only heads: `query`, `key` `[batch, heads, seq, d]` → `[batch, seq, seq]`."""
+    weights = documents[:, :, None, :, None].to(query.dtype)  # [batch, documents, 1, seq, 1]
+
+    def feature_products(x: Tensor) -> Tensor:
+        return x.unsqueeze(1).transpose(-1, -2) @ (x.unsqueeze(1) * weights)  # [batch, documents, heads, d, d]
+
+    squares = (feature_products(query) * feature_products(key)).sum((-2, -1))  # [batch, documents, heads] ‖A_a‖²
+    unit = query * _by_row(_inverse_root(squares), documents).unsqueeze(-1)
+    total = unit.transpose(1, 2).flatten(2) @ key.transpose(1, 2).flatten(2).transpose(1, 2)  # [batch, seq, seq]
+    allowed = (documents.unsqueeze(-1) & documents.unsqueeze(-2)).any(1)  # [batch, seq, seq]
+    return total.masked_fill(~allowed, 0.0)
+
+
+def logits_cosine(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
+    """Return the mean pairwise cosine of heads from their logits, over the allowed pairs of each document.
+
+    `logits` `[batch, m′, seq, seq]`, `allowed` bool `[batch, 1, seq, seq]`, `documents` bool `[batch, documents, seq]`
+    → `[batch, documents]`. Needs one S×S buffer per row.
+    """
+    return cosine_of_total(logits_total(logits, allowed, documents), documents, logits.shape[1])
+
+
+def logits_total(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
+    """Return Σ_a A_a/‖A_a‖ over the heads of `logits`, `[batch, seq, seq]`; arguments as in `logits_cosine`."""
+    logits = logits.masked_fill(~allowed, 0.0)
+    squares = torch.einsum("bhi,bki->bkh", logits.pow(2).sum(-1), documents.to(logits.dtype))  # [batch, documents, m′]
+    return (logits * _by_row(_inverse_root(squares), documents).unsqueeze(-1)).sum(1)
+
+
+def _inverse_root(squares: Tensor) -> Tensor:
+    return squares.clamp_min(SMALLEST_NORM**2).rsqrt()
+
+
+def _by_row(per_document: Tensor, documents: Tensor) -> Tensor:
+    """Give each token its document's value, and padding 0: `[batch, documents, heads]` → `[batch, heads, seq]`."""
+    return torch.einsum("bkh,bki->bhi", per_document, documents.to(per_document.dtype))
+
+
+def cosine_of_total(total: Tensor, documents: Tensor, num_heads: int) -> Tensor:
+    """Return (‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) per document; `total` is Σ_a A_a/‖A_a‖, `[batch, seq, seq]`."""
+    squares = torch.einsum("bi,bki->bk", total.pow(2).sum(-1), documents.to(total.dtype))
+    return (squares - num_heads) / num_ordered_pairs(num_heads)
 
 
 def check_length(length: int, longest: int) -> None:

@@ -5,7 +5,7 @@ activation checkpointing look into these types only. One process passes them on 
 knows how they travel between ranks.
 
 `NoteInputs` and the functions below it are the model's part of Taking Notes on the Fly (Wu et al., arXiv:2008.01466);
-`objectives/notes.py` keeps the dictionary:
+`objectives/electra.py` keeps the dictionary:
 
     input at a rare word's pieces:   (1 − λ)(token + position) + λ · NoteDict(w)
     note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
@@ -166,7 +166,7 @@ class Output(NamedTuple):
     sums: Tensor
     """fp32 (or fp64) `[n]`: sums over the micro-batch, in the order of the objective's `sum_names`."""
     notes: Tensor | None = None
-    """`[occurrences, hidden]`: new notes of rare words, see `objectives/notes.py`."""
+    """`[occurrences, hidden]`: new notes of rare words, see `objectives/electra.py`."""
 
 
 class End(NamedTuple):

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, Number, ObjectiveConfig, objective_class
-from megatron_ddrp.config.option import refuse
+from megatron_ddrp.config.reading import refuse
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.model.attention.attending import Attended
+from megatron_ddrp.model.attention.logits import Attended
 from megatron_ddrp.model.bert import Bert, Encoder
-from megatron_ddrp.model.similarity import token_cosine
+from megatron_ddrp.model.embeddings import token_cosine
 from megatron_ddrp.model.stages import Draws, End, Output, State, window_means
 
 

@@ -1,4 +1,38 @@
-"""One rank's part of the pipeline: consecutive stages of the model's one list, and the messages between two parts.
+"""Exchange between ranks: collectives, shards of weights, and the pipeline's messages.
+
+Exchange between tensor-parallel ranks inside of autograd: f and g of arXiv:1909.08053, and linear maps with f.
+
+g is a sum over the ranks (`sum_of_ranks`); f has such a sum as its gradient (`enter`). A linear map of which this rank
+has some rows exchanges its gradient beside the weights' gradients:
+
+    forward     x → whole rows (f, or an all-gather) → x Wᵢᵀ + bᵢ           for all maps i of one input
+    backward    dx = Σᵢ gᵢ Wᵢ;  start to sum dx over the ranks;  dWᵢ = gᵢᵀ x, dbᵢ = Σ gᵢ;  wait for dx
+
+Maps that share an input, such as query, key and value, are one node of the graph, so their dx is one tensor that is
+exchanged once. On GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
+
+Seeds of torch's random draws: dropout of a micro-batch, of a rank, of a fine-tuning step.
+
+HCD over heads of all tensor-parallel ranks (eq. 18): exact, with the same draw of heads in every layout.
+
+If HCD samples heads, they are exchanged: each rank contributes the queries and keys of its own, `[2, b, m′, s, d]` in
+total, and their part of the tables or of the bias if these are per head; then every rank computes the same cosine. If
+HCD compares all heads, Σ_a A_a/‖A_a‖ is exchanged instead, one `[b, s, s]` sum for any number of heads.
+
+Gradients need no communication: the result is replicated, so each rank's part of its gradient is the slice of its own
+heads. Tables that all heads share are replicated already. `tensor_parallel` sums their gradient over the ranks, so only
+one rank may count the cosine's share of it.
+
+Tensor parallelism's cut of each parameter, and the conversion between parts and whole tensors.
+
+One table names the cut parameters of the layers that every model has; `by_head` of an encoding names its own parameters
+and buffers. Every tensor-parallel rank holds all others whole. Rank t of T holds block t of T equal blocks along the
+cut dimension. The vocabulary is padded to a multiple of 128 first, in every layout.
+
+Parameters are known by their names in the whole model on one device: `layers.3.attention.query.weight`. A pipeline
+stage holds a part of the model under other names; `local_parameters` returns them by the names of the whole.
+
+One rank's part of the pipeline: consecutive stages of the model's one list, and the messages between two parts.
 
 `Inputs` and `State` are nested named tuples (`model/stages.py`). They travel between ranks as two flat tensors: the
 floats that receive gradients (`LEARNED`), bit for bit, and the bytes of all the rest. With one float tensor, a part
@@ -9,21 +43,298 @@ from. A header describes the nesting, types and shapes, and holds Python's numbe
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ddrp.config import encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import embeddings as similarity
+from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits, sum_of_counted
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.fused import gradient_of_input, gradients_of_parameters
 from megatron_ddrp.model.heads import DecodingStage
+from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, NoteInputs, Output, State
 from megatron_ddrp.parallel.process_group import Ranks
+
+
+class _SumOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:  # type: ignore[override]
+        return all_reduce(x, ranks)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return gradient, None
+
+
+def sum_of_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """Return x summed over the tensor-parallel ranks (g). All ranks use it alike, so each x has the sum's gradient."""
+    return _SumOfRanks.apply(x, ranks)
+
+
+def all_reduce(x: Tensor, ranks: Ranks, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Return a new tensor outside of autograd: x summed, or its maximum, over the tensor-parallel ranks."""
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, operation, group=ranks.tensor_group)
+    return result
+
+
+Wait = Callable[[], Tensor]
+"""Function that waits for a running exchange and returns its result."""
+
+
+class Entrance(NamedTuple):
+    """Entry of a tensor into a region whose ranks use it differently, so that their gradients must be summed."""
+
+    there: Callable[[Tensor], Tensor]
+    """Function that returns the tensor for use on the ranks."""
+    back: Callable[[Tensor], Wait]
+    """Function that starts to sum that tensor's gradients into the original's gradient. May overwrite its argument."""
+
+
+def replicated_entrance(ranks: Ranks) -> Entrance:
+    """Return the entrance of a tensor that is equal on all tensor-parallel ranks (f in the paper)."""
+    return Entrance(lambda x: x.view_as(x), partial(_start_sum, ranks=ranks))
+
+
+def _start_sum(gradient: Tensor, ranks: Ranks) -> Wait:
+    gradient = gradient.contiguous()
+    work = dist.all_reduce(gradient, group=ranks.tensor_group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return gradient
+
+    return wait
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, entrance: Entrance) -> Tensor:  # type: ignore[override]
+        ctx.entrance = entrance
+        return entrance.there(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return ctx.entrance.back(gradient.clone())(), None
+
+
+class _ColumnMaps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, entrance: Entrance, *weights_and_biases: Tensor):  # type: ignore[override]
+        weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
+        entered = entrance.there(x)
+        ctx.entrance, ctx.has_bias = entrance, [bias is not None for bias in biases]
+        ctx.save_for_backward(entered, *weights)
+        return tuple(F.linear(entered, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
+        entered, *weights = ctx.saved_tensors
+        flat = [gradient.flatten(0, -2) for gradient in gradients]  # [tokens, out] each
+        of_input = gradient_of_input(None, flat, weights)
+        assert of_input is not None
+        wait = ctx.entrance.back(of_input.view_as(entered))
+        of_parameters = gradients_of_parameters(entered.flatten(0, -2), flat, ctx.has_bias)
+        return wait(), None, *of_parameters
+
+
+def enter(x: Tensor, entrance: Entrance) -> Tensor:
+    """Return the tensor that the ranks use of `x`, for any use."""
+    return _Enter.apply(x, entrance)
+
+
+def column_map(x: Tensor, entrance: Entrance, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return this rank's part of a linear map's output; `x` `[.., in]`, `weight` `[out / tensor_size, in]`."""
+    return _ColumnMaps.apply(x, entrance, weight, bias)[0]
+
+
+def column_maps(x: Tensor, entrance: Entrance, maps: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Return this rank's part of the outputs of maps that share an input."""
+    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights only for a module's own call
+        entered = enter(x, entrance)
+        return tuple(each(entered) for each in maps)
+    return _ColumnMaps.apply(x, entrance, *(parameter for each in maps for parameter in (each.weight, each.bias)))
+
+
+def seed_draws(seed: int, device: torch.device) -> None:
+    """Seed torch's draws on the CPU and on `device`, as `torch.manual_seed(seed)` does.
+
+    `torch.manual_seed` seeds every kind of device that torch knows, and keeps a stack trace for each kind that this
+    machine lacks. That takes a millisecond, enough time to compute a small layer.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)
+
+
+class CosineOfAllRanks:
+    """Mean pairwise cosine of some heads' logits, for heads on any rank."""
+
+    def __init__(self, ranks: Ranks, terms_by_head: bool) -> None:
+        """Keep `terms_by_head`: true if the position terms have a part per head, false if all heads share one."""
+        self.ranks, self.terms_by_head = ranks, terms_by_head
+
+    def __call__(self, attending: Attending) -> Tensor:
+        """Return the cosine summed over the counted documents.
+
+        `attending` has this rank's queries and keys; its `heads` are global numbers.
+        """
+        return sum_of_counted(self._by_document(attending), attending)
+
+    def _by_document(self, attending: Attending) -> Tensor:
+        query, key, heads, terms = attending.query, attending.key, attending.heads, attending.terms.compared
+        documents = similarity.document_mask(attending.document_ids, attending.num_documents)
+        num_heads = query.shape[1] * self.ranks.tensor_size
+        if len(heads) == num_heads:
+            total = sum_of_ranks(self._total(attending, documents), self.ranks)
+            return similarity.cosine_of_total(total, documents, num_heads)
+        own = torch.stack([self._own(x, heads, 1) for x in (query, key)])  # [2, b, m′, s, d]
+        query, key = _wide(sum_of_ranks(own, self.ranks))
+        if attending.compares_content:
+            return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
+        terms = self._terms_of(heads, terms, query.dtype)
+        return similarity.logits_cosine(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
+
+    @staticmethod
+    def _total(attending: Attending, documents: Tensor) -> Tensor:
+        """Return Σ_a A_a/‖A_a‖ over this rank's heads, `[b, s, s]`."""
+        query, key = _wide(attending.query), _wide(attending.key)
+        if attending.compares_content:
+            return similarity.content_total(query, key, documents)
+        terms = attending.terms.compared.map(lambda x, _: x.to(query.dtype))
+        return similarity.logits_total(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
+
+    def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
+        """Return the terms of `heads`: exchanged if they are per head, else shared, with a gradient on rank 0 only."""
+
+        def choose(tensor: Tensor, dimension: int) -> Tensor:
+            if self.terms_by_head:
+                tensor = sum_of_ranks(self._own(tensor, heads, dimension), self.ranks)
+            elif self.ranks.tensor_rank:
+                tensor = tensor.detach()
+            return tensor.to(dtype)
+
+        return terms.map(choose)
+
+    def _own(self, tensor: Tensor, heads: Tensor, dimension: int) -> Tensor:
+        """Return `heads` along `dimension`, with zeros in place of the heads of other ranks."""
+        own = heads - self.ranks.tensor_rank * tensor.shape[dimension]
+        here = (own >= 0) & (own < tensor.shape[dimension])
+        chosen = tensor.index_select(dimension, torch.where(here, own, 0))
+        return chosen * here.view([-1 if d == dimension else 1 for d in range(chosen.dim())])
+
+
+def _pairs_allowed(attending: Attending) -> Tensor:
+    """Return `allowed_pairs` of a call of attention, bool `[b, 1, s, s]`."""
+    return allowed_pairs(attending.document_ids, attending.window)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return `x` in fp32 or wider."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+ROWS, COLUMNS = 0, 1
+"""Dimensions of a weight `[out, in]`. A layer cut by rows computes a part of its output; a layer cut by columns reads
+a part of its input."""
+
+SPLIT = (
+    (r"embeddings\.(token|difference)\.weight", ROWS),
+    (r"head\.decoder\.(weight|bias)", ROWS),
+    (r"attention\.(query|key|value)\.(weight|bias)", ROWS),
+    (r"attention\.output\.weight", COLUMNS),
+    (r"feed_forward\.(input|gate)\.(weight|bias)", ROWS),
+    (r"feed_forward\.output\.weight", COLUMNS),
+)
+"""(pattern of the end of a parameter's name, cut dimension)."""
+
+
+def split_dimension(name: str, encoding: str) -> int | None:
+    """Return the dimension along which tensor parallelism cuts a parameter or buffer; None if it stays whole.
+
+    `encoding` is a name in `config.registry.ENCODINGS`, here and below.
+    """
+    positions = encoding_class(encoding)
+    for module, by_head in (("position", positions.by_head), ("layer_position", positions.layer_part.by_head)):
+        for parameter, dimension in by_head.items():
+            if name.endswith(f".{module}.{parameter}"):
+                return dimension
+    for pattern, dimension in SPLIT:
+        if re.search(rf"(^|\.){pattern}$", name):
+            return dimension
+    return None
+
+
+def uncut_shape(name: str, local: Sequence[int], encoding: str, ranks: Ranks) -> tuple[int, ...]:
+    """Return the shape of the whole tensor of which a tensor of shape `local` is this rank's `own_part`."""
+    shape, dimension = list(local), split_dimension(name, encoding)
+    if dimension is not None:
+        shape[dimension] *= ranks.tensor_size
+    return tuple(shape)
+
+
+def own_part(name: str, whole: Tensor, encoding: str, ranks: Ranks) -> Tensor:
+    """Return this rank's part of a whole parameter, or of a tensor of its shape (gradient, Adam moment), as a view."""
+    dimension = split_dimension(name, encoding)
+    if dimension is None or ranks.tensor_size == 1:
+        return whole
+    return whole.chunk(ranks.tensor_size, dimension)[ranks.tensor_rank]
+
+
+def gather_whole(name: str, local: Tensor, encoding: str, ranks: Ranks) -> Tensor:
+    """Return the whole tensor of which `local` is this rank's `own_part`, on every tensor-parallel rank.
+
+    A collective call among these ranks, on `ranks.device`.
+    """
+    dimension = split_dimension(name, encoding)
+    if dimension is None or ranks.tensor_size == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in range(ranks.tensor_size)]
+    dist.all_gather(parts, local.contiguous(), group=ranks.tensor_group)
+    return torch.cat(parts, dimension)
+
+
+def name_parameters(model: nn.Module) -> None:
+    """Store on each parameter and module its name in the whole model; the name stays when the model is cut."""
+    for name, item in (*model.named_parameters(), *model.named_modules()):
+        item.whole_name = name  # type: ignore[assignment, union-attr]
+
+
+def whole_name(item: nn.Parameter | nn.Module) -> str | None:
+    """Return the name of a parameter or module in the whole model, if `name_parameters` stored it, else None."""
+    return getattr(item, "whole_name", None)
+
+
+def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by their names in the whole model; a model that was never cut keeps its names.
+
+    Tied weights have one name: the first and the last stage of a pipeline both hold `embeddings.token.weight`.
+    """
+    return {whole_name(parameter) or name: parameter for name, parameter in module.named_parameters()}
+
+
+def local_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's buffers that checkpoints keep, by their names in the whole model."""
+    kept = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    return {
+        f"{whole_name(holder) or place}.{name}": buffer
+        for place, holder in module.named_modules()
+        for name, buffer in holder.named_buffers(recurse=False)
+        if id(buffer) in kept
+    }
+
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 

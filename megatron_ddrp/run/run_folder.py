@@ -16,11 +16,10 @@ from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.atomic import make_folder, write_bytes
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
-from megatron_ddrp.parallel.agreement import agree_on_long_work, gather_objects
-from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.process_group import Ranks, agree_on_long_work, gather_objects
 from megatron_ddrp.parallel.rendezvous import wait_until
 from megatron_ddrp.run.launch import forget_exit_code
-from megatron_ddrp.run.plateau import store_level
+from megatron_ddrp.run.metrics import store_level
 
 LOCK = "lock"
 

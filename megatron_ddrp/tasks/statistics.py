@@ -1,14 +1,96 @@
-"""Means, spreads and paired differences over seeds and over test items; the judgement of a table's gains."""
+"""Measures and their statistics: names and units, intervals over seeds and items, judgements, learning curves.
+
+Names and units of the measures of a run, in rows, in tables and in results.json.
+
+Means, spreads and paired differences over seeds and over test items; the judgement of a table's gains.
+
+Figure learning_curves.png: scores over training steps, for runs with several scored checkpoints.
+
+The names of the encoders of `--load run/iter_*` are their folders, which give run and step.
+"""
 
 from __future__ import annotations
 
 import bisect
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from megatron_ddrp.pages.markdown import (
+    GREY,
+    figure_tools,
+    legend_below,
+    panel_grid,
+    remove_figure,
+    run_handles,
+    run_style,
+    save_figure,
+    short_names,
+)
+
+TRAINING_LOSS = "training masked-LM loss"
+LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
+ONSET = "onset"
+"""Tokens until a run left the plateau (`run/metrics.py`); of a run that did not, all of its tokens."""
+TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
+FIRST_COMPONENT = "first component"
+MINIMAL_PAIRS = "minimal pairs"
+SPACE = {
+    "cosine between sentences": "cosine_between",
+    "cosine within, mean removed": "centred_cosine_within",
+    "IsoScore": "isoscore",
+    "effective rank": "effective_rank",
+    FIRST_COMPONENT: "first_component",
+    "kurtosis on the first component": "first_component_kurtosis",
+}
+"""Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
+PROBE, SHUFFLED, RANDOM, COSINE = (
+    "direction probe",
+    "direction probe, shuffled",
+    "direction probe, shuffled, random weights",
+    "direction cosine",
+)
+"""Measures of direction: a linear probe of left and right on text, on shuffled text, where only positions can tell, on
+shuffled text with random weights, and the cosine of the table's rows for offsets +k and −k."""
+DIRECTION = {PROBE: (0, "probe"), SHUFFLED: (0, "shuffled"), RANDOM: (1, "shuffled"), COSINE: (0, "near")}
+"""Measure → place among the models in the JSON of `megatron-ddrp analyze direction --random-init`, and key."""
+INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
+"""Measures of the tables about the inside of the models; all others are scores."""
+NO_MEASURES = (TOKENS, STEP_SECONDS)
+"""Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
+SMALLER_IS_BETTER = (LOSS, ONSET, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
+_SHOWN = {
+    **dict.fromkeys((LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
+    **dict.fromkeys(DIRECTION, (1, 3)),
+    "effective rank": (1, 1),
+    ONSET: (1e-6, 2),
+    TRIANGLE: (100, 1),
+}
+"""Measure → factor and digits; other measures are shares in points."""
+
+
+def format_value(measure: str, value: float, sign: str = "") -> str:
+    """Return a value of a measure; with `sign` "+" a difference."""
+    factor, digits = _SHOWN.get(measure, (100, 2))
+    return f"{factor * value:{sign}.{digits}f}"
+
+
+def factor_of(measure: str) -> float:
+    """Return the factor with which a measure is shown."""
+    return _SHOWN.get(measure, (100, 2))[0]
+
+
+def unit_of(measure: str) -> str:
+    """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
+    units = {LOSS: " [nats]", TRAINING_LOSS: " [nats]", ONSET: " [million tokens]"}
+    return units.get(measure, " [points]" if factor_of(measure) == 100 else "")
+
 
 EQUAL_SEEDS = "equal seeds: no spread"
 """Remark on a difference without an interval."""
@@ -142,3 +224,68 @@ def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
+
+
+FIGURE = "learning_curves.png"
+PANELS_PER_ROW = 3
+
+_CHECKPOINT = re.compile(r"(?P<run>.*?)/*iter_(?P<step>\d+)")
+
+
+class Score(NamedTuple):
+    """Score as a fraction, with the ends of its error bar."""
+
+    value: float
+    low: float
+    high: float
+
+
+Curves = dict[str, list[tuple[int, Score]]]
+"""Run → pairs (step, score), sorted by step."""
+
+
+def curves_of(scores: Mapping[str, Score]) -> Curves:
+    """Return the curves of all runs with at least two scored checkpoints. `scores` maps encoders to scores."""
+    curves: Curves = {}
+    for name, score in scores.items():
+        if found := _CHECKPOINT.fullmatch(name):
+            curves.setdefault(found["run"] or ".", []).append((int(found["step"]), score))
+    return {run: sorted(curve) for run, curve in curves.items() if len(curve) > 1}
+
+
+def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], error: str, folder: Path) -> str | None:
+    """Draw one panel per (title, score by encoder) over training steps; return the figure's name in `folder`.
+
+    `error` names the error bars. Without two checkpoints of one run, draw nothing and return None.
+    """
+    remove_figure(folder / FIGURE)
+    drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
+    if not drawn:
+        return None
+    plt = figure_tools()
+    figure, axes = panel_grid(len(drawn), PANELS_PER_ROW, 4.4, 3.6, (0.8, 1), sharex=True)
+    runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
+    for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
+        for run, curve in curves.items():
+            _draw_curve(axis, curve, run, run_style(runs.index(run)))
+        axis.set_title(title, fontsize=12)
+        axis.set_xlabel("training step")
+        axis.grid(alpha=0.3)
+        axis.xaxis.set_major_locator(plt.MaxNLocator(5, integer=True))
+        axis.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:g}k" if step >= 10_000 else f"{step:g}")
+        axis.tick_params(labelbottom=True)
+        axis.set_ylim(top=min(axis.get_ylim()[1], 101))  # no score is above 100
+    for axis in axes[:, 0]:
+        axis.set_ylabel("score × 100")
+    bar = plt.Line2D([], [], color=GREY, marker="|", linestyle="", markersize=14, markeredgewidth=2)
+    legend_below(figure, run_handles(short_names(runs)) | {error: bar})
+    save_figure(figure, folder / FIGURE)
+    return FIGURE
+
+
+def _draw_curve(axis: Any, curve: list[tuple[int, Score]], run: str, style: dict[str, Any]) -> None:
+    steps = [step for step, _ in curve]
+    values = [100 * score.value for _, score in curve]
+    below = [100 * (score.value - score.low) for _, score in curve]
+    above = [100 * (score.high - score.value) for _, score in curve]
+    axis.errorbar(steps, values, yerr=(below, above), label=run, capsize=3, **style)

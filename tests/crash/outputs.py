@@ -8,14 +8,14 @@ from pathlib import Path
 
 from megatron_ddrp.commands import train_tokenizer
 from megatron_ddrp.conversion import to_huggingface
-from megatron_ddrp.conversion.exported_folder import CARD, check_sums
+from megatron_ddrp.conversion.families.contract import CARD, check_sums
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.merging import merge, shuffle
 from megatron_ddrp.data.dataset.verification import check_sums as check_dataset
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main as finetune
-from megatron_ddrp.tasks.finetune.saving import read_facts
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.finetune.training import read_facts
+from megatron_ddrp.tasks.jobs import Store
 from tests.crash.protocol import Protocol, quietly
 from tests.crash.sample import files_in
 

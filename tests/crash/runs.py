@@ -16,7 +16,7 @@ from megatron_ddrp.errors import refusals_as_user_errors
 from megatron_ddrp.run import launch
 from megatron_ddrp.run.metrics import MetricsFile, read_rows
 from megatron_ddrp.run.run_folder import RunFolder
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs import Store
 from tests.crash.protocol import Protocol, quietly
 from tests.crash.sample import write_rows
 from tests.endurance.lines import ROOT

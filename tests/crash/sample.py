@@ -15,7 +15,8 @@ import torch
 from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint.weights import Form
 from megatron_ddrp.config import Config, save_config
-from megatron_ddrp.conversion import finetuned, to_huggingface
+from megatron_ddrp.conversion import to_huggingface
+from megatron_ddrp.conversion import to_huggingface as finetuned
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.engine import checkpoint as engine_checkpoint

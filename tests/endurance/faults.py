@@ -27,7 +27,7 @@ import yaml
 from tqdm import tqdm
 
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.tasks.jobs.store import digest
+from megatron_ddrp.tasks.jobs import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENOUGH = 0.95

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.engine.device import precision_fault
+from megatron_ddrp.engine.build import precision_fault
 from tests.integration.launch import fork_server
 
 GPU = "cuda"

@@ -15,9 +15,9 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ModelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.engine.device import check_device
-from megatron_ddrp.engine.inputs import move_tensors, training_inputs
+from megatron_ddrp.engine.build import check_device
 from megatron_ddrp.engine.layout import WeightedLoss
+from megatron_ddrp.engine.step import move_tensors, training_inputs
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import DTYPES

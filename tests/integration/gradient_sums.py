@@ -14,13 +14,12 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.engine.gradient_proof import GradientProof
-from megatron_ddrp.engine.inputs import training_inputs
-from megatron_ddrp.engine.step import train_step
+from megatron_ddrp.engine.proofs import GradientProof
+from megatron_ddrp.engine.step import train_step, training_inputs
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
+from megatron_ddrp.parallel.pipeline import local_parameters
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
-from megatron_ddrp.parallel.sharding import local_parameters
 from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import forget_layout, run_ranks
 

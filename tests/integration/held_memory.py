@@ -15,8 +15,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.engine.inputs import training_inputs
-from megatron_ddrp.engine.step import train_step
+from megatron_ddrp.engine.step import train_step, training_inputs
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import place_in_grid
 from tests.integration.launch import TIMEOUT

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.data.dataset.merging import shuffle
-from megatron_ddrp.engine.device import instead_of_fp16
+from megatron_ddrp.engine.build import instead_of_fp16
 from tests.conftest import TinyCorpus
 from tests.integration.launch import Result, lines, start_ranks
 

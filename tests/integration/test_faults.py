@@ -17,7 +17,7 @@ import torch
 
 from megatron_ddrp.checkpoint import newest, read_state
 from megatron_ddrp.data.points import VARIABLE
-from megatron_ddrp.parallel.sharding import whole_name
+from megatron_ddrp.parallel.pipeline import whole_name
 from tests.integration.launch import (
     SCRIPT,
     TIMEOUT,

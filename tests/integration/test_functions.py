@@ -27,10 +27,9 @@ import megatron_ddrp
 from megatron_ddrp import compare, finetune, minimal_pairs, preprocess, pretrain, report, train_tokenizer
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.running import stop_on_sigterm
-from megatron_ddrp.run.callbacks import Callback, StopTraining
-from megatron_ddrp.run.guest import guest
-from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.lab.compare.experiment import stop_on_sigterm
+from megatron_ddrp.run.launch import guest
+from megatron_ddrp.run.metrics import Callback, StopTraining, read_rows
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
 
@@ -540,7 +539,7 @@ def test_figures_leave_the_settings_of_matplotlib_as_they_were(
         report(load=run.path, output_dir=tmp_path / "report")
         assert matplotlib.rcParams.copy() == before
 
-    from megatron_ddrp.pages.plotting import figure_tools
+    from megatron_ddrp.pages.markdown import figure_tools
 
     with matplotlib.rc_context():
         matplotlib.rc_file_defaults()

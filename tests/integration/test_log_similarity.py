@@ -11,7 +11,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.similarity import document_mask, token_cosine
+from megatron_ddrp.model.embeddings import document_mask, token_cosine
 from megatron_ddrp.model.stages import Draws
 from tests.integration.launch import read_rows, start_ranks
 from tests.unit.model.tiny import encode, named_sums

@@ -13,9 +13,8 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.parallel.agreement import gather_objects
 from megatron_ddrp.parallel.pipeline import HEADER, IN_FLIGHT, MailOfRanks
-from megatron_ddrp.parallel.process_group import place_in_grid
+from megatron_ddrp.parallel.process_group import gather_objects, place_in_grid
 from tests.integration import training_runs
 from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import run_ranks

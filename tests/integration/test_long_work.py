@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
-from megatron_ddrp.parallel import agreement
+from megatron_ddrp.parallel import process_group as agreement
 from tests.integration.training_runs import run_ranks
 
 TIMEOUT, MEETINGS = 8.0, 6

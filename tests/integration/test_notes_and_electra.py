@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model, mark_latest, newest, read_state, save_weights_only, write_state
-from megatron_ddrp.checkpoint.note_files import read_notes
+from megatron_ddrp.checkpoint.weights import read_notes
 from megatron_ddrp.config import load_config
 from megatron_ddrp.model import build_model
 from tests.integration.launch import start_ranks, training_rows

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
+from megatron_ddrp.parallel.pipeline import own_part
 from megatron_ddrp.parallel.process_group import place_in_grid
-from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
-from megatron_ddrp.parallel.sharding import own_part
-from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
+from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
 from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
 

@@ -232,7 +232,7 @@ def test_an_optimizer_that_a_checkpoint_cannot_hold_is_refused(
     [
         ("def f(step, warmup, last, config): return float('nan')\nSCHEDULES = {'f': f}", "--lr-decay-style f gave nan"),
         (
-            "from megatron_ddrp.data.batches.units import Masking\nclass M(Masking):\n    longest = 2\n"
+            "from megatron_ddrp.data.batches.masking import Masking\nclass M(Masking):\n    longest = 2\n"
             "    def lengths(self, draws, ids, first): return draws\nMASKINGS = {'f': M}",
             "M.lengths gave .*expected a whole number from 1 to 2",
         ),

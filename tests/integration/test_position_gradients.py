@@ -23,10 +23,9 @@ from megatron_ddrp.checkpoint import MODEL, OPTIMIZER, StoredTensors, newest
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, ParallelConfig, encoding_class
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
+from megatron_ddrp.parallel.pipeline import own_part
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
-from megatron_ddrp.parallel.sharding import own_part
-from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
+from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
 from tests.integration.training_runs import TIMEOUT, run_ranks, train_run
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
 

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.stages import State
-from megatron_ddrp.parallel.collectives import enter
+from megatron_ddrp.parallel.pipeline import enter
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.sequence_parallel import (
-    PARALLEL,
+from megatron_ddrp.parallel.tensor_parallel import (
+    SEQUENCE_PARALLEL,
     apply_sequence_parallel,
+    apply_tensor_parallel,
     gathering_entrance,
     join,
     leave,
     split,
 )
-from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
 
@@ -169,7 +169,7 @@ def _look(_words: list[list[str]], _error: Path) -> dict[str, Any]:
     shapes: dict[str, list[list[int]]] = {}
     for name, module in model.named_modules():
         if (
-            name.endswith("feed_forward") or isinstance(module, tuple(kind for _, kind in PARALLEL))
+            name.endswith("feed_forward") or isinstance(module, tuple(kind for _, kind in SEQUENCE_PARALLEL))
         ) and not name.startswith("layers.1."):
             module.register_forward_hook(partial(_note_shapes, shapes, name))
     kept, seen = _kept_bytes(model), dict(shapes)

@@ -23,14 +23,13 @@ from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
-from megatron_ddrp.engine.gradient_proof import GradientProof
-from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps
-from megatron_ddrp.engine.step import evaluate
+from megatron_ddrp.engine.proofs import GradientProof
+from megatron_ddrp.engine.step import evaluate, training_inputs
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel.pipeline import local_parameters, split_dimension
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
 from megatron_ddrp.train import open_notes
 from tests.integration.launch import exit_codes_of, fork_server, set_by_launcher
 

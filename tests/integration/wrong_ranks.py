@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.engine import nonfinite
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.parallel.sharding import local_parameters, whole_name
+from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
 from tests.integration.launch import TIMEOUT
 from tests.integration.test_precision import allow_fp16_on_the_cpu
 from tests.integration.training_runs import run_ranks, train_run

@@ -16,7 +16,7 @@ from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.models import find_snapshots
+from megatron_ddrp.lab.analysis.session import find_snapshots
 from megatron_ddrp.model import build_model
 
 STEPS = (2, 4, 6)

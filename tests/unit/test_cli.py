@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.cli import ArgumentParser, Subcommand, parse_sections, parse_subcommand
-from megatron_ddrp.config.option import Section, option
+from megatron_ddrp.config.reading import Section, option
 from megatron_ddrp.errors import UserError
 
 

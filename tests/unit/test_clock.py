@@ -7,8 +7,8 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log
 from megatron_ddrp.run.flops import peak_of_device, peak_of_run
-from megatron_ddrp.run.host_memory import peak_memory_bytes
 from megatron_ddrp.run.log import Clock, MetricsLog, duration, progress_line, speed
+from megatron_ddrp.run.loop import peak_memory_bytes
 
 ROW = {"iteration": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 1500.0, "peak_memory_gib": 21.26}
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import ENCODINGS, STARTS, Config, ModelConfig, changed_settings, encoding_class
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.engine.compatibility import changed_tokenizer, check_architecture
+from megatron_ddrp.engine.checkpoint import changed_tokenizer, check_architecture
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import on_meta_device
 

@@ -19,7 +19,7 @@ from megatron_ddrp.config import (
     load_config,
     save_config,
 )
-from megatron_ddrp.config.option import check_range
+from megatron_ddrp.config.reading import check_range
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 

@@ -13,10 +13,10 @@ import pytest
 from megatron_ddrp import memory
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config, ParallelConfig
-from megatron_ddrp.config.deepspeed_values import TOP_LEVEL
-from megatron_ddrp.engine import deepspeed_file
+from megatron_ddrp.config.translation import TOP_LEVEL
+from megatron_ddrp.engine import layout as deepspeed_file
 from megatron_ddrp.engine.build import deepspeed_settings
-from megatron_ddrp.engine.deepspeed_file import (
+from megatron_ddrp.engine.layout import (
     LOWEST_DEEPSPEED,
     import_quietly,
     offload_device,

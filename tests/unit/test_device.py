@@ -8,7 +8,7 @@ import torch
 from megatron_ddrp import train
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
-from megatron_ddrp.engine.device import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
+from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import graphs
 from megatron_ddrp.parallel.process_group import Ranks

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.data.atomic import file_fault
 from megatron_ddrp.data.dataset.dataset_index import file_size
-from megatron_ddrp.data.sealed import file_fault
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import LARGEST_YAML, parse_json, parse_yaml, read_bytes, read_object, reading, stand_in
 
@@ -52,7 +52,7 @@ def test_no_code_reads_a_foreign_file_beside_the_door() -> None:
 
 
 def test_only_one_file_unpacks() -> None:
-    assert {file for file, tree in TREES.items() if imports(tree) & UNPACKERS} == {"data/preprocess/packed.py"}
+    assert {file for file, tree in TREES.items() if imports(tree) & UNPACKERS} == {"data/preprocess/inputs.py"}
 
 
 @pytest.mark.parametrize(

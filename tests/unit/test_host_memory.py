@@ -11,7 +11,7 @@ TAKE_AND_FREE = """
 import json
 import resource
 import torch
-from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.loop import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -44,7 +44,7 @@ def test_freed_tensors_are_taken_again_without_page_faults():
 
 SHAPES = """
 import torch
-from megatron_ddrp.run.host_memory import bound_kernel_caches, peak_resident_bytes, reset_peak_resident_bytes
+from megatron_ddrp.run.loop import bound_kernel_caches, peak_resident_bytes, reset_peak_resident_bytes
 
 if {bound}:
     bound_kernel_caches()
@@ -72,7 +72,7 @@ def test_kernels_of_old_shapes_are_dropped():
 PEAK = """
 import json
 import torch
-from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
+from megatron_ddrp.run.loop import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 
 def peak_of(megabytes):
     start = reset_peak_resident_bytes()

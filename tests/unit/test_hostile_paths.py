@@ -22,7 +22,7 @@ import pytest
 from megatron_ddrp.cli import _plain_type
 from megatron_ddrp.commands import COMMANDS
 from megatron_ddrp.config import flag
-from megatron_ddrp.data.sealed import object_sum
+from megatron_ddrp.data.atomic import object_sum
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, run_command
 from megatron_ddrp.tasks.finetune import command as finetune

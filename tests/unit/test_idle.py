@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config.differences import changed_model
+from megatron_ddrp.config.run import changed_model
 
 BASE = "--data-path x --train-iters 10"
 

@@ -48,7 +48,7 @@ def test_the_reader_sees_what_it_should():
         "import torch.nn\ndef f():\n    from torch import distributed\n    import a.b as c\n    torch.distributed.x()"
     )
     assert imported(ast.parse(source)) == {"torch.nn", "torch.distributed", "a.b"}
-    assert importers("torch") >= {"model/bert.py", "model/positions/ddrp.py"}
+    assert importers("torch") >= {"model/bert.py", "model/positions/tables.py"}
 
 
 def named_outside(names, *folders):

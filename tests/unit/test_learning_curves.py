@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.pages import plotting as figures
-from megatron_ddrp.tasks import learning_curves
-from megatron_ddrp.tasks.learning_curves import FIGURE, Score, curves_of, draw_learning_curves
+from megatron_ddrp.pages import markdown as figures
+from megatron_ddrp.tasks import statistics as learning_curves
+from megatron_ddrp.tasks.statistics import FIGURE, Score, curves_of, draw_learning_curves
 
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
 

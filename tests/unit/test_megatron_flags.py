@@ -22,7 +22,7 @@ from megatron_ddrp.config.translation import (
     translate,
 )
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.scoring import make_config, read_flags
+from megatron_ddrp.lab.compare.plan import make_config, read_flags
 
 SCRIPT = """
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096 --kv-channels 64 --seq-length 512

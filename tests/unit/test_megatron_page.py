@@ -10,8 +10,15 @@ import pytest
 
 from megatron_ddrp.arguments import build_parser, parse_arguments
 from megatron_ddrp.config import flag
-from megatron_ddrp.config.deepspeed_values import SETTINGS
-from megatron_ddrp.config.translation import BY_VALUE, REMEDIES, RENAMED, RULES, THEIR_DEFAULTS, WITHOUT_EFFECT
+from megatron_ddrp.config.translation import (
+    BY_VALUE,
+    REMEDIES,
+    RENAMED,
+    RULES,
+    SETTINGS,
+    THEIR_DEFAULTS,
+    WITHOUT_EFFECT,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
 

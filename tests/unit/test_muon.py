@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.engine import optimizers as muon
 from megatron_ddrp.engine.build import build_optimizer
-from megatron_ddrp.engine.compatibility import check_optimizer
+from megatron_ddrp.engine.checkpoint import check_optimizer
 from megatron_ddrp.engine.layout import GradientClipping
-from megatron_ddrp.engine.optimizers import muon
-from megatron_ddrp.engine.optimizers.adamw import AdamW
-from megatron_ddrp.engine.optimizers.muon import MOMENTUM, Muon, hidden_matrices
+from megatron_ddrp.engine.optimizers import MOMENTUM, AdamW, Muon, hidden_matrices
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import by_zero_stage
 from megatron_ddrp.model import build_model, on_meta_device

@@ -11,15 +11,23 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.commands import speed
-from megatron_ddrp.commands.options import training_command
+from megatron_ddrp.commands import planning as speed
+from megatron_ddrp.commands.options import (
+    EPOCHS,
+    SHAPES,
+    Plan,
+    Shape,
+    best_shape,
+    recipe,
+    recipe_for_text,
+    rows_per_rank,
+    training_command,
+)
 from megatron_ddrp.commands.plan import main
-from megatron_ddrp.commands.planning import FULL
-from megatron_ddrp.commands.speed import PresentDevice
+from megatron_ddrp.commands.planning import FULL, PresentDevice
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import estimated_needs
 from megatron_ddrp.run.devices import DEVICES, why_not
-from megatron_ddrp.run.memory_advice import estimated_needs
-from megatron_ddrp.run.sizing import EPOCHS, SHAPES, Plan, Shape, best_shape, recipe, recipe_for_text, rows_per_rank
 
 
 def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:

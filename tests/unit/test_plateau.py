@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.lab.compare.rows import as_run
-from megatron_ddrp.run.plateau import BELOW, WINDOW, PlateauWatch, curve_of, onset, stored_level
-from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
+from megatron_ddrp.run.metrics import BELOW, WINDOW, PlateauWatch, curve_of, onset, stored_level
+from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
 
 LEVEL = 7.0
 STEP = WINDOW // 4

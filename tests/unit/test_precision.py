@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.engine.device import allow_tf32, precision_fault, precision_remarks
+from megatron_ddrp.engine.build import allow_tf32, precision_fault, precision_remarks
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -9,8 +9,8 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run import profile
-from megatron_ddrp.run.profile import StepProfile, shares_of
+from megatron_ddrp.run import flops as profile
+from megatron_ddrp.run.flops import StepProfile, shares_of
 
 
 def launch(number: int, name: str, kernel: str, begin: int, microseconds: int) -> list[FunctionEvent]:

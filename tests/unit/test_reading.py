@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.config.option import option, refuse
-from megatron_ddrp.config.reading import Place, load_values, read_section
+from megatron_ddrp.config.reading import Place, load_values, option, read_section, refuse
 from megatron_ddrp.errors import UserError
 
 

@@ -110,7 +110,7 @@ def test_wrong_plug_ins_of_a_config_file_are_refused_in_one_line(listed: object,
 
 
 FUNCTION, CLASS = "def f(step, warmup, last, config): return 1\n", "class C({}):\n    {}\n"
-CALLBACK = "from megatron_ddrp.run.callbacks import Callback\n"
+CALLBACK = "from megatron_ddrp.run.metrics import Callback\n"
 KIND = "from megatron_ddrp.tasks.finetune.kinds.contract import Kind\n"
 
 

@@ -11,10 +11,10 @@ import torch
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis import command as commands
-from megatron_ddrp.run.memory_advice import estimated_needs, need_less_memory
-from megatron_ddrp.tasks.finetune import sweep
+from megatron_ddrp.memory import estimated_needs, need_less_memory
+from megatron_ddrp.tasks.finetune import workers as sweep
 from megatron_ddrp.tasks.minimal_pairs import scoring
-from megatron_ddrp.tasks.minimal_pairs.results import PairJob
+from megatron_ddrp.tasks.minimal_pairs.pairs import PairJob
 
 SMALL = Config().replace(model={"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "seq_length": 64})
 

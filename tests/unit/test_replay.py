@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.engine.replay import bit_sum, refuse_other_weights
+from megatron_ddrp.engine.proofs import bit_sum, refuse_other_weights
 from megatron_ddrp.errors import UserError
 
 

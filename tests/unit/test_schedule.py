@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config, OptimizerConfig
-from megatron_ddrp.engine.schedules import learning_rate
+from megatron_ddrp.engine.optimizers import learning_rate
 from megatron_ddrp.errors import UserError
 
 STYLES = ("linear", "cosine", "constant", "inverse-square-root", "wsd")
@@ -140,7 +140,7 @@ def test_a_run_made_longer_decays_to_the_new_end() -> None:
 )
 def test_a_share_is_any_number_of_at_least_0(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plug-in: of Python, numpy or torch; anything else is one line."""
-    monkeypatch.setattr("megatron_ddrp.engine.schedules.linear", lambda step, warmup, last, config: share)
+    monkeypatch.setattr("megatron_ddrp.engine.optimizers.linear", lambda step, warmup, last, config: share)
     if isinstance(share, (str, int, type(None))) or math.isnan(share):
         with pytest.raises(UserError, match="--lr-decay-style linear gave .* for step 1: expected a share"):
             rows("linear", 2)

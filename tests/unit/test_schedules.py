@@ -12,7 +12,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import read_config, write_state
 from megatron_ddrp.commands.dry_run import hours_of
 from megatron_ddrp.config import Config, changed_settings
-from megatron_ddrp.config.schedules import MaskRates, parse_phases, phase_at
+from megatron_ddrp.config.training import MaskRates, parse_phases, phase_at
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.devices import DEVICES
 

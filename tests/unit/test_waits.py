@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.rare_words import RareWords
+from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.engine import step as engine_step
-from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.layout import GradientClipping
+from megatron_ddrp.engine.step import training_inputs
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.model.attention.gpu import triton_attention
-from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.unit.model.tiny import packed_batch, tiny_batch, tiny_config
 

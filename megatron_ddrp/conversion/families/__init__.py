@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.families.bert import Bert
-from megatron_ddrp.conversion.families.contract import HEADS, Family
-from megatron_ddrp.conversion.families.deberta import Deberta
-from megatron_ddrp.conversion.families.deberta_v2 import DebertaV2
-from megatron_ddrp.conversion.families.electra import Electra
-from megatron_ddrp.conversion.families.modernbert import ModernBert
-from megatron_ddrp.conversion.families.own import Own
-from megatron_ddrp.conversion.families.roberta import Camembert, Roberta, XlmRoberta
-from megatron_ddrp.conversion.foreign_config import model_type, show
+from megatron_ddrp.conversion.families.bert import Bert, Camembert, Electra, Roberta, XlmRoberta
+from megatron_ddrp.conversion.families.contract import HEADS, Family, model_type, show
+from megatron_ddrp.conversion.families.deberta import Deberta, DebertaV2
+from megatron_ddrp.conversion.families.modernbert import ModernBert, Own
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 

@@ -1,4 +1,16 @@
-"""The contract of a family: how a folder of a transformers model stores its settings and weights, in both directions.
+"""Contract of a family of encoders of transformers, with the reading and the checks that all families share.
+
+Check of an exported folder: transformers loads it, and it computes the training model's hidden states.
+
+Sums of the files of this project's exports: a folder that was damaged after its export is refused.
+
+Folders of other programs have no sums, and transformers ignores ours.
+
+Output folder of a conversion: written whole or not at all, and never over other work.
+
+config.json of a Hugging Face folder, read as data: the code that it names never runs, and sizes are checked.
+
+The contract of a family: how a folder of a transformers model stores its settings and weights, in both directions.
 
 A new family is one file here and one line in `__init__.py`. Most of it is five tables:
 
@@ -15,21 +27,320 @@ registry and compare it with transformers in both directions.
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config import STARTS, ModelConfig, ObjectiveConfig, flag
-from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, show
+from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
+from megatron_ddrp.data.atomic import atomic_folder, file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages, refusals_as_user_errors
+from megatron_ddrp.foreign import quiet_transformers, read_object
+from megatron_ddrp.model import Encoder
+
+TOLERANCE = 1e-4
+"""Largest allowed difference of a hidden state, relative to the largest one; fp32 rounding gives about 1e-6."""
+LONGEST = 128
+"""Largest number of compared tokens per row."""
+
+
+Scores = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""Function from last hidden states `[batch, seq, hidden]` to a head's scores, by transformers' names of outputs."""
+
+
+def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Tokenizer, scores: Scores) -> str:
+    """Load the class `class_name` from a written folder, compare it with the model, and return a line for the user.
+
+    Scores of tokens are compared outside the padding. Raise `UserError` if the folder cannot be loaded or computes
+    something else. Without transformers, raise it for a plug-in's encoding; other folders are then not checked, since
+    the tests load every built-in encoding.
+    """
+    config = model.config
+    try:
+        need_packages("the check of the export of a plug-in's encoding", "transformers")
+    except UserError:
+        if ENCODINGS[config.position_encoding] in PLUGINS:
+            raise
+        return "not checked: transformers is not installed"
+    seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
+    mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
+    pad, ids = tokenizer.pad_id, place * torch.tensor([[1], [2]]) % config.vocab_size
+    ids = torch.where(ids == pad, (pad + 1) % config.vocab_size, ids)  # RoBERTa counts positions over non-padding ids
+    ids, segments = torch.where(mask > 0, ids, pad), (place >= seq // 3).long() * mask
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs |= {"token_type_ids": segments} if config.num_segments > 1 else {}
+    try:
+        with torch.no_grad(), quiet_transformers():
+            loaded, report = exported_class(folder, class_name).from_pretrained(folder, output_loading_info=True)
+            output = loaded.eval()(**inputs, output_hidden_states=True)
+    except Exception as error:  # a plug-in's code may raise any error
+        raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
+    has_head = any(name.endswith("logits") for name in output)  # else the encoder's class ignores the head's weights
+    if strange := sorted({*report["missing_keys"], *(report["unexpected_keys"] if has_head else ())}):
+        raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
+    valid = mask.bool()
+    with torch.no_grad():
+        hidden = model.encode(ids, segments, mask, place * mask)
+        gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
+        for name, expected in scores(hidden).items() if has_head else ():
+            compared = valid if expected.shape[:2] == valid.shape else ...  # everything, if there is one score per row
+            gaps[name.replace("_", " ")] = _gap(output[name][compared], expected[compared])
+    for what, gap in gaps.items():
+        if not gap <= TOLERANCE:
+            raise UserError(
+                f"the exported model's {what} differ from the checkpoint's by {gap:.1e} of the largest: an encoding "
+                "may depend only on its settings, its weights and the positions"
+            )
+    found = " and ".join(f"its {what} differ by {gap:.1e}" for what, gap in gaps.items())
+    return f"loaded by {class_name}; {found} of the largest"
+
+
+def _gap(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """Return the largest difference, relative to the largest of our values."""
+    return (theirs - ours).abs().max() / ours.abs().max()
+
+
+def exported_class(folder: Path, class_name: str) -> Any:
+    """Return a class from a folder's own code if it has any, else from transformers."""
+    code = folder / "modeling_ddrp.py"
+    if not code.exists():
+        return getattr(importlib.import_module("transformers"), class_name)
+    # A package whose modules are the folder's files, so that they can import one another relatively.
+    spec = spec_from_file_location(f"exported_{uuid.uuid4().hex}", code, submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None, code
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    return getattr(module, class_name)
+
+
+SUMS = "export_sums.json"
+CARD = "README.md"
+"""The model card, which people edit."""
+
+
+def write_sums(folder: Path) -> None:
+    """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card."""
+    read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
+    files = {path.name: file_facts(path) for path in read}
+    (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def check_sums(folder: Path, only: str | None = None) -> None:
+    """Raise `UserError` if an export, or its file `only`, has changed since it was written.
+
+    Folders without sums are accepted.
+    """
+    if not (folder / SUMS).exists():
+        return
+    files = read_object(folder / SUMS).get("files")
+    if not isinstance(files, dict) or not files or not all(map(_are_facts, files.values())):
+        raise UserError(f"{folder / SUMS}: it holds no sums; export the checkpoint again")
+    for name, written in files.items():
+        if only in (None, name) and (reason := file_fault(folder / name, written)):
+            raise UserError(
+                f"{folder}: {reason}: damaged or changed since its export; export the checkpoint again, or delete "
+                f"{SUMS} if you changed the folder yourself"
+            )
+
+
+def _are_facts(written: object) -> bool:
+    return isinstance(written, dict) and {"bytes": int, "crc32": str} == {k: type(v) for k, v in written.items()}
+
+
+def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
+    """Raise `UserError` before any work if `output` must not be replaced; an empty folder may be used.
+
+    `replaceable` returns whether `--overwrite` may replace a folder; `kind` describes such folders in words.
+    """
+    if Path.cwd().is_relative_to(output.resolve()):
+        raise UserError(
+            f"--output {output} is or holds the current folder, which cannot be replaced: give the name of a new one",
+            WRONG_ARGUMENTS,
+        )
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"--output {output} exists: choose another name, or give --overwrite", WRONG_ARGUMENTS)
+    if not replaceable(output):
+        raise UserError(
+            f"--output {output} is not {kind}, and --overwrite replaces nothing else: choose another name",
+            WRONG_ARGUMENTS,
+        )
+
+
+@contextmanager
+def whole_folder(output: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """Provide a new folder of weights to write into, as `atomic_folder` does; its `check` runs before the renaming."""
+    try:
+        with refusals_as_user_errors(output), atomic_folder(output, check) as folder:
+            yield folder
+    except Exception as error:  # tokenizers raises no class of its own for a full disk
+        if isinstance(error, UserError) or not (isinstance(error, SafetensorError) or "os error" in str(error)):
+            raise
+        raise UserError(f"--output {output}: cannot be written: {error}") from None
+
+
+OWN_MODEL_TYPE = "megatron_ddrp"
+"""`model_type` of folders for our own classes. The model code in them is for users of transformers."""
+LARGEST_SIZE = 2**22
+"""Largest width, vocabulary or length that is accepted."""
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "max_position_embeddings": "seq_length",
+    "initializer_range": "init_method_std",
+    "layer_norm_eps": "layernorm_epsilon",
+}
+"""Key of config.json in every folder → field of `ModelConfig`."""
+OWN_SETTINGS = (
+    "layernorm_position",
+    "position_encoding",
+    "relative_distance",
+    "relative_table",
+    "direction_init",
+    "rope_theta",
+    "local_rope_theta",
+    "absolute_embedding",
+    "deberta_emd",
+    "ffn",
+    "norm",
+    "bias",
+    "key_bias",
+    "first_norm",
+    "local_attention",
+    "global_every",
+    "embedding_size",
+    "num_segments",
+)
+"""Fields of `ModelConfig` that our own exports also have in config.json, under their own names."""
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raise `UserError` if it cannot be read, if the model needs foreign code or weights in a file of another name, or if
+    an export of ours has changed since it was written.
+    """
+    check_sums(folder)
+    path = folder / "config.json"
+    if not path.is_file() and (advice := look_inside(folder)):
+        raise UserError(f"{path}: no such file; {advice}")
+    values = read_object(path)
+    if file := values.get("transformers_weights"):
+        raise UserError(f"{path}: transformers_weights is {show(file)}; rename that file to model.safetensors instead")
+    if values.get("model_type") != OWN_MODEL_TYPE:
+        refuse_code(path, values)
+    return values
+
+
+def model_type(path: Path, values: Mapping[str, Any]) -> str:
+    """Return `model_type` of a config.json. Raise `UserError` if it is missing, or not the name of a family."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        found = f"is {show(kind)}" if "model_type" in values else "is missing"
+        raise UserError(f"{path}: model_type {found}, expected the name of the model's family, such as bert")
+    return kind
+
+
+def refuse_code(path: Path, values: dict[str, Any]) -> None:
+    """Raise `UserError` if a configuration file names Python code, in the folder or elsewhere."""
+    kernel = values.get("attn_implementation") or values.get("_attn_implementation")
+    if values.get("auto_map") or (isinstance(kernel, str) and "/" in kernel):
+        key = "auto_map" if values.get("auto_map") else "attn_implementation"
+        raise UserError(
+            f"{path}: {key} names code outside transformers, and code of a folder is never run here; give a folder "
+            "with a model that transformers itself contains"
+        )
+
+
+def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings of `ModelConfig`, read from the given keys (→ fields) of config.json.
+
+    Raise `UserError` for a value of the wrong type.
+    """
+    known = {field.name: field for field in fields(ModelConfig)}
+    settings: dict[str, Any] = {}
+    for key, name in keys.items():
+        value, kind = values.get(key), str(known[name].type)
+        choices = known[name].metadata.get("choices") or ((True, False) if "bool" in kind else ())
+        if key in values and value is None and known[name].default is None:
+            settings[name] = None
+        elif choices:
+            settings[name] = one_of(path, values, key, tuple(choices))
+        elif "float" not in kind:
+            least = 0 if known[name].metadata.get("within", "").startswith("[0") else 1
+            settings[name] = whole_number(path, values, key, least)
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+            raise UserError(f"{path}: {key} is {show(value)}, expected a number of at least 0")
+        else:
+            settings[name] = value
+    return settings
+
+
+def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
+    """Return the settings as a `ModelConfig`. Its errors name the file `path`, not a flag."""
+    try:
+        config = ModelConfig(**settings)
+        usual = ModelConfig(**settings | {"ffn_hidden_size": None})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return usual if usual.ffn_size == config.ffn_size else config
+
+
+def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:
+    """Return an integer of config.json. Raise `UserError` for any other value."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UserError(f"{path}: {key} is {show(value)}, expected a whole number from {least} to {most}")
+    return value
+
+
+def refuse_other_head_size(path: Path, values: dict[str, Any], key: str) -> None:
+    """Raise `UserError` if `key` gives attention heads another width than the hidden size has for each."""
+    width, heads = (whole_number(path, values, name) for name in ("hidden_size", "num_attention_heads"))
+    if values.get(key) not in (None, width // heads):
+        raise UserError(
+            f"{path}: {key} is {show(values[key])}, which is not supported: need hidden_size / num_attention_heads"
+        )
+
+
+def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
+    """Return a setting of config.json. Raise `UserError` if it is not in `allowed`."""
+    value = values.get(key)
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+        others = ", or a name from --plugin FILE.py" if key == "position_encoding" else ""
+        raise UserError(f"{path}: {key} is {show(value)}, expected {' or '.join(map(repr, allowed))}{others}")
+    return value
+
+
+def show(value: Any) -> str:
+    """Return a value as text for an error, at most 80 characters long."""
+    text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class Head(NamedTuple):

@@ -1,21 +1,45 @@
-"""DeBERTa in its v1 layout (He et al., arXiv:2006.03654) as in transformers, without the enhanced mask decoder.
+"""DeBERTa, versions 1 to 3, as in transformers.
+
+DeBERTa in its v1 layout (He et al., arXiv:2006.03654) as in transformers, without the enhanced mask decoder.
 
 Query, key and value are fused head by head, and keys have no bias. Folders name the head's weights like BERT's or like
 the original release (`lm_predictions`).
+
+DeBERTa of version 2 and 3 (He et al., arXiv:2111.09543) as in transformers, without the enhanced mask decoder.
+
+The buckets of relative positions depend on the longest sequence; a folder in which they depend on another number is
+refused. Not supported: the convolution of the two largest v2 models, separate projections of the table, and a table
+without LayerNorm.
+
+A masked-LM head has BERT's names or the released `lm_predictions`; exports use the latter, for which transformers needs
+`legacy` to be false. Released folders have `mask_predictions`, the head of replaced-token detection, but transformers
+has no class for it: a model trained so is exported as a plain encoder, together with the head's weights. Training of a
+folder with only that head resumes under `rtd`: its word embedding is E_G, E_Δ is 0, and the generator is new.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
-from megatron_ddrp.conversion.families.contract import DROPOUT, EXACT_GELU, NOTHING, NUMBER, Family
-from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, show, whole_number
+from megatron_ddrp.conversion.families.contract import (
+    DROPOUT,
+    EXACT_GELU,
+    LARGEST_SIZE,
+    NOTHING,
+    NUMBER,
+    SIZES,
+    Family,
+    refuse_other_head_size,
+    show,
+    whole_number,
+)
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -148,3 +172,113 @@ def _refuse_later_layout(path: Path, values: dict[str, Any]) -> None:
                 f"{path}: {key} is {show(value)}, {what}, which belongs to the v2/v3 layout: such a folder has "
                 "model_type 'deberta-v2'"
             )
+
+
+BERTS_HEAD, RELEASED_HEAD, DETECTOR = "cls.", "lm_predictions.", "mask_predictions."
+"""Prefixes of the names of the heads that a folder may have."""
+
+
+class DebertaV2(Family):
+    """DeBERTa v2 and v3. Absolute positions, if it has any, are added to the input."""
+
+    model_type, class_name, prefix = "deberta-v2", "DebertaV2", "deberta."
+    sizes = SIZES | {"position_buckets": "relative_distance"}
+    defaults = {
+        "vocab_size": 128100,
+        "hidden_size": 1536,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 24,
+        "intermediate_size": 6144,
+        "layer_norm_eps": 1e-7,
+        "relative_attention": False,  # our encoder does not support this default and the next two
+        "share_att_key": False,
+        "norm_rel_ebd": "none",
+        "position_buckets": -1,
+        "max_relative_positions": -1,
+        "pos_att_type": None,
+        "legacy": True,
+    }
+    followed = {
+        "hidden_act": EXACT_GELU,
+        "relative_attention": (True,),
+        "share_att_key": (True,),
+        "norm_rel_ebd": ("layer_norm",),
+        "position_biased_input": (True, False),
+        "type_vocab_size": (0, 1, 2),
+        "conv_kernel_size": (0,),
+    }
+    head_keys = POOLER_KEYS
+    task_head = NOTHING
+    fields = {
+        "position_encoding": ("deberta-v2",),
+        "num_segments": (0, 1, 2),
+        "absolute_embedding": (None, True),
+        "deberta_emd": (False,),
+    }
+    modules = BERT_MODULES | {
+        "attention.query": "attention.self.query_proj",
+        "attention.key": "attention.self.key_proj",
+        "attention.value": "attention.self.value_proj",
+        "embeddings.position.norm": "encoder.LayerNorm",
+    }
+    head_modules = {
+        "masked-lm": {
+            "head.dense": "lm_predictions.lm_head.dense",
+            "head.norm": "lm_predictions.lm_head.LayerNorm",
+            "head.decoder": "lm_predictions.lm_head",
+        },
+        "contextual-replaced-token": {
+            "head.norm": "mask_predictions.LayerNorm",
+            "head.dense": "mask_predictions.dense",
+            "head.output": "mask_predictions.classifier",
+        },
+    }
+    bare_heads = ("contextual-replaced-token",)
+    parameters = {"embeddings.position.relative": "encoder.rel_embeddings.weight"}
+    more_modules = {theirs: ours for ours, theirs in BERT_HEAD.items()} | {"cls.predictions.decoder": "head.decoder"}
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        values = super().complete(path, values)
+        refuse_other_terms(path, values)
+        whole_number(path, values, "position_buckets", least=2)
+        longest = whole_number(path, values, "max_position_embeddings")
+        furthest = whole_number(path, values, "max_relative_positions", least=-LARGEST_SIZE)
+        if furthest > 0 and furthest != longest:
+            raise UserError(
+                f"{path}: max_relative_positions is {furthest} and max_position_embeddings {longest}: here the buckets "
+                "depend on the longest sequence; give a folder where the two are equal, or the first is -1"
+            )
+        refuse_other_head_size(path, values, "attention_head_size")
+        return values
+
+    def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        return super().settings(path, values) | {"absolute_embedding": values["position_biased_input"]}
+
+    def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
+        return ObjectiveConfig("rtd" if _head(values, names) == DETECTOR else "mlm", **self.training)
+
+    def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors with unknown names for the heads that are not read."""
+        others = tuple({BERTS_HEAD, RELEASED_HEAD, DETECTOR} - {_head(values, tensors)})
+        return {f"unread.{name}" if name.startswith(others) else name: tensor for name, tensor in tensors.items()}
+
+    def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        return super().folder_settings(config, head, tokenizer) | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+            "max_relative_positions": -1,
+            "position_biased_input": config.adds_absolute_embedding,
+            "conv_kernel_size": 0,
+            "attention_head_size": config.head_dim,
+            "embedding_size": config.hidden_size,
+            "legacy": False,
+        }
+
+
+def _head(values: dict[str, Any], names: Iterable[str]) -> str | None:
+    """Return the prefix of the head to read: the masked-LM head that `legacy` prefers, else another one."""
+    first = (BERTS_HEAD, RELEASED_HEAD) if values["legacy"] else (RELEASED_HEAD, BERTS_HEAD)
+    names = tuple(names)
+    return next((head for head in (*first, DETECTOR) if any(name.startswith(head) for name in names)), None)

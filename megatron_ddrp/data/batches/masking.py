@@ -1,4 +1,11 @@
-"""Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
+"""Masks: which words are masked as one, which of them are drawn, and what stands in their place.
+
+Units of masking: which neighbouring words are masked as one.
+
+A masking is a class with a few facts and, if its units join words, a function that gives their lengths. The masker
+(`masking.py`) does all else: words, order, budget, replacements, resuming and layouts.
+
+Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
 
 A row holds one sample. Its n ordinary tokens fall into units, by `--masking` (`units.py`):
 - `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
@@ -29,16 +36,60 @@ or on the rank. To mask packed rows, mask first and pack afterwards.
 from __future__ import annotations
 
 from copy import copy
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.units import Masking, WholeWord
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
-from megatron_ddrp.data.tokenizers.spelling import word_begins
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, word_begins
 from megatron_ddrp.errors import UserError
+
+
+class Masking:
+    """Base of maskings. Instances hold no state."""
+
+    keeps_words: ClassVar[bool] = True
+    """False if each piece is a word of its own."""
+    longest: ClassVar[int] = 1
+    """Number of words in the longest unit."""
+    acts_together: ClassVar[bool] = False
+    """True if all pieces of a unit become [MASK], random pieces, or stay; otherwise each piece is drawn separately."""
+
+    def lengths(
+        self, draws: NDArray[np.float64], ids: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the number of words, 1 … `longest`, of the unit that would start at each word, `[words]`.
+
+        `draws` `[words]` are uniform in [0, 1). `ids` `[tokens]` are the ordinary tokens of some rows, and `first`
+        `[words]` the place in them where each word begins. The result depends on these arguments only, so that it does
+        not change when a run resumes. It is called only if `longest` is above 1, so units of single words need none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no lengths()")
+
+
+class WholeWord(Masking):
+    """Single words."""
+
+
+class Token(Masking):
+    """Single pieces."""
+
+    keeps_words = False
+
+
+class Ngram(Masking):
+    """Runs of one to three words with p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942)."""
+
+    longest = 3
+
+    def lengths(
+        self, draws: NDArray[np.float64], ids: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        shares = 1 / np.arange(1, self.longest + 1)
+        return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), draws, side="right")
+
 
 MAX_WORD_PIECES = 4
 """Number of pieces of the longest word that is masked as a whole; longer words are masked piece by piece."""

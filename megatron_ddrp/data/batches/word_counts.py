@@ -1,35 +1,202 @@
-"""The counting pass of Taking Notes on the Fly: the number of occurrences of each word in the training text.
+"""Counts of words and pieces of a corpus: rare words for notes, and the unigram level.
+
+Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466), and their places in a batch.
+
+A word is the piece that starts it and the pieces that continue it, as in whole-word masking, in every vocabulary;
+single pieces are not counted. A special piece, such as [UNK], belongs to no word and ends the word before it. Words are
+identified by a 64-bit hash of their pieces, so a look-up is a binary search.
+
+A word that a sample's end cuts in two is not found: its first half may be another word.
+
+The counting pass of Taking Notes on the Fly: the number of occurrences of each word in the training text.
 
 The pass reads the token ids in memory-mapped chunks and takes about 40 bytes per different word, for any length of
 text. The result is cached beside the data, in a file whose name has a fingerprint of the data, the tokenizer and the
 bounds. The first process that needs it counts, under a lock; the others wait for its file. The arrays of a .npz file
 carry sums, one of them is the file's name, and equal words give equal bytes: a damaged or foreign file is made again.
+
+Frequencies of pieces: the unigram level of a text, and whether the validation text is of the same kind as the rest.
+
+The unigram level is the loss of a model that knows these frequencies and nothing else (`run/metrics.py`). `--split`
+divides documents in order, so the validation text may be of another kind than the training text, or a part of it.
+The shift of a text is how much worse, in nats per piece, the training text's piece frequencies predict it than its own
+do: an estimate of the Kullback-Leibler divergence of the two unigram distributions. Stretches of the training text, as
+long as the validation text, show which shift is usual: 0.01 for articles of an encyclopedia, 0.1 for a few novels.
+Novels after an encyclopedia have 0.5.
 """
 
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from megatron_ddrp.data.atomic import AnyPath, BeingWritten, atomic_file, take_lock
-from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
+from megatron_ddrp.data.atomic import Advance, AnyPath, BeingWritten, atomic_file, silent, take_lock
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.loader import Blend
+from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, entry
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import progress
-from megatron_ddrp.data.sealed import Advance, silent
-from megatron_ddrp.data.tokenizers.spelling import BEGIN
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.randomness import fold_in, hash_uint64
+from megatron_ddrp.data.tokenizers.tokenizer import BEGIN, Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
+
+
+@dataclass(frozen=True)
+class RareWords:
+    """Rare words of a corpus. Word number i, from 1, has row i − 1 in every table; 0 means no word."""
+
+    hashes: NDArray[np.uint64]
+    """Hashes `[words]`, ascending."""
+    counts: NDArray[np.int64]
+    """Occurrences of each word in the corpus, `[words]`."""
+    pieces: NDArray[np.int64]
+    """Piece ids of all words, one word after another."""
+    ends: NDArray[np.int64]
+    """End of each word in `pieces`, `[words]`."""
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def word(self, number: int) -> list[int]:
+        """Return the piece ids of word `number`, from 1."""
+        begin = int(self.ends[number - 2]) if number > 1 else 0
+        return self.pieces[begin : int(self.ends[number - 1])].tolist()
+
+    def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the number of each word by its hash, 0 if it is not rare, in the shape of `hashes`."""
+        if not len(self):
+            return np.zeros(hashes.shape, np.int64)
+        row = np.searchsorted(self.hashes, hashes)
+        found = self.hashes[np.minimum(row, len(self) - 1)] == hashes
+        return np.where(found, row + 1, 0)
+
+
+class WordFinder:
+    """Finder of whole words in rows of piece ids.
+
+    The tokenizer's special pieces are in no word. Its `word_ends` are False everywhere in a vocabulary that does not
+    mark the ends of words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab_size = len(tokenizer.word_starts)
+        self._ordinary = np.ones(self.vocab_size, bool)
+        self._ordinary[tokenizer.special_ids] = False
+        self._starts = tokenizer.word_starts & self._ordinary
+        self._ends = tokenizer.word_ends if tokenizer.word_ends.any() else None
+        self._keys = hash_uint64(0, "word-piece", np.arange(self.vocab_size))  # [vocab]
+
+    def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks begins of rows.
+
+        Skips words that begin with a continuation piece, or, where the ends of words are marked, those without an end
+        before them or at their own last piece. Skips special pieces, which end the word before them.
+        """
+        ordinary = self._ordinary[ids]
+        boundary = row_begins | self._starts[ids] | ~ordinary
+        boundary[1:] |= ~ordinary[:-1]
+        begins = self._starts[ids]
+        if self._ends is not None:
+            ends = self._ends[ids]
+            begins = row_begins & ordinary
+            begins[1:] |= ends[:-1] & ordinary[1:]
+            boundary |= begins
+        first = np.flatnonzero(boundary)
+        sizes = np.diff(first, append=len(ids))
+        whole = begins[first]
+        if self._ends is not None:
+            whole &= ends[first + sizes - 1]
+        return first[whole], sizes[whole]
+
+    def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
+        hashes = self._keys[ids[first]]
+        for place in range(1, int(sizes.max(initial=1))):  # fold in the second piece of each word, then the third, …
+            longer = np.flatnonzero(sizes > place)
+            hashes[longer] = fold_in(hashes[longer], ids[first[longer] + place])
+        return hashes
+
+    def number(self, rare: RareWords, input_ids: NDArray[np.int64], whole_rows: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return `note_ids` for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
+
+        `whole_rows` `[rows]` is False if the text continues after the row's [SEP]: the last word may be cut in two.
+        """
+        begins = np.zeros(input_ids.shape, bool)
+        begins[:, :1] = True
+        flat = input_ids.ravel()
+        first, sizes = self.words(flat, begins.ravel())
+        numbers = rare.find(self.hashes(flat, first, sizes))
+        rows, columns = np.divmod(first + sizes, input_ids.shape[1])
+        uncut = whole_rows[np.minimum(rows, len(whole_rows) - 1)] | (columns != input_ids.shape[1] - 1)
+        chosen = (numbers > 0) & uncut
+        note_ids = np.zeros_like(flat)
+        first, sizes, numbers = first[chosen], sizes[chosen], numbers[chosen]
+        for place in range(int(sizes.max(initial=0))):
+            longer = sizes > place
+            note_ids[first[longer] + place] = numbers[longer] if place == 0 else -numbers[longer]
+        return note_ids.reshape(input_ids.shape)
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """Occurrences of rare words in a micro-batch, `n` in total; places are flat, row · seq + column."""
+
+    words: NDArray[np.int64]
+    """`[n]`."""
+    sequence_ids: NDArray[np.int64]
+    """Sample of each occurrence `[n]`, see `Batch`; with `position_ids` it identifies the occurrence."""
+    position_ids: NDArray[np.int64]
+    """Position of the word's first piece, `[n]`."""
+    windows: NDArray[np.int64]
+    """Begin and end (exclusive) of the tokens whose states make the note, inside the word's document, `[n, 2]`."""
+    read_places: NDArray[np.int64]
+    """Pieces that may read a note, those of words without a predicted piece, `[m]`."""
+    read_words: NDArray[np.int64]
+    """Word of each of these pieces, `[m]`."""
+
+
+def find_occurrences(batch: Batch, window: int) -> Occurrences:
+    """Return the occurrences that `note_ids` marks in a batch `[batch, seq]`, with `window` tokens on either side."""
+    notes, labels, documents = (
+        np.asarray(field).ravel() for field in (batch.note_ids, batch.labels, batch.document_ids)
+    )
+    first = np.flatnonzero(notes > 0)  # [n]
+    in_word = notes != 0
+    occurrence = np.cumsum(notes > 0) - 1  # of each place in a word
+    sizes = np.bincount(occurrence[in_word], minlength=len(first))
+    predicted = np.bincount(occurrence[in_word & (labels != IGNORED_LABEL)], minlength=len(first)) > 0
+    rows = np.arange(len(notes)) // batch.note_ids.shape[1]
+    changes = (np.diff(documents) != 0) | (np.diff(rows) != 0)
+    bounds = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(notes)]])  # of documents and rows
+    document = np.searchsorted(bounds, first, side="right")  # [n]
+    begin = np.maximum(first - window, bounds[document - 1])
+    end = np.minimum(first + sizes + window, bounds[np.minimum(document, len(bounds) - 1)])
+    read_places = np.flatnonzero(in_word)
+    read_places = read_places[~predicted[occurrence[read_places]]]
+    return Occurrences(
+        words=notes[first],
+        sequence_ids=batch.sequence_ids.ravel()[first],
+        position_ids=batch.position_ids.ravel()[first],
+        windows=np.stack([begin, end], axis=1).astype(np.int64),
+        read_places=read_places,
+        read_words=np.abs(notes[read_places]),
+    )
+
 
 Part = tuple[IndexedDataset, tuple[int, int]]
 """A dataset and the counted range of its documents."""
@@ -223,3 +390,162 @@ def _one_at_a_time(file: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             take_lock(stream.fileno(), wait=True)
         yield
+
+
+MOST_TOKENS = 2_000_000
+"""Number of tokens from which the unigram level is counted; it is lower by vocabulary / 4 M nats than that of all."""
+LEVEL_ROW = 128
+"""Row length of the samples that are counted, whatever `--seq-length` is: the level is one of the text."""
+SAMPLES = 256
+"""Number of samples read for each frequency; with 128 tokens each, the shift is known to about 0.02 nats."""
+STRETCHES = 5
+"""Number of stretches of the training text whose shift is measured."""
+MIN_DOCUMENTS = 20
+"""Fewest validation documents that can be of another kind: fewer than these differ by their topics."""
+MIN_SHIFT, MIN_RATIO = 0.2, 2.0
+"""Smallest shift that gives a line, in nats per piece and in units of the usual one."""
+NAMED_INPUTS = 3
+"""Number of input files that the line about shared ones names."""
+
+Inputs = dict[tuple[str, Any], str]
+"""SHA-256 and JSON key of input files → their names."""
+
+
+def unigram_loss(samples: Blend, never_predicted: ArrayLike, seq_length: int) -> float:
+    """Return the entropy in nats of the pieces of some samples, read in the shares in which training reads its corpora.
+
+    The ids in `never_predicted` do not count. No sample is longer than `seq_length`. The samples are the same for every
+    `--seed`, and are as many as have `MOST_TOKENS` tokens.
+    """
+    read: list[NDArray[Any]] = []
+    step = max(1, MOST_TOKENS // seq_length)
+    while sum(map(len, read)) < MOST_TOKENS and len(read) * step < len(samples):
+        places = np.arange(len(read) * step, min((len(read) + 1) * step, len(samples)))
+        read.append(np.concatenate(samples.tokens(samples.visits(places, 0)[1])))
+    pieces, counts = np.unique(np.concatenate(read)[:MOST_TOKENS], return_counts=True)
+    return entropy(counts[~np.isin(pieces, never_predicted)])
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Return the entropy in nats of pieces that occur so often, `[pieces]`."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
+    """Return a line for the user if the validation part of a dataset is of another kind than its training part."""
+    if min(len(training), validation.num_documents - validation.num_dropped_documents) < MIN_DOCUMENTS:
+        return None
+    shift = shift_of(validation, 0, len(validation), training)
+    if shift < MIN_SHIFT or shift < MIN_RATIO * (usual := usual_shift(training, len(validation))):
+        return None
+    return (
+        f"{training.prefix}: the validation text is of another kind than the training text (its piece frequencies are "
+        f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual within the training text), as --split "
+        "divides documents in order: shuffle them by megatron-ddrp dataset shuffle, or blend one dataset per kind"
+    )
+
+
+def shared_remarks(training: Sequence[IndexedDataset], validation: Sequence[IndexedDataset]) -> list[str]:
+    """Return a line for the user for each validation dataset that is trained on, under whatever name, or in part."""
+    lines = []
+    for dataset in dict.fromkeys(validation):
+        for other in training:
+            if told := _shared(other, dataset):
+                lines.append(f"{dataset.prefix}: {told}: give other validation data, or --data-path with --split")
+                break
+    return lines
+
+
+def _shared(training: IndexedDataset, validation: IndexedDataset) -> str:
+    """Return what two datasets have in common; empty if it is nothing."""
+    if training.prefix == validation.prefix:
+        return "both training and validation data, so the validation loss is that of text trained on"
+    if _is_copy(training, validation):
+        return f"the same data as {training.prefix}, so the validation loss is that of text trained on"
+    if common := _in_common(_inputs(validation), _inputs(training), training.prefix):
+        return f"{common}, so the validation loss is partly that of text trained on"
+    return ""
+
+
+def overlap_remarks(datasets: Sequence[IndexedDataset]) -> list[str]:
+    """Return a line for each two datasets of one split that have input files in common.
+
+    Copies are no fault: the split divides them at the same documents.
+    """
+    inputs = {each.prefix: _inputs(each) for each in datasets}
+    return [
+        f"{one.prefix}: {common}, and --split divides each on its own, so the validation text of one is partly trained "
+        "on in the other: give each file to one dataset alone"
+        for one, other in combinations(datasets, 2)
+        if (common := _in_common(inputs[one.prefix], inputs[other.prefix], other.prefix)) and not _is_copy(one, other)
+    ]
+
+
+def _in_common(inputs: Inputs, others: Inputs, prefix: str) -> str:
+    """Return how many input files are also among the `others` of the dataset `prefix`, in words; empty if none is."""
+    both = [name for text, name in inputs.items() if text in others]
+    some = ", ".join(both[:NAMED_INPUTS]) + ", …" * (len(both) > NAMED_INPUTS)
+    verb = "are" if len(both) > 1 else "is"
+    return f"{len(both)} of its {len(inputs)} input files ({some}) {verb} also in {prefix}" if both else ""
+
+
+def _is_copy(one: IndexedDataset, other: IndexedDataset) -> bool:
+    """Return whether two datasets have equal tokens: by the SHA-256 in both manifests, else by comparing the files."""
+    files = [(dataset_path(one.prefix, suffix), dataset_path(other.prefix, suffix)) for suffix in (".idx", ".bin")]
+    if any(first.samefile(second) for first, second in files):
+        return True
+    sums = [entry(entry(dataset.manifest, "files"), "bin").get("sha256") for dataset in (one, other)]
+    if None not in sums:
+        return sums[0] == sums[1]
+    return all(filecmp.cmp(first, second, shallow=False) for first, second in files)
+
+
+def _inputs(dataset: IndexedDataset) -> Inputs:
+    """Return the input files of a dataset that hold text, by the manifest."""
+    manifest = dataset.manifest or {}
+    return {
+        (file["sha256"], manifest.get("json_key")): file.get("name", "")
+        for file in manifest.get("inputs") or ()
+        if file.get("bytes") and isinstance(file.get("sha256"), str)
+    }
+
+
+def usual_shift(training: SampleIndex, length: int) -> float:
+    """Return the median shift of stretches of the training text, each of `length` samples if there are enough."""
+    length = min(length, len(training) // STRETCHES)
+    begins = np.linspace(0, len(training) - length, STRETCHES).astype(int).tolist()
+    return float(np.median([shift_of(training, begin, begin + length, training) for begin in begins]))
+
+
+def shift_of(text: SampleIndex, begin: int, end: int, training: SampleIndex) -> float:
+    """Return the shift of the samples `[begin, end)` of `text` from those of `training`, in nats per piece.
+
+    If `text` is `training` itself, from those outside `[begin, end)`.
+    """
+    places = _spread(begin, end, 2 * SAMPLES)
+    others = _spread(0, len(training), SAMPLES)
+    if text is training:
+        others = others[(others < begin) | (others >= end)]
+    read = text.tokens(places[1::2]), text.tokens(places[::2]), training.tokens(others)
+    return unigram_shift(*map(np.concatenate, read))
+
+
+def unigram_shift(predicted: NDArray[np.int64], own: NDArray[np.int64], other: NDArray[np.int64]) -> float:
+    """Return how much worse piece frequencies of `other` predict `predicted` than those of `own` do, in nats per piece.
+
+    All are ids of pieces, `[n]` each. A frequency is a count plus one. The longer of `own` and `other` is thinned
+    first, so that both know equally many pieces.
+    """
+    shorter = min(len(own), len(other))
+    own, other = (ids[_spread(0, len(ids), shorter)] for ids in (own, other))
+    # Numbered anew, because an id of a damaged file may be anything.
+    pieces, numbers = np.unique(np.concatenate([predicted, own, other]), return_inverse=True)
+    predicted, own, other = np.split(numbers, [len(predicted), len(predicted) + shorter])
+    own_counts, other_counts = (np.bincount(ids, minlength=len(pieces)) for ids in (own, other))  # [pieces] each
+    return float(np.log((own_counts + 1) / (other_counts + 1))[predicted].mean())
+
+
+def _spread(begin: int, end: int, count: int) -> NDArray[np.int64]:
+    """Return at most `count` integers in `[begin, end)`, evenly spread."""
+    return begin + np.arange(min(count, end - begin)) * (end - begin) // min(count, end - begin)

@@ -1,4 +1,18 @@
-"""Token sequences on disk in Megatron's indexed format, read through a memory map (`unfinished.py` writes them).
+"""A dataset: Megatron's two files, their manifest, and the traces of one that is not finished.
+
+PREFIX.json, the manifest of a dataset: counts, the tokenizer, SHA-256 of both files, and its own checksum.
+
+It gives the tokenizer back as flags: `--tokenizer-type`, and the vocabulary where it still lies. The path of the
+vocabulary is relative to the folder of the dataset, so that a tree of both can be moved or copied as a whole, and equal
+runs give equal manifests.
+
+Datasets being written: in PREFIX.unfinished/, until they are complete and appear under their names, the index last.
+
+A kill or a power cut at any moment leaves either no dataset or the whole one. What is left of an unfinished one is
+removed by the next command. A complete one, marked by a file in the folder, gets its names from the next command, which
+then has nothing more to do if it is the same one. A folder with any other file is refused.
+
+Token sequences on disk in Megatron's indexed format, read through a memory map (`unfinished.py` writes them).
 
     PREFIX.bin   the token ids of all sequences, one after another, little-endian
     PREFIX.idx   the begin of each sequence and document (dataset_index.py)
@@ -13,19 +27,376 @@ the SHA-256 in the manifest does (`verification.py`, `--verify-data`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, index_faults
-from megatron_ddrp.data.dataset.manifest import read_manifest
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.data.atomic import (
+    SUM,
+    AnyPath,
+    BrokenSeal,
+    atomic_file,
+    check_object,
+    file_sha256,
+    lock,
+    make_folder,
+    seal_object,
+    sync,
+    sync_folder,
+    write_text,
+)
+from megatron_ddrp.data.dataset.dataset_index import (
+    MEND,
+    SIZE,
+    DatasetIndex,
+    dataset_path,
+    file_size,
+    index_faults,
+    write_index,
+)
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.foreign import parse_json
+
+
+def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
+    """Return the content of `PREFIX.json` without its own checksum, or None if there is no such file.
+
+    Raises `UserError` for a file that is not a manifest or was changed. A manifest of an earlier version, without a
+    checksum, is accepted.
+    """
+    path = dataset_path(prefix, ".json")
+    try:
+        manifest = parse_json(path.read_bytes(), lenient=True)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
+        raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
+    try:
+        return check_object(manifest)
+    except BrokenSeal:
+        raise UserError(f"{path}: damaged or edited (its {SUM} does not match); copy it again, or remove it") from None
+
+
+def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path) -> None:
+    """Write `PREFIX.json`: `manifest`, size and SHA-256 of the two files, and its own checksum."""
+    files = {
+        name: {"bytes": file_size(file), "sha256": file_sha256(file)} for name, file in (("bin", ids), ("idx", index))
+    }
+    sealed = seal_object({**manifest, "files": files})
+    write_text(path, json.dumps(sealed, indent=2, sort_keys=True) + "\n")
+
+
+def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
+    """Return a dictionary inside a manifest; an empty one if the manifest lacks it."""
+    value = (manifest or {}).get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def tokenizer_entry(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the manifest's entry `tokenizer`, which identifies the tokenizer of a dataset."""
+    return {"type": tokenizer.tokenizer_type, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+
+
+def tokenizer_name(made_by: Mapping[str, Any]) -> str:
+    """Return a manifest's `tokenizer` in a few words: type, fingerprint, number of pieces."""
+    pieces = made_by.get("vocab_size", "an unknown number of")
+    return f"{made_by.get('type', 'of unknown type')} {str(made_by.get('fingerprint'))[:12]} of {pieces} pieces"
+
+
+def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
+    """Raise `UserError` if one of the datasets already has a file."""
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx", ".json"):
+            path = dataset_path(prefix, suffix)
+            if os.path.lexists(path):
+                hint = "give --overwrite to replace it, or another --output-prefix"
+                raise UserError(f"{path}: exists already; {hint}")
+
+
+PATH = "tokenizer_path"
+"""Manifest entry of the vocabulary's path."""
+MOST_LINKS = 40
+"""Largest number of links that are followed from a file, as in Linux."""
+
+
+class TokenizerFlags(NamedTuple):
+    """Values of the three flags that name a tokenizer; None for a flag that is not given."""
+
+    tokenizer_type: str | None = None
+    vocab_file: str | None = None
+    tokenizer_model: str | None = None
+
+    @property
+    def path_name(self) -> str:
+        """Name of the flag that gives the vocabulary of this type."""
+        is_wordpiece = (self.tokenizer_type or TOKENIZER_TYPES[0]).startswith("BertWordPiece")
+        return "vocab_file" if is_wordpiece else "tokenizer_model"
+
+    @property
+    def path(self) -> str | None:
+        """Vocabulary of this type."""
+        return getattr(self, self.path_name)
+
+    def with_path(self, path: str | None) -> TokenizerFlags:
+        """Return the same type with another vocabulary."""
+        return self._replace(**{self.path_name: path})
+
+    @classmethod
+    def from_arguments(cls, arguments: Any) -> TokenizerFlags | None:
+        """Return the three flags of a parsed command line; None if none of them was given."""
+        flags = cls(*(getattr(arguments, name) for name in cls._fields))
+        return None if flags == cls() else flags
+
+    def build(self) -> Tokenizer:
+        """Make the tokenizer, of the first type if none is named. Raises `UserError` as `build_tokenizer` does."""
+        return build_tokenizer(self.tokenizer_type or TOKENIZER_TYPES[0], self.vocab_file, self.tokenizer_model)
+
+    def words(self) -> list[str]:
+        """Return the flags as the words that one types."""
+        return [word for name, value in self._asdict().items() if value for word in (_flag(name), value)]
+
+
+def relative_path(path: AnyPath, prefix: AnyPath) -> str:
+    """Return a vocabulary's path as the manifest of `prefix` records it.
+
+    Its folder is resolved and its name is kept: where the name is a link, the settings of the vocabulary lie beside it.
+    """
+    folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
+    has_name = name not in ("", os.curdir, os.pardir)
+    real = os.path.join(os.path.realpath(folder), name) if has_name else os.path.realpath(path)
+    return os.path.relpath(real, os.path.realpath(dataset_path(prefix, ".json").parent))
+
+
+def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
+    """Return the flags that the manifest of a dataset names, whether the vocabulary is still there or not.
+
+    Without a manifest, or with one of another writer, all are None.
+    """
+    manifest = read_manifest(prefix) or {}
+    kind, recorded = entry(manifest, "tokenizer").get("type"), manifest.get(PATH)
+    if kind not in TOKENIZER_TYPES:
+        return TokenizerFlags()
+    if not isinstance(recorded, str):
+        return TokenizerFlags(kind)
+    paths = [os.path.normpath(os.path.join(folder, recorded)) for folder in _folders(dataset_path(prefix, ".json"))]
+    path = next(filter(os.path.exists, paths), paths[0])
+    here = os.path.relpath(path)
+    return TokenizerFlags(kind).with_path(path if here.startswith(os.pardir) else here)
+
+
+def _folders(manifest: Path) -> list[str]:
+    """Return the folders, resolved, in which a manifest lies: that of the file itself, then those of links to it."""
+    folders = [os.path.realpath(manifest.parent)]
+    while manifest.is_symlink() and len(folders) <= MOST_LINKS:
+        manifest = manifest.parent / os.readlink(manifest)
+        folders.append(os.path.realpath(manifest.parent))
+    return folders[::-1]
+
+
+def path_entry(prefixes: Sequence[AnyPath], output_prefix: AnyPath) -> dict[str, str]:
+    """Return the entry `PATH` for a dataset made from others; empty where these name several vocabularies, or none."""
+    paths = {recorded_flags(prefix).path for prefix in prefixes}
+    path = paths.pop()
+    return {} if paths or path is None else {PATH: relative_path(path, output_prefix)}
+
+
+def complete(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFlags:
+    """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
+
+    The manifest's vocabulary is taken only where no flag gives one. A type that contradicts the manifest stays as
+    given; opening the dataset refuses it. Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError`
+    where the vocabulary is not given and does not lie where the manifest says, or where there is no dataset that could
+    name it.
+    """
+    for prefix in prefixes:
+        recorded = recorded_flags(prefix)
+        if recorded.tokenizer_type is None:
+            continue
+        chosen = given._replace(tokenizer_type=given.tokenizer_type or recorded.tokenizer_type)
+        is_given = (given.vocab_file, given.tokenizer_model) != (None, None)  # also as an empty text, refused later
+        if is_given or recorded.path is None or chosen.path_name != recorded.path_name:
+            return chosen
+        if not os.path.exists(recorded.path):
+            made_with = f"{os.fspath(prefix)} was made with {recorded.path}, which is not there any more"
+            raise UserError(f"{made_with}; give {_flag(recorded.path_name)} (a local path)", WRONG_ARGUMENTS)
+        return chosen.with_path(recorded.path)
+    if given == TokenizerFlags():
+        for prefix in prefixes:
+            file_size(dataset_path(prefix, ".idx"))  # a wrong prefix is the mistake, not the missing vocabulary
+    return given._replace(tokenizer_type=given.tokenizer_type or TOKENIZER_TYPES[0])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+PARTS = ("ids", "sizes", "documents")
+"""Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+
+COMPLETE = "complete"
+"""File that says that all files are complete; it holds the job that wrote them."""
+
+Job = dict[str, Any]
+"""Settings and inputs of a command, as JSON. An equal job writes the same bytes."""
+
+_OWN = re.compile(rf"lock|{COMPLETE}|\d+\.({'|'.join((*PARTS, 'idx', 'json'))})|\..*\.tmp")
+"""Names of the files that this module writes."""
+
+NOTHING = np.empty(0, SIZE)
+
+
+class UnfinishedDatasets:
+    """Growing files of some datasets; a context manager. Without `publish`, everything written is removed.
+
+    Attributes:
+        dtype: type of the ids.
+    """
+
+    def __init__(self, folder: str, prefixes: Sequence[str], dtype: np.dtype, job: Job | None = None):
+        """Open the folder and remove what a killed command left there. Raises `UserError` if another process has it."""
+        self.folder, self._prefixes, self.dtype, self._job = Path(folder), prefixes, dtype, job
+        self._lock = _take_lock(self.folder)
+        for path in self.folder.iterdir():
+            if path.name != "lock":
+                path.unlink()
+        self._files: list[list[BinaryIO]] = [
+            [open(self._path(number, part), "wb", buffering=1 << 20) for part in PARTS]  # noqa: SIM115
+            for number in range(len(prefixes))
+        ]
+
+    def append(
+        self, number: int, ids: bytes = b"", sizes: np.ndarray = NOTHING, documents: np.ndarray = NOTHING
+    ) -> None:
+        """Append to dataset `number`: ids end to end, tokens of each sequence `[sequences]`, sequences of each document
+        `[documents]`. The three may be appended separately; they must fit together in the end."""
+        for file, data in zip(self._files[number], (ids, _as_sizes(sizes), _as_sizes(documents)), strict=True):
+            file.write(data)
+
+    def publish(self, manifests: Sequence[dict[str, Any] | None]) -> None:
+        """Rename every dataset to its final name, with its manifest if it has one."""
+        for number, manifest in enumerate(manifests):
+            self._complete(number, manifest)
+        write_text(self.folder / COMPLETE, json.dumps(self._job))
+        _give_names(self.folder, self._prefixes)
+        _remove(self.folder)
+
+    def _complete(self, number: int, manifest: dict[str, Any] | None) -> None:
+        """Write the index and the manifest of a dataset whose growing files are complete."""
+        for growing in self._files[number]:
+            sync(growing)
+        ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
+        with atomic_file(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
+            write_index(file, self.dtype, lengths, counts)
+        if manifest is not None:
+            write_manifest(text, manifest, ids, index)
+
+    def __enter__(self) -> UnfinishedDatasets:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not (self.folder / COMPLETE).exists():  # a signal may come while files get their names
+            _remove(self.folder)
+        for stream in [*itertools.chain(*self._files), self._lock]:
+            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+                stream.close()
+
+    def _path(self, number: int, part: str) -> Path:
+        return _path(self.folder, number, part)
+
+
+def job_of(name: str, settings: Any, inputs: Sequence[AnyPath]) -> Job:
+    """Return the job of a command by its settings (JSON) and by the sizes and times of its input files.
+
+    What is no file, such as a pipe, is never the same again.
+    """
+    read: list[Any] = []
+    for path in inputs:
+        is_file = os.path.isfile(path)
+        status = os.stat(path) if is_file else None
+        read.append([os.fspath(path), status.st_size, status.st_mtime_ns] if status else os.urandom(8).hex())
+    return {"command": name, "settings": settings, "inputs": read}
+
+
+def finish_left(folder: str, prefixes: Sequence[str], job: Job) -> bool:
+    """Give complete datasets that a killed command left in `folder` their names; return whether `job` wrote them."""
+    marker = Path(folder) / COMPLETE
+    try:
+        with marker.open("rb") as stream:
+            left = parse_json(stream.read())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # not absent: the next step would remove complete files
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{marker} cannot be read: {reason}; try again, or remove {folder} to begin anew") from None
+    with _take_lock(marker.parent):
+        _give_names(marker.parent, prefixes)
+        _remove(marker.parent)
+    files = (dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
+    return left == parse_json(json.dumps(job)) and all(os.path.isfile(path) for path in files)
+
+
+def _path(folder: Path, number: int, part: str) -> Path:
+    return folder / f"{number}.{part}"
+
+
+def _give_names(folder: Path, prefixes: Sequence[str]) -> None:
+    """Rename the complete files of all datasets that do not have their names yet."""
+    for number, prefix in enumerate(prefixes):
+        ids, index, manifest = (dataset_path(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+        if _path(folder, number, "ids").exists():  # an old index or manifest must never lie beside new ids
+            index.unlink(missing_ok=True)
+            manifest.unlink(missing_ok=True)
+            sync_folder(folder.parent)
+        for part, path in (("ids", ids), ("json", manifest), ("idx", index)):
+            if _path(folder, number, part).exists():
+                os.replace(_path(folder, number, part), path)
+    sync_folder(folder.parent)  # before the folder goes, from which the next command would finish the renaming
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with its files, the mark of complete ones last."""
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == COMPLETE):
+            if _OWN.fullmatch(path.name):
+                path.unlink()
+        folder.rmdir()
+        sync_folder(folder.parent)
+
+
+def _take_lock(folder: Path) -> BinaryIO:
+    path = folder / "lock"
+    try:
+        make_folder(folder)
+        strange = next((p for p in folder.iterdir() if p.is_symlink() or not _OWN.fullmatch(p.name)), None)
+        if strange or folder.is_symlink():
+            raise UserError(
+                f"{strange or folder} was not written by this command, which needs {folder} for itself: "
+                "move it away, or choose another prefix"
+            )
+        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+    if not lock(stream.fileno(), path):
+        stream.close()
+        raise UserError(f"{folder}: another process is writing here; wait for it, or choose another prefix")
+    return stream
+
+
+def _as_sizes(numbers: np.ndarray) -> bytes:
+    return numbers.astype(SIZE).tobytes()
+
 
 CHUNK_TOKENS = 1 << 22
 """Number of tokens in memory at once while a whole dataset is read."""

@@ -19,14 +19,22 @@ from typing import Any
 import numpy as np
 
 import megatron_ddrp
-from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.atomic import Advance, AnyPath, file_sha256, silent
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, dataset_path
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import PATH, entry, path_entry, refuse_existing, tokenizer_name
-from megatron_ddrp.data.dataset.unfinished import Job, UnfinishedDatasets, finish_left, job_of
+from megatron_ddrp.data.dataset.indexed_dataset import (
+    PATH,
+    IndexedDataset,
+    Job,
+    UnfinishedDatasets,
+    entry,
+    finish_left,
+    job_of,
+    path_entry,
+    refuse_existing,
+    tokenizer_name,
+)
 from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.randomness import permute
-from megatron_ddrp.data.sealed import Advance, file_sha256, silent
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens", "dropped_characters")

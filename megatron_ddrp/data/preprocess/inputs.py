@@ -1,4 +1,13 @@
-"""The files of `--input`: names, folders and patterns in a fixed order; files are uncompressed and hashed while read.
+"""Input of preprocessing: files, folders, pipes and texts from Python, plain or compressed, as streams of bytes.
+
+Files as byte streams, hashed and unpacked: gzip, xz, bzip2 and Zstandard by one reader of any number of streams.
+
+A file is read whole or refused. A later stream that is damaged or cut off, and bytes that belong to no stream, are
+errors, although Python's `lzma.LZMAFile` and `bz2.BZ2File` end there without a word.
+
+Texts of a Python program as an input file: JSON lines, made while they are read. No text is stored.
+
+The files of `--input`: names, folders and patterns in a fixed order; files are uncompressed and hashed while read.
 
 find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
 OpenInput(file)                             → uncompressed bytes; the SHA-256 of the file as stored on the disk
@@ -6,20 +15,267 @@ OpenInput(file)                             → uncompressed bytes; the SHA-256 
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import glob
+import hashlib
 import io
+import itertools
+import json
+import lzma
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from megatron_ddrp.data.preprocess.arrow_tables import is_beside_rows
-from megatron_ddrp.data.preprocess.packed import FIRST_BYTES, PACKINGS, HashedFile, PackedStream, packing_of
-from megatron_ddrp.data.preprocess.python_texts import TEXTS, TextStream
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.data.preprocess.records import is_beside_rows
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, code_of_others
 from megatron_ddrp.foreign import reading, refuse_stand_in, refuse_wide
+
+LARGEST_WINDOW = 1 << 31
+"""Largest window of Zstandard's format, in bytes: `zstd --long=31` writes it; the library's own limit is 128 MiB."""
+
+_PACKED_BYTES = 1 << 13  # given to a decompressor at once: Zstandard makes at most 256 MiB of them
+_UNPACKED_BYTES = 1 << 20  # taken from a decompressor at once
+
+
+class Packing(NamedTuple):
+    """Format of packed files."""
+
+    begin: Callable[[], Any]
+    """Returns a decompressor of one stream, with the methods of `bz2.BZ2Decompressor`."""
+    padding: int = 0
+    """Unit in bytes of the zeros that may follow a stream; 0 if there may be none."""
+    several: bool = True
+    """False if nothing may follow the first stream."""
+
+
+class HashedFile(io.FileIO):
+    """File, or descriptor, that counts and hashes the bytes from `begin` to `end` while they are read.
+
+    Attributes:
+        count: number of bytes read.
+        digest: their SHA-256.
+    """
+
+    def __init__(self, file: str | int, begin: int, end: int | None):
+        super().__init__(file, "rb", closefd=isinstance(file, str))
+        if begin:
+            self.seek(begin)
+        self._length = None if end is None else end - begin
+        self.count = 0
+        self.digest = hashlib.sha256()
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        if self._length is not None:
+            view = view[: self._length - self.count]
+        count = super().readinto(view) or 0
+        while not self.count and 0 < count < FIRST_BYTES and (more := super().readinto(view[count:])):
+            count += more  # a pipe may give its first bytes one by one
+        self.digest.update(view[:count])
+        self.count += count
+        return count
+
+
+class PackedStream:
+    """Uncompressed bytes of a packed file, whose packing is a key of `PACKINGS`."""
+
+    def __init__(self, raw: BinaryIO, packing: str):
+        self._blocks = _unpack(raw, PACKINGS[packing])
+        self._rest = memoryview(b"")
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes, fewer only at the end. The libraries raise their own errors."""
+        data = bytearray(self._rest[:count])
+        self._rest = self._rest[count:]
+        while len(data) < count and (block := next(self._blocks, None)) is not None:
+            self._rest = memoryview(block)[count - len(data) :]
+            data += block[: count - len(data)]
+        return bytes(data)
+
+
+def packing_of(first: bytes) -> str:
+    """Return the key of `PACKINGS` that the first `FIRST_BYTES` of a file tell; empty for one that is not packed."""
+    return next((packing for magic, packing in _MAGIC.items() if first.startswith(magic)), "")
+
+
+def _unpack(raw: BinaryIO, packing: Packing) -> Iterator[bytes]:
+    packed = raw.read(_PACKED_BYTES)
+    if not packed:
+        raise EOFError("empty")
+    if packing is PACKINGS[".xz"] and packing_of(packed) != ".xz":
+        packing = _LZMA
+    while packed:
+        stream = packing.begin()
+        while not stream.eof:
+            if stream.needs_input and not (packed := packed or raw.read(_PACKED_BYTES)):
+                raise EOFError("the last stream has no end")
+            yield stream.decompress(packed, _UNPACKED_BYTES)
+            packed = b""
+        if not lzma.is_check_supported(getattr(stream, "check", lzma.CHECK_NONE)):
+            raise OSError("its integrity check is of an unknown kind")
+        packed = _behind_padding(stream.unused_data, raw, packing.padding)
+        if packed and not packing.several:
+            raise OSError("bytes behind the end")
+
+
+def _behind_padding(packed: bytes, raw: BinaryIO, unit: int) -> bytes:
+    """Return bytes of the next stream, empty at the end of the file. `packed` has been read already."""
+    zeros = 0
+    while packed := packed or raw.read(_PACKED_BYTES):
+        rest = packed.lstrip(b"\0") if unit else packed
+        zeros += len(packed) - len(rest)
+        packed = rest
+        if packed:
+            break
+    if unit and zeros % unit:
+        raise OSError(f"{zeros} bytes of padding, expected a multiple of {unit}")
+    return packed
+
+
+class _GzipMember:
+    """Decompressor of one member of a gzip file."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16: with gzip's head and check sum
+        self.needs_input = True
+
+    def decompress(self, packed: bytes, most: int) -> bytes:
+        data = self._stream.decompress(self._stream.unconsumed_tail + packed, most)
+        self.needs_input = len(data) < most
+        return data
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._stream.unused_data
+
+
+class _ZstdFrame:
+    """Decompressor of one Zstandard frame. It makes all bytes of its input at once."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        import zstandard
+
+        self._frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+
+    def decompress(self, packed: bytes, most: int) -> bytes:
+        return self._frame.decompress(packed)
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+
+PACKINGS = {
+    ".gz": Packing(_GzipMember, padding=1),
+    ".xz": Packing(lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=4),
+    ".zst": Packing(_ZstdFrame),
+    ".bz2": Packing(bz2.BZ2Decompressor),
+}
+"""Ending of a file name → its packing."""
+
+_LZMA = Packing(lzma.LZMADecompressor, several=False)  # of xz's older format, which `xz` reads from a .xz file too
+
+_MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
+_MAGIC |= {bytes([0x50 + number]) + b"\x2a\x4d\x18": ".zst" for number in range(16)}  # a skippable frame, as of pzstd
+FIRST_BYTES = max(map(len, _MAGIC))
+
+
+TEXTS: dict[str, TextStream] = {}
+"""Path of an input file that is none → the texts that a program has given."""
+
+
+class TextStream(io.RawIOBase):
+    """Bytes of JSON lines, one per text. The first text is taken when the first byte is read.
+
+    Attributes:
+        count: number of bytes read.
+        digest: SHA-256 of these.
+    """
+
+    def __init__(self, texts: Iterable[Any], keys: Sequence[str]) -> None:
+        self.count, self.digest = 0, hashlib.sha256()
+        self._lines, self._rest = _json_lines(texts, keys), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or memoryview(next(self._lines))
+        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(part)] = part
+        self.digest.update(part)
+        self.count += len(part)
+        return len(part)
+
+
+@contextmanager
+def texts_as_file(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[str]:
+    """Yield the path of a file, to be read once in this process, with the texts as JSON lines.
+
+    A text is a string, for the only key, or a row: a mapping with a string for every key, as `datasets.Dataset` gives.
+    An error of the texts ends the reading and reaches the caller as it is.
+
+    Raises:
+        UserError: `texts` is no list or a table, or a text is neither a string nor a row with the keys.
+    """
+    refuse_no_list(texts, "a list of texts or rows; a file is given by input", but=(str, bytes))
+    path = f"<texts {len(TEXTS) + 1}>/texts.jsonl"
+    TEXTS[path] = TextStream(texts, keys)
+    try:
+        yield path
+    finally:
+        del TEXTS[path]
+
+
+def refuse_no_list(texts: Any, expected: str, but: tuple[type, ...] = ()) -> None:
+    """Raise `UserError` for what cannot be iterated or is one of the types `but`, and for a table.
+
+    A table gives the names of its columns when it is iterated.
+    """
+    try:
+        if isinstance(texts, but):
+            raise TypeError
+        iter(texts)  # an array may have no axis
+    except TypeError:
+        raise UserError(f"texts={texts!r:.60}: expected {expected}", WRONG_ARGUMENTS) from None
+    if any(hasattr(texts, name) for name in ("keys", "columns")) and not hasattr(texts, "tolist"):
+        raise UserError(
+            f"texts is a table ({type(texts).__name__}), expected a list of texts; give one of its columns, such as "
+            'table["text"]'
+        )
+
+
+def _json_lines(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[bytes]:
+    """Yield the row of JSON of each text, and at the end nothing for ever."""
+    with code_of_others():
+        source = iter(texts)
+    for number in itertools.count(1):
+        with code_of_others():
+            text = next(source, source)
+            text = text.as_py() if hasattr(text, "as_py") else text  # of a column of pyarrow
+        if text is source:
+            yield from itertools.repeat(b"")
+        row = {keys[0]: text} if isinstance(text, str) and len(keys) == 1 else text
+        if not isinstance(row, Mapping) or not all(isinstance(row.get(key), str) for key in keys):
+            wanted = "a string, or " * (len(keys) == 1) + f"a row with a string for {' and '.join(map(repr, keys))}"
+            raise UserError(f"text {number:,} is {text!r:.80}: expected {wanted}")
+        yield json.dumps({key: row[key] for key in keys}).encode() + b"\n"
+
 
 STANDARD_INPUT = "-"
 TABLES = (".parquet", ".arrow")

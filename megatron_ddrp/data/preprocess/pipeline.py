@@ -1,4 +1,17 @@
-"""Text files → Megatron indexed datasets: one reader, many tokenizing processes, one writer.
+"""Preprocessing: chunks of text become token ids in worker processes, in the order of the input.
+
+Signals that stop a command: SIGTERM acts like Ctrl-C.
+
+The work of preprocessing on one chunk of the input: parse, split into sentences, tokenize.
+
+Sentences of a text by NLTK's Punkt (Kiss and Strunk, 2006). NLTK is imported only for `--split-sentences`.
+
+Punkt uses its trained English parameters if they are installed (`punkt_tab`), otherwise its untrained defaults; nothing
+is downloaded. The boundaries are NLTK's own, found in the text before any lower-casing.
+
+Estimate of what preprocessing will write: the beginnings of some input files are tokenized; nothing is written.
+
+Text files → Megatron indexed datasets: one reader, many tokenizing processes, one writer.
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
 processes parse and tokenize (progress.py). So the output's bytes depend neither on the number of workers nor on time.
@@ -9,28 +22,324 @@ The dataset appears whole or not at all (unfinished.py). All documents are store
 from __future__ import annotations
 
 import importlib.metadata
+import operator
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset.manifest import PATH, refuse_existing, relative_path, tokenizer_entry
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets, finish_left, job_of
-from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
-from megatron_ddrp.data.preprocess.partition import own_bytes, own_files, partition_entry
-from megatron_ddrp.data.preprocess.records import Chunk
-from megatron_ddrp.data.progress import map_in_order, progress
-from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
-from megatron_ddrp.data.tokenizers.vocabulary_fit import (
+from megatron_ddrp.data.dataset.indexed_dataset import (
+    PATH,
+    UnfinishedDatasets,
+    finish_left,
+    job_of,
+    refuse_existing,
+    relative_path,
+    tokenizer_entry,
+)
+from megatron_ddrp.data.preprocess.documents import (
+    Partition,
+    iter_chunks,
+    name_faults,
+    own_bytes,
+    own_files,
+    partition_entry,
+)
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
+from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
+from megatron_ddrp.data.progress import map_in_order, progress, track
+from megatron_ddrp.data.tokenizers.tokenizer import Span, build_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary import (
     unknown_share,
     warn_of_impossible,
     warn_of_unknown,
     warn_of_vocabulary,
 )
-from megatron_ddrp.errors import UserError, refusals_as_user_errors
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages, refusals_as_user_errors
+
+TERMINATED = 143
+
+
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM into `SystemExit`, so that `with` blocks end and keep or remove their work."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Settings of `megatron-ddrp preprocess`."""
+
+    input: tuple[str, ...]
+    """Files, folders and patterns of documents (see inputs.py and documents.py); `-` is standard input."""
+    output_prefix: str
+    """PREFIX of the dataset names PREFIX_KEY_document, or PREFIX_KEY_sentence with `split_sentences`."""
+    tokenizer_type: str
+    """One of tokenizer.TOKENIZER_TYPES."""
+    vocab_file: str | None = None
+    """Path of vocab.txt, for the WordPiece types."""
+    tokenizer_model: str | None = None
+    """Path of a SentencePiece .model or of a Hugging Face folder."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of the JSON lines; each gives one dataset."""
+    workers: int = 1
+    """Number of tokenizing processes."""
+    split_sentences: bool = False
+    """True for one sequence per sentence, False for one per document."""
+    append_eod: bool = False
+    """True to end each document with [SEP]."""
+    on_error: str = "stop"
+    """Reaction to an unreadable record: `stop`, or `skip` and count it."""
+    overwrite: bool = False
+    """Replace existing datasets."""
+    partition: Partition | None = None
+    """Part of the input to take, whose number goes into the datasets' names; None for all of it."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UserError(f"--workers {self.workers}: expected at least 1", WRONG_ARGUMENTS)
+        if self.on_error not in ("stop", "skip"):
+            raise UserError(f"--on-error {self.on_error}: expected stop or skip", WRONG_ARGUMENTS)
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
+        for key in self.json_keys:
+            if os.sep in key:
+                reason = f"expected a key without {os.sep}, because the dataset is named PREFIX_KEY_document"
+                raise UserError(f"--json-keys {key}: {reason}; rename the key in the files", WRONG_ARGUMENTS)
+
+    @property
+    def vocabularies(self) -> list[str]:
+        """Files of the tokenizer, which may lie beside the text."""
+        return [path for path in (self.vocab_file, self.tokenizer_model) if path]
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Prefixes of the datasets, one per key."""
+        level = "sentence" if self.split_sentences else "document"
+        return [f"{self._own_prefix}_{key}_{level}" for key in self.json_keys]
+
+    @property
+    def unfinished_folder(self) -> str:
+        """Folder in which the datasets grow."""
+        return f"{self._own_prefix}.unfinished"
+
+    @property
+    def _own_prefix(self) -> str:
+        return self.output_prefix + (self.partition.suffix if self.partition else "")
+
+
+class KeyCounts(NamedTuple):
+    """Counts of one dataset, or of a chunk's part of it."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    """Number of tokens that are the unknown piece."""
+    empty_documents: int = 0
+    """Documents skipped because they have no tokens."""
+    dropped_characters: int = 0
+    """Number of characters that the tokenizer left out; see `Tokenizer.count_dropped`."""
+
+    def plus(self, more: KeyCounts) -> KeyCounts:
+        """Return the sums of both."""
+        return KeyCounts(*map(operator.add, self, more))
+
+
+class TokenizedDocuments(NamedTuple):
+    """Documents of a chunk for one JSON key, without empty ones."""
+
+    ids: bytes
+    """Token ids end to end, as the dataset stores them."""
+    sizes: np.ndarray
+    """int32, tokens of each sequence `[sequences]`."""
+    documents: np.ndarray
+    """int32, sequences of each document `[documents]`."""
+    counts: KeyCounts
+
+
+class TokenizedChunk(NamedTuple):
+    """Result of a worker for one chunk."""
+
+    by_key: list[TokenizedDocuments]
+    faults: list[Fault]
+    file: int
+    """Number of its file among the inputs."""
+    read: int
+    """Bytes read of that file, as stored on the disk."""
+    text_bytes: int
+    """Uncompressed bytes of the records."""
+
+
+class ChunkTokenizer:
+    """Tokenizer of chunks; each process has its own."""
+
+    def __init__(self, config: PreprocessConfig):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+        self._config = config
+        self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        is_wordpiece = config.tokenizer_type.startswith("BertWordPiece")
+        self.path = str(config.vocab_file if is_wordpiece else config.tokenizer_model)
+        self.splitter_name: str | None = None
+        self._split: Splitter | None = None
+        if config.split_sentences:
+            self.splitter_name, self._split = sentence_splitter()
+
+    def __call__(self, chunk: Chunk) -> TokenizedChunk:
+        keys = self._config.json_keys
+        texts, faults = parse_chunk(chunk, keys)
+        by_key = [self._tokenize([text[k] for text in texts]) for k in range(len(keys))]
+        return TokenizedChunk(by_key, faults, chunk.file, chunk.read, chunk.text_bytes)
+
+    def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
+        dtype = self.tokenizer.dtype
+        end = self.tokenizer.pack([self.tokenizer.sep_id] * self._config.append_eod)
+        all_ids: list[bytes] = []
+        sequences: list[int] = []
+        for document in self._packed(texts):
+            if kept := [ids for ids in document if ids]:
+                kept[-1] += end
+                all_ids += kept
+                sequences.append(len(kept))
+        sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
+        tokens = b"".join(all_ids)
+        counts = KeyCounts(
+            len(sequences),
+            len(sizes),
+            int(sizes.sum()),
+            self.tokenizer.count_unknown(np.frombuffer(tokens, dtype)),
+            len(texts) - len(sequences),
+            self.tokenizer.count_dropped(texts),
+        )
+        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), counts)
+
+    def _packed(self, texts: list[str]) -> Iterator[list[bytes]]:
+        """Yield the sequences of each text, packed as by `Tokenizer.encode_packed`; their ids are the whole text's."""
+        if self._split is None:
+            yield from ([ids] for ids in self.tokenizer.encode_packed(texts))
+            return
+        for text in texts:
+            sentences = cut_sentences(*self.tokenizer.encode_with_spans(text), self._split(text))
+            yield [self.tokenizer.pack(ids) for ids in sentences]
+
+
+Splitter = Callable[[str], list[int]]
+"""Text → the first character of each sentence."""
+
+
+def sentence_splitter() -> tuple[str, Splitter]:
+    """Return (name of the parameters, splitter). Raises `UserError` if NLTK is not installed."""
+    need_packages("--split-sentences", "nltk")
+    from nltk.tokenize import punkt
+
+    try:
+        name, splitter = "punkt-english", punkt.PunktTokenizer("english")
+    except (LookupError, AttributeError):  # AttributeError: NLTK before 3.8.2 has no PunktTokenizer
+        name, splitter = "punkt-untrained", punkt.PunktSentenceTokenizer()
+    return name, lambda text: [begin for begin, _ in splitter.span_tokenize(text)]
+
+
+def cut_sentences(ids: Sequence[int], spans: Sequence[Span], begins: Sequence[int]) -> list[Sequence[int]]:
+    """Cut the ids of a text into those of its sentences, which begin at the characters `begins`; some may be empty.
+
+    A piece belongs to the sentence of its last character, so the blank before a word stays with the word; a piece
+    without characters belongs to the piece behind it (`Tokenizer.encode_with_spans`).
+    """
+    lasts = np.array([end if end > begin else np.iinfo(np.int64).max for begin, end in spans], np.int64)  # [pieces]
+    lasts = np.minimum.accumulate(lasts[::-1])[::-1]
+    cuts = [0, *np.searchsorted(lasts, begins[1:], side="right").tolist(), len(ids)]
+    return [ids[low:high] for low, high in zip(cuts, cuts[1:], strict=False)]
+
+
+FILES, CHUNKS = 4, 8
+"""Number of files that are read, evenly spread over the input, and of chunks of a megabyte of each."""
+SHOWN = 32
+"""Number of pieces of the first document that are shown."""
+
+
+@dataclass
+class Estimate:
+    """Counts of the text that was read, and the size of the whole input."""
+
+    files: int
+    """Number of input files."""
+    total_bytes: int
+    """Bytes of the input files, as they lie on the disk."""
+    by_key: list[KeyCounts]
+    """Counts of the text read, one per JSON key."""
+    read_files: int = 0
+    read_bytes: int = 0
+    """Bytes that were read of these files, as they lie on the disk."""
+    skipped: list[str] = field(default_factory=list)
+    """Unreadable records, each with its place and the reason."""
+    beginning: str = ""
+    """First pieces of the first document."""
+    token_bytes: int = 0
+    """Bytes of a token in the dataset."""
+    seconds: float = 0.0
+    """Seconds in which one process tokenized this text."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def factor(self) -> float:
+        """Size of the whole input in units of the bytes read."""
+        return self.total_bytes / max(1, self.read_bytes)
+
+
+def estimate(config: PreprocessConfig) -> Estimate:
+    """Tokenize the beginnings of some input files.
+
+    Raises `UserError` for what `preprocess` would refuse, as far as it is read, and for standard input and pipes.
+    """
+    files = find_inputs(config.input, leave_out=config.vocabularies)
+    for file in files:
+        if is_stream(file.path):
+            raise UserError(f"--dry-run: {file.path} can be read only once; give a file", WRONG_ARGUMENTS)
+    if not config.overwrite:
+        refuse_existing(config.prefixes)
+    files = files if config.partition is None else own_files(files, config.partition)
+    tokenize = ChunkTokenizer(config)
+    found = Estimate(len(files), own_bytes(files) or 0, [KeyCounts() for _ in config.json_keys])
+    found.token_bytes = tokenize.tokenizer.dtype.itemsize
+    count = min(FILES, len(files))
+    for number in track(range(count), "file", "reading"):
+        _read(files[number * len(files) // count], tokenize, config, found)
+    lines = [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]
+    for prefix, counts in zip(config.prefixes, found.by_key, strict=True):
+        lines.append(warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens, counts.dropped_characters))
+    found.warnings = [line for line in lines if line]
+    return found
+
+
+def _read(file: InputFile, tokenize: ChunkTokenizer, config: PreprocessConfig, found: Estimate) -> None:
+    """Add the first chunks of a file."""
+    found.read_files += 1
+    is_packed = bool(file.packing) or file.is_table
+    with OpenInput(file) as opened:
+        for chunk in islice(iter_chunks(opened, config.json_keys, BLOCK_BYTES), CHUNKS):
+            began = time.monotonic()
+            done = tokenize(chunk)
+            found.seconds += time.monotonic() - began
+            found.skipped += name_faults(file, done.faults, config.on_error)
+            found.read_bytes += done.read if is_packed else done.text_bytes  # not what is only read ahead
+            found.by_key = [counts.plus(new.counts) for counts, new in zip(found.by_key, done.by_key, strict=True)]
+            found.beginning = found.beginning or _beginning(done.by_key[0], tokenize)
+
+
+def _beginning(documents: TokenizedDocuments, tokenize: ChunkTokenizer) -> str:
+    """Return the first pieces of the first document; empty if there is none."""
+    tokenizer = tokenize.tokenizer
+    ids = np.frombuffer(documents.ids, tokenizer.dtype)
+    size = int(documents.sizes[: documents.documents[0]].sum()) if len(documents.documents) else 0
+    more = [f"… ({size:,} tokens)"] * (size > SHOWN)
+    return " ".join([tokenizer.pieces[i] for i in ids[: min(size, SHOWN)].tolist()] + more)
+
 
 CHUNK_BYTES = BLOCK_BYTES
 

@@ -11,30 +11,28 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.row_form import backend_rows
-from megatron_ddrp.data.tokenizers.spelling import (
+from megatron_ddrp.data.tokenizers.tokenizer import (
     BEGIN,
+    DESCRIPTION_FILE,
     END,
+    SPECIAL_PIECES,
     UNMARKED,
     WORD_END,
+    WORD_START,
+    Span,
+    Tokenizer,
     WordMarks,
+    backend_rows,
     begins_with,
     count_dropped,
     drop_probe,
     ends_with,
+    find_specials,
     parts_of,
+    require_specials,
     side_of,
     spells_all,
     unknown_piece,
-)
-from megatron_ddrp.data.tokenizers.tokenizer import (
-    DESCRIPTION_FILE,
-    SPECIAL_PIECES,
-    WORD_START,
-    Span,
-    Tokenizer,
-    find_specials,
-    require_specials,
 )
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json, read_bytes, read_object, reading

@@ -1,4 +1,6 @@
-"""Probe of attention: how well do the heads' logits tell the right-hand key from the left-hand one?
+"""Three measures of encoders: the probe of directions, the space of hidden states, and throughput.
+
+Probe of attention: how well do the heads' logits tell the right-hand key from the left-hand one?
 
 Token i of a sentence has text k places to its right and k places to its left. Each head gives one number,
 
@@ -12,30 +14,71 @@ half. Its weights are Fisher's discriminant between d and −d ("The use of mult
 
 from the mean m and the covariance S of d over every other sentence. The accuracy is counted on the remaining sentences.
 Chance is 0.5. The normalisation of a row cancels in d, so log-probabilities would give the same d.
+
+Geometry of the hidden states of each layer: cosines of tokens, isotropy, effective rank.
+
+    within    mean cosine of two tokens of one sentence; in the last layer, with [CLS] and [SEP], it is f(S)
+    between   mean cosine of two tokens of different sentences (Ethayarajh, arXiv:1909.00512)
+    centred   both cosines for x − μ, μ the mean of all tokens
+    IsoScore  (tr(C)²/‖C‖²_F − 1)/(n − 1), C the covariance of the tokens, n the hidden size (Rudman et al.,
+              arXiv:2108.07344: their algorithm in closed form); 1 is isotropic, 0 is one direction
+    effective rank  exp(−Σ p ln p), p the eigenvalues of C divided by their sum (Roy and Vetterli 2007)
+    first component the largest p, the share of the variance along the first principal component, and the kurtosis
+              E[z⁴]/E[z²]² of the tokens' places z on it: 1 if all stand at two opposite poles, 3 for a normal cloud
+
+All pairs of tokens count; sums of unit vectors give their cosines without sampling. A second pass over the sentences
+subtracts the mean before anything is squared, so that a large common offset costs no precision; a third projects on the
+first principal component. Sums are float64.
+
+Speed and memory of encoders at inference, per row length.
+
+Every batch has about the same number of tokens in full rows: at length L it has tokens ÷ L rows of L tokens. The
+encoders take turns, in a random order in each round, so that a machine that slows down affects all of them. Memory is
+the peak during one forward pass minus the memory of the loaded encoder: on a GPU the peak of torch's allocator, on a
+CPU the peak resident size, measured in a fresh process per encoder and length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing import get_context
 from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_ddrp.config import load_plugin
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS
-from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.attention_maps import layer_logits
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.encoder import Encoder, load_encoder
+from megatron_ddrp.encoders.huggingface import LayerStates, layer_states
+from megatron_ddrp.errors import UserError, lacks_memory
+from megatron_ddrp.lab.analysis.figures import layer_logits
+from megatron_ddrp.lab.analysis.session import Snapshot
 from megatron_ddrp.model import Encoder as ModelEncoder
+from megatron_ddrp.model.embeddings import SMALLEST_NORM, document_mask, token_cosine
+from megatron_ddrp.run.loop import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 
 REACH = 8
 """Largest distance k in tokens."""
 RIDGE = 1e-8
 """Ridge as a share of the sum of the heads' mean d²."""
-PASSES = 2
+PROBE_PASSES = 2
 """Number of times that `measure_probe` reads the sentences."""
 
 
@@ -178,3 +221,331 @@ def _standard_error(parts: Tensor) -> float | None:
 
 def _listed(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+PASSES = 3
+"""Number of passes of `measure_space` over the sentences."""
+
+
+@dataclass(frozen=True)
+class LayerSpace:
+    """Geometry of one layer's hidden states; undefined values are None."""
+
+    layer: int
+    """0 for the embeddings."""
+    hidden_size: int
+    token_similarity: float
+    """f(S) of this layer over all tokens of a sentence, including [CLS] and [SEP]."""
+    head_similarity: float | None
+    """This layer's term of f(H); None if the model does not give its attention logits."""
+    cosine_within: float | None
+    cosine_between: float | None
+    centred_cosine_within: float | None
+    centred_cosine_between: float | None
+    isoscore: float | None
+    effective_rank: float | None
+    first_component: float | None
+    first_component_kurtosis: float | None
+
+
+@dataclass(frozen=True)
+class Space:
+    """Geometry of all layers of a model, the embeddings first, and the number of tokens measured."""
+
+    layers: tuple[LayerSpace, ...]
+    tokens: int
+    """Number of text tokens, without [CLS], [SEP] and other special tokens."""
+
+
+class CosineSums:
+    """Float64 sums over sentences that give the mean cosines of all pairs of tokens, in closed form."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0  # [hidden], Σ of all unit vectors
+        self.inside = self.within = 0.0
+        self.tokens = self.same_sentence = self.sentences = 0
+
+    def add(self, states: Tensor, text: Tensor) -> None:
+        """Add a batch of states, float64 `[batch, seq, hidden]`. `text`, bool `[batch, seq]`, marks counted tokens."""
+        units = F.normalize(states, dim=-1, eps=SMALLEST_NORM) * text.unsqueeze(-1)
+        sums, counts = units.sum(1), text.sum(1)  # [batch, hidden], [batch]
+        squares = sums.pow(2).sum(-1)  # [batch], the cosines of all ordered pairs, including each token with itself
+        pairs = counts * (counts - 1)
+        self.total = self.total + sums.sum(0)
+        self.inside += float(squares.sum())
+        means = (squares - units.pow(2).sum((1, 2))) / pairs.clamp_min(1)
+        self.within += float(means[pairs > 0].sum())
+        self.sentences += int((pairs > 0).sum())
+        self.tokens += int(counts.sum())
+        self.same_sentence += int(counts.pow(2).sum())
+
+    @property
+    def mean_within(self) -> float | None:
+        """Mean over sentences of the mean cosine of two of their tokens; None if no sentence has two tokens."""
+        return self.within / self.sentences if self.sentences else None
+
+    @property
+    def mean_between(self) -> float | None:
+        """Mean cosine of two tokens of different sentences: (‖Σ x̂‖² − Σ_s ‖Σ_s x̂‖²)/(N² − Σ_s n_s²)."""
+        pairs = self.tokens**2 - self.same_sentence
+        return (float(torch.as_tensor(self.total).pow(2).sum()) - self.inside) / pairs if pairs else None
+
+
+class _Layer:
+    """Sums of one layer: `first`, `second` and `third` add a batch in the pass of that number."""
+
+    def __init__(self) -> None:
+        self.plain, self.centred = CosineSums(), CosineSums()
+        self.sentences, self.f_s = 0, 0.0
+        self.f_h: float | None = None
+        self.sum: Tensor | float = 0.0  # [hidden]
+        self.covariance: Tensor | float = 0.0  # [hidden, hidden], times the number of tokens
+        self.fourth_powers = 0.0  # Σ z⁴, z the places of the tokens on the first principal component
+
+    def first(self, state: LayerStates, batch: Batch, text: Tensor) -> None:
+        hidden = state.hidden.double()
+        self.sentences += len(text)
+        self.plain.add(hidden, text)
+        self.sum = self.sum + hidden[text].sum(0)
+        self.f_s += float(token_cosine(hidden, document_mask(batch.document_ids, 1).long()).sum())
+        if state.head_cosine is not None:
+            self.f_h = (self.f_h or 0.0) + float(state.head_cosine)
+
+    def second(self, state: LayerStates, batch: Batch, text: Tensor) -> None:
+        centred = state.hidden.double() - self.sum / self.plain.tokens
+        self.centred.add(centred, text)
+        tokens = centred[text]  # [tokens, hidden]
+        self.covariance = self.covariance + tokens.T @ tokens
+
+    def third(self, state: LayerStates, batch: Batch, text: Tensor) -> None:
+        places = (state.hidden.double()[text] - self.sum / self.plain.tokens) @ self.axes[:, -1]  # [tokens]
+        self.fourth_powers += float(places.pow(4).sum())
+
+    @cached_property
+    def axes(self) -> Tensor:
+        """Principal components `[hidden, hidden]`, one per column, the first component in the last one."""
+        return torch.linalg.eigh(torch.as_tensor(self.covariance))[1]
+
+    def check(self, number: int) -> None:
+        if not torch.as_tensor(self.covariance).isfinite().all():
+            raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
+
+    def result(self, number: int) -> LayerSpace:
+        covariance = torch.as_tensor(self.covariance)
+        largest = float(torch.linalg.eigvalsh(covariance)[-1])  # Σ z²
+        return LayerSpace(
+            number,
+            len(covariance),
+            self.f_s / self.sentences,
+            None if self.f_h is None else self.f_h / self.sentences,
+            self.plain.mean_within,
+            self.plain.mean_between,
+            self.centred.mean_within,
+            self.centred.mean_between,
+            isoscore(covariance),
+            effective_rank(covariance),
+            largest / float(covariance.trace()) if largest > 0 else None,
+            self.plain.tokens * self.fourth_powers / largest**2 if largest > 0 else None,
+        )
+
+
+def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: Tensor) -> Space:
+    """Return the geometry of a model's hidden states over batches of sentences on its device.
+
+    `batches` is called three times and must give the same batches. `model` is an `Encoder` or an encoder of
+    transformers. `specials`, int64 `[n]`, are the ids of special tokens such as [CLS]. Raises `UserError` for fewer
+    than two tokens of text, and for states that are not finite.
+    """
+    layers: dict[int, _Layer] = defaultdict(_Layer)
+
+    def read(add: Callable[[_Layer, LayerStates, Batch, Tensor], None]) -> None:
+        for batch in batches():
+            text = text_mask(batch, specials)
+            for number, state in enumerate(layer_states(model, batch)):
+                add(layers[number], state, batch, text)
+
+    read(_Layer.first)
+    if not layers or layers[0].plain.tokens < 2:
+        raise UserError("the sentences hold fewer than two tokens of text: give more sentences, or longer ones")
+    read(_Layer.second)
+    for number, layer in layers.items():
+        layer.check(number)
+    read(_Layer.third)
+    return Space(tuple(layer.result(number) for number, layer in layers.items()), layers[0].plain.tokens)
+
+
+def text_mask(batch: Batch, specials: Tensor) -> Tensor:
+    """Mark the tokens that are neither padding nor one of `specials`, bool `[batch, seq]`."""
+    return (batch.document_ids > 0) & ~torch.isin(batch.input_ids, specials)
+
+
+def isoscore(covariance: Tensor) -> float | None:
+    """Return IsoScore of a covariance `[n, n]` of any scale; None for n = 1 and for zero variance."""
+    n, squares = len(covariance), float(covariance.pow(2).sum())
+    return (float(covariance.trace()) ** 2 / squares - 1) / (n - 1) if n > 1 and squares > 0 else None
+
+
+def effective_rank(covariance: Tensor) -> float | None:
+    """Return the effective rank, in [1, n], of a covariance `[n, n]` of any scale; None for zero variance."""
+    eigenvalues = torch.linalg.eigvalsh(covariance).clamp_min(0.0)
+    total = eigenvalues.sum()
+    return float(torch.special.entr(eigenvalues / total).sum().exp()) if total > 0 else None
+
+
+WARM_UP_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of a measurement, the same for all encoders."""
+
+    device: torch.device
+    tokens: int
+    """Tokens per batch; a longer row makes a batch alone."""
+    rounds: int
+    bf16: bool
+    seed: int
+
+    def rows(self, length: int) -> int:
+        """Return the number of rows per batch."""
+        return max(1, self.tokens // length)
+
+    def autocast(self) -> AbstractContextManager:
+        """Return the context in which a forward pass runs."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Times and memory of one encoder at one length."""
+
+    length: int
+    rows: int
+    tokens_per_second: float
+    """Median over the rounds."""
+    lower_quartile: float
+    upper_quartile: float
+    memory_bytes: int | None
+    """Peak during one forward pass minus the memory of the loaded encoder; None on a CPU without Linux's /proc."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An encoder and its measurements."""
+
+    snapshot: Snapshot
+    encoder: Encoder
+    speeds: list[Speed] = field(default_factory=list)
+    left_out: dict[int, str] = field(default_factory=dict)
+    """Length → the reason why it was not measured."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the encoder's weights in memory."""
+        return sum(parameter.nbytes for parameter in self.encoder.module.parameters())
+
+
+def measure_throughput(
+    snapshots: Sequence[Snapshot], lengths: Sequence[int], setting: Setting, advance: Callable[[], object]
+) -> list[Timed]:
+    """Measure each model at each length; leave out lengths beyond its positions or the memory.
+
+    Call `advance` encoders × lengths × (rounds + 1) times in total, also for lengths that are left out.
+    """
+    timed = [Timed(snapshot, load_encoder(snapshot.path)) for snapshot in snapshots]
+    for each in timed:
+        each.encoder.module.eval().to(setting.device)
+    order = np.random.default_rng(setting.seed)
+    for length in lengths:
+        memory = {}
+        for number, each in enumerate(timed):
+            if length > each.encoder.max_length:
+                each.left_out[length] = f"it has positions for {each.encoder.max_length} tokens"
+            else:
+                try:
+                    memory[number] = peak_memory(each, length, setting)
+                except RuntimeError as error:
+                    each.left_out[length] = _want_of_memory(error)
+            for _ in range(setting.rounds + 1 if length in each.left_out else 1):
+                advance()
+        seconds = _time_rounds([timed[number] for number in memory], length, setting, order, advance)
+        for (number, peak), row in zip(memory.items(), seconds, strict=True):
+            timed[number].speeds.append(_speed(length, setting.rows(length), row, peak))
+    return timed
+
+
+def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
+    """Return the peak memory of a forward pass in bytes, minus the memory of the loaded encoder.
+
+    Raises `RuntimeError` if the memory is too small or the process that measures is killed.
+    """
+    if setting.device.type != "cuda":
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            plugins = plugin_files()
+            return fresh.submit(_peak_in_this_process, timed.snapshot.path, length, setting, plugins).result()
+    batch = full_batch(timed.encoder.tokenizer, setting.rows(length), length, setting)
+    start = torch.cuda.memory_allocated(setting.device)
+    torch.cuda.reset_peak_memory_stats(setting.device)
+    _forward(timed.encoder, batch, setting)
+    return torch.cuda.max_memory_allocated(setting.device) - start
+
+
+def _peak_in_this_process(path: Path, length: int, setting: Setting, plugins: tuple[Path, ...]) -> int | None:
+    return_freed_memory()
+    for plugin in plugins:
+        load_plugin(plugin)
+    encoder = load_encoder(path)
+    encoder.module.eval()
+    _forward(encoder, full_batch(encoder.tokenizer, 1, min(WARM_UP_LENGTH, length), setting), setting)
+    batch = full_batch(encoder.tokenizer, setting.rows(length), length, setting)
+    start = reset_peak_resident_bytes()
+    _forward(encoder, batch, setting)
+    return None if start is None else max(0, peak_resident_bytes() - start)
+
+
+def full_batch(tokenizer: Tokenizer, rows: int, length: int, setting: Setting) -> Batch:
+    """Return a batch `[rows, length]` on the device: [CLS], random pieces, [SEP], no padding."""
+    ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
+    ids = np.random.default_rng(setting.seed).choice(ordinary, (rows, length))
+    ids[:, 0], ids[:, -1] = tokenizer.cls_id, tokenizer.sep_id
+    return Batch.of_texts(ids, np.ones_like(ids)).map(lambda array: torch.from_numpy(array).to(setting.device))
+
+
+@torch.inference_mode()
+def _forward(encoder: Encoder, batch: Batch, setting: Setting) -> None:
+    with setting.autocast():
+        encoder.module(batch)
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize(setting.device)
+
+
+def _time_rounds(
+    timed: Sequence[Timed], length: int, setting: Setting, order: np.random.Generator, advance: Callable[[], object]
+) -> NDArray[np.float64]:
+    """Return the seconds of each forward pass, `[encoders, rounds]`, after one untimed pass per encoder."""
+    batches = [full_batch(each.encoder.tokenizer, setting.rows(length), length, setting) for each in timed]
+    for each, batch in zip(timed, batches, strict=True):
+        _forward(each.encoder, batch, setting)
+    seconds = np.zeros((len(timed), setting.rounds))
+    for number in range(setting.rounds):
+        for row in order.permutation(len(timed)):
+            begin = time.perf_counter()
+            _forward(timed[row].encoder, batches[row], setting)
+            seconds[row, number] = time.perf_counter() - begin
+            advance()
+    return seconds
+
+
+def _speed(length: int, rows: int, seconds: NDArray[np.float64], memory: int | None) -> Speed:
+    """Return the speed: quartiles of tokens per second over the rounds. `seconds` is `[rounds]`."""
+    low, median, high = np.percentile(rows * length / seconds, [25, 50, 75]).tolist()
+    return Speed(length, rows, median, low, high, memory)
+
+
+def _want_of_memory(error: RuntimeError) -> str:
+    """Return the reason for leaving a length out. Raises the error again if it is not about memory."""
+    if isinstance(error, BrokenProcessPool):
+        return "the process that measured its memory was killed, probably for taking too much"
+    if lacks_memory(error):
+        return "not enough memory; give a smaller --tokens"
+    raise error

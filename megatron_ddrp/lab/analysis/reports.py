@@ -1,31 +1,209 @@
-"""Subcommands of `megatron-ddrp analyze`. Each measures, prints a line per model, and writes a JSON and a figure."""
+"""Reports of the analyses: numbers, figures and files of each subcommand.
+
+Share of masked pieces that are among the first guesses of a model, beside a guess that knows frequencies alone.
+
+One piece of each sentence is masked, at a place that a seed draws; special pieces such as [UNK] are never masked. The
+unigram guess names the most frequent pieces of the dataset at every place.
+
+Contents of a run's note dictionary (Wu et al., arXiv:2008.01466): rare words, their frequency, similar words.
+
+Wu et al. find a rare word in about 20 % of sentences.
+
+Subcommands of `megatron-ddrp analyze`. Each measures, prints a line per model, and writes a JSON and a figure.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from megatron_ddrp.checkpoint import BESIDE, TOKENIZER, choose_checkpoint
+from megatron_ddrp.checkpoint.weights import read_notes
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.data.progress import progress
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.word_counts import RareWords, WordFinder
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.verification import check_ids
+from megatron_ddrp.data.progress import progress, track
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megatron_ddrp.encoders.masked_lm import PieceLogits
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.lab.analysis import figures
-from megatron_ddrp.lab.analysis.attention_maps import measure_maps, measure_triangles
-from megatron_ddrp.lab.analysis.masked_places import count_found, count_pieces, frequent_pieces
-from megatron_ddrp.lab.analysis.models import Snapshot, find_snapshots
-from megatron_ddrp.lab.analysis.notes import analyze_notes, summary
-from megatron_ddrp.lab.analysis.probe import PASSES as PROBE_PASSES
-from megatron_ddrp.lab.analysis.probe import measure_probe, shuffle_text
-from megatron_ddrp.lab.analysis.session import Output, Session, View
-from megatron_ddrp.lab.analysis.similarity import measure_similarity, near_and_far, table_cosines
-from megatron_ddrp.lab.analysis.space import PASSES, measure_space
-from megatron_ddrp.lab.analysis.throughput import Setting, Timed, measure_throughput
-from megatron_ddrp.model.gpus import named_device
-from megatron_ddrp.pages import machine
+from megatron_ddrp.lab.analysis.figures import (
+    measure_maps,
+    measure_similarity,
+    measure_triangles,
+    near_and_far,
+    table_cosines,
+)
+from megatron_ddrp.lab.analysis.probe import (
+    PASSES,
+    Setting,
+    Timed,
+    measure_probe,
+    measure_space,
+    measure_throughput,
+    shuffle_text,
+)
+from megatron_ddrp.lab.analysis.probe import PROBE_PASSES as PROBE_PASSES
+from megatron_ddrp.lab.analysis.session import Output, Session, Snapshot, View, find_snapshots
+from megatron_ddrp.model.fused import named_device
+from megatron_ddrp.pages import markdown as machine
+
+
+def count_pieces(prefixes: Iterable[str], vocab_size: int) -> NDArray[np.int64]:
+    """Read some datasets in full and return the count of each piece, `[vocab_size]`.
+
+    Raises `UserError` for an id outside the vocabulary.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for prefix in prefixes:
+        for ids in IndexedDataset(prefix).chunks():
+            check_ids(prefix, ids, vocab_size)
+            counts += np.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def frequent_pieces(counts: NDArray[np.int64], tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
+    """Return the ids of the `count` most frequent pieces, without special ones; `counts` are `[vocab_size]`."""
+    counts = counts.copy()
+    counts[tokenizer.special_ids] = -1
+    return np.argsort(-counts, kind="stable")[:count]
+
+
+def count_found(
+    model: PieceLogits, batches: Iterable[Batch], tokenizer: Tokenizer, frequent: NDArray[np.int64], seed: int
+) -> tuple[int, int, int]:
+    """Mask one piece of each sentence, and try as many guesses as there are `frequent` pieces.
+
+    Return the numbers of masked places, of those whose piece the model names, and of those whose piece is frequent.
+    """
+    generator = np.random.default_rng(seed)
+    places = by_model = by_frequency = 0
+    for batch in batches:
+        ids, lengths = batch.input_ids, batch.document_ids.sum(1)  # [sentences, seq], [sentences]
+        for length in lengths.unique_consecutive().tolist():
+            rows = ids[lengths == length, :length]
+            maskable = ~np.isin(rows.cpu().numpy(), tokenizer.special_ids)  # [sentences, length]
+            rows, maskable = rows[torch.from_numpy(maskable.any(1)).to(rows.device)], maskable[maskable.any(1)]
+            where = [generator.choice(np.flatnonzero(row)) for row in maskable]
+            if not where:
+                continue
+            place = torch.tensor(where, device=rows.device)
+            masked = rows.gather(1, place[:, None])  # [sentences, 1]
+            with torch.inference_mode():
+                logits = model(rows.scatter(1, place[:, None], tokenizer.mask_id), place)[:, : tokenizer.vocab_size]
+            guesses = logits.topk(len(frequent)).indices  # [sentences, guesses]
+            places += len(where)
+            by_model += int((guesses == masked).sum())
+            by_frequency += int(np.isin(masked.cpu().numpy(), frequent).sum())
+    return places, by_model, by_frequency
+
+
+SENTENCE_ENDS = (".", "!", "?")
+
+
+def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neighbours: int, documents: int) -> dict:
+    """Return facts about a checkpoint's dictionary, and about the sentences of the dataset `data_path` if given.
+
+    Raises `UserError` for one of `words` without a note.
+    """
+    path = choose_checkpoint(load, (BESIDE,))
+    rare, met, vectors = read_notes(path)
+    tokenizer = load_tokenizer(path.resolve().parent / TOKENIZER)
+    result: dict[str, Any] = {
+        "checkpoint": str(path),
+        "rare_words": len(rare),
+        "words_with_a_note": len(met),
+        "count_range": [int(rare.counts.min()), int(rare.counts.max())],
+    }
+    if data_path:
+        result |= share_of_sentences(IndexedDataset(data_path), rare, tokenizer, documents)
+    asked = list(words) or most_frequent(rare, met.tolist(), tokenizer)
+    result["nearest"] = {
+        word: nearest_notes(word, rare, met.tolist(), vectors, tokenizer, neighbours) for word in asked
+    }
+    return result
+
+
+def share_of_sentences(
+    dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
+) -> dict[str, Any]:
+    """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence."""
+    finder = WordFinder(tokenizer)
+    ends = np.array([piece.strip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
+    sentences = with_one = 0
+    low, high = 0, int(dataset.document_indices[min(documents, dataset.num_documents)])
+    for sequence in track(range(low, high), "sequence"):
+        ids = np.asarray(dataset[sequence], np.int64)
+        if not len(ids):
+            continue
+        marks = finder.number(rare, ids[None], np.array([True]))[0] > 0
+        number = np.concatenate([[0], np.cumsum(ends[ids[:-1]])])  # of each token's sentence
+        sentences += int(number[-1]) + 1
+        with_one += len(np.unique(number[marks]))
+    share = with_one / max(1, sentences)
+    return {"sentences": sentences, "sentences_with_a_rare_word": with_one, "share_of_sentences": share}
+
+
+def most_frequent(rare: RareWords, met: list[int], tokenizer: Tokenizer, count: int = 5) -> list[str]:
+    """Return the `count` most frequent alphabetic words with a note, by their counts in the training text."""
+    by_count = sorted(met, key=lambda number: (-int(rare.counts[number - 1]), number))
+    texts = (tokenizer.decode(rare.word(number)) for number in by_count)
+    return list(itertools.islice((text for text in texts if re.fullmatch(r"[^\W\d_]{4,}", text)), count))
+
+
+def nearest_notes(
+    word: str, rare: RareWords, met: list[int], vectors: torch.Tensor, tokenizer: Tokenizer, count: int
+) -> list[dict[str, Any]]:
+    """Return the words whose notes have the largest cosine with the note of `word`.
+
+    The mean of all notes is removed first: every note is an average of contexts, so with the part that all contexts
+    share every cosine would be near 1. Raises `UserError` if `word` has no note.
+    """
+    numbers = {tuple(rare.word(number)): row for row, number in enumerate(met)}
+    row = numbers.get(tuple(tokenizer.encode(word)))
+    if row is None:
+        some = ", ".join(most_frequent(rare, met, tokenizer))
+        raise UserError(f"--words {word}: no note of this word; rare words with a note are {some}", WRONG_ARGUMENTS)
+    vectors = vectors.float()
+    directions = torch.nn.functional.normalize(vectors - vectors.mean(0), dim=-1)
+    cosines = directions @ directions[row]
+    cosines[row] = -2.0
+    best = cosines.topk(min(count, len(met) - 1))
+    return [
+        {"word": tokenizer.decode(rare.word(met[other])), "cosine": cosine}
+        for cosine, other in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return the result of `analyze_notes` as lines of text."""
+    low, high = result["count_range"]
+    lines = [
+        f"{result['rare_words']:,} rare words ({low:,} to {high:,} times in the training text), "
+        f"{result['words_with_a_note']:,} with a note in {result['checkpoint']}"
+    ]
+    if "sentences" in result:
+        lines.append(
+            f"{result['share_of_sentences']:.1%} of {result['sentences']:,} sentences contain one "
+            "(Wu et al., arXiv:2008.01466: about 20 %)"
+        )
+    for word, near in result["nearest"].items():
+        lines.append(f"{word}: " + ", ".join(f"{other['word']} {other['cosine']:.2f}" for other in near))
+    return "\n".join(lines)
+
 
 GPU_TOKENS, CPU_TOKENS = 16384, 2048
 """Tokens per batch of a throughput measurement."""

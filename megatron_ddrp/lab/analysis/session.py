@@ -1,27 +1,309 @@
-"""Common parts of the analyses of checkpoints: checked flags, models loaded one by one, progress bar, output files."""
+"""Models and sentences of an analysis.
+
+Models of `--load`: every checkpoint of a run, the newest one, or a Hugging Face folder.
+
+Sentences for the analyses: unmasked validation sequences of a dataset, or texts of a file.
+
+A sentence is a sequence `[CLS] tokens [SEP]`, cut to `max_length` tokens. The seed alone decides which sentences are
+drawn, so that every checkpoint and every run sees the same ones.
+
+Common parts of the analyses of checkpoints: checked flags, models loaded one by one, progress bar, output files.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import random
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megatron_ddrp.checkpoint import STATE, read_config
+from megatron_ddrp.checkpoint import (
+    STATE,
+    choose_checkpoint,
+    holds_run,
+    is_checkpoint,
+    read_config,
+    read_model,
+    read_state,
+    whole_checkpoints,
+)
+from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config import Config
+from megatron_ddrp.conversion.families import FAMILIES
+from megatron_ddrp.conversion.families.contract import model_type
+from megatron_ddrp.conversion.from_huggingface import load_hugging_face, read_model_config
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.blend import read_blend
+from megatron_ddrp.data.batches.loader import Blend, read_blend
+from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.verification import check_ids, check_tokenizer
+from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.progress import progress
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.encoders.encoder import load_encoder, with_random_weights
+from megatron_ddrp.encoders.huggingface import longest_sequence
+from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
-from megatron_ddrp.lab.analysis.models import Loaded, Snapshot, beside_random_weights, find_snapshots
-from megatron_ddrp.lab.analysis.sentences import SentenceBatches, Sentences, TextSentences, draw_texts
-from megatron_ddrp.model.gpus import named_device
+from megatron_ddrp.foreign import read_object
+from megatron_ddrp.model import Encoder, build_model
+from megatron_ddrp.model.fused import named_device
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, in fp32 and eval mode on the CPU."""
+
+    model: Any
+    """`Encoder`, or from `load_any` an encoder of transformers."""
+    tokenizer: Tokenizer
+    seq_length: int
+    """Longest sequence that the model has positions for, in tokens."""
+    position_encoding: str | None
+    """None for an encoder that transformers runs."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One model on disk."""
+
+    run: str
+    """Name of the `--load` folder in figures and printed lines."""
+    path: Path
+    iteration: int | None = None
+    """Number of training steps; None if unknown, as for a Hugging Face folder."""
+    consumed_tokens: int | None = None
+
+    random_seed: int | None = None
+    """Seed of random weights that replace the stored ones, or None."""
+
+    def seq_length(self) -> int | None:
+        """Return the longest sequence that the model has positions for, in tokens, without reading its weights.
+
+        None if its configuration cannot be read; loading the model then tells the reason.
+        """
+        if (self.path / STATE).is_file():
+            return read_config(self.path).model.seq_length
+        try:
+            return read_model_config(self.path).seq_length
+        except UserError:  # `load_any` leaves such a folder to transformers
+            return longest_sequence(self.path)
+
+    def load(self) -> Loaded:
+        """Load a checkpoint or a folder of a supported family, with random weights if `random_seed` is set.
+
+        Raises `UserError` for another family.
+        """
+        if (self.path / STATE).is_file():
+            model, tokenizer, config = read_model(self.path)
+            sizes = config.model
+        else:
+            model, tokenizer, sizes = load_hugging_face(self.path)
+        if self.random_seed is not None:
+            torch.manual_seed(self.random_seed)
+            model = build_model(sizes).eval()
+        return Loaded(model, tokenizer, sizes.seq_length, sizes.position_encoding)
+
+    def load_any(self) -> Loaded:
+        """Load the model with this project's code, or else with transformers.
+
+        Raises `UserError` if neither can read the folder.
+        """
+        if self.random_seed is None and (self.path / STATE).is_file():
+            return self.load()
+        refusal = None
+        if self.random_seed is None and str(read_object(self.path / "config.json").get("model_type")) in FAMILIES:
+            try:
+                return self.load()
+            except UserError as error:
+                refusal = error
+        encoder = load_encoder(self.path, random_init=self.random_seed is not None)
+        _print_if_any(encoder.warning)
+        if refusal is not None:
+            print(f"{self.path}: read by transformers, without f(H) ({refusal})", file=sys.stderr)
+        module: Any = encoder.fresh(self.random_seed or 0, torch.device("cpu")).eval()
+        model = module.model
+        position_encoding = model.config.position_encoding if isinstance(model, Encoder) else None
+        return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
+
+    def load_masked_lm(self) -> Loaded:
+        """Load any masked LM as `PieceLogits`."""
+        encoder = load_masked_lm(self.path, random_init=self.random_seed is not None)
+        _print_if_any(encoder.warning)
+        model = piece_logits(encoder, self.random_seed or 0, torch.device("cpu"))
+        position_encoding = getattr(model.model.config, "position_encoding", None)
+        return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
+
+
+def _print_if_any(warning: str) -> None:
+    if warning:
+        print(warning, file=sys.stderr)
+
+
+def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
+    """Return the models of `--load` folders: with `every` all checkpoints, oldest first, otherwise the newest.
+
+    Checksums verify the weights; damaged checkpoints are skipped and named on standard error. A folder's name is the
+    last part of its path, or the whole path if two folders would have the same name. Raises `UserError` for a folder
+    without an intact model.
+    """
+    folder_names = [folder.resolve().name for folder in folders]
+    return [
+        snapshot
+        for folder, name in zip(folders, folder_names, strict=True)
+        for snapshot in _of_folder(folder, name if folder_names.count(name) == 1 else str(folder), every)
+    ]
+
+
+def beside_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapshot]:
+    """Return the models and, after the last one of each run, that model with random weights."""
+    last = {snapshot.run: snapshot for snapshot in snapshots}
+    found: list[Snapshot] = []
+    for snapshot in snapshots:
+        found.append(snapshot)
+        if snapshot is last[snapshot.run]:
+            found.append(Snapshot(with_random_weights(snapshot.run), snapshot.path, random_seed=seed))
+    return found
+
+
+def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:
+    if not is_checkpoint(folder) and not holds_run(folder):
+        config = folder / "config.json"
+        if config.is_file() and "checkpoint" not in (values := read_object(config)) and model_type(config, values):
+            return [Snapshot(run, folder)]
+        wrote = "expected a folder that megatron-ddrp pretrain --save or megatron-ddrp convert wrote"
+        raise UserError(
+            f"--load {folder}: neither checkpoints nor a Hugging Face folder; {look_inside(folder) or wrote}"
+        )
+    all_of_them = every and not is_checkpoint(folder)
+    paths = list(whole_checkpoints(folder)) if all_of_them else [choose_checkpoint(folder)]
+    states = [(path, read_state(path)) for path in reversed(paths)]
+    return [Snapshot(run, path, state["iteration"], state.get("consumed_tokens")) for path, state in states]
+
+
+class SentenceBatches(ABC):
+    """Base class of the sources of sentences: numbered rows of tokens, the longest first."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    lengths: NDArray[np.int64]
+    """Tokens per sentence including [CLS] and [SEP], `[sentences]`."""
+
+    def _sort(self, tokenizer: Tokenizer, max_length: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Set the attributes; return the order of the rows: long ones first, so that a lack of memory shows early."""
+        order = np.argsort(-lengths, kind="stable")
+        self.tokenizer, self.max_length, self.lengths = tokenizer, max_length, lengths[order]
+        return order
+
+    @abstractmethod
+    def tokens(self, rows: slice) -> Sequence[Sequence[int] | NDArray]:
+        """Return the ids of the sentences `rows`, without special tokens and not yet cut to `max_length`."""
+
+    def __len__(self) -> int:
+        """Return the number of sentences."""
+        return len(self.lengths)
+
+    def keep_longest(self) -> None:
+        """Drop the sentences that are shorter than the longest."""
+        self.lengths = self.lengths[self.lengths == self.lengths[0]]
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield numpy batches `[sentences, seq]`, cut to their longest row, without masks and labels."""
+        for begin in range(0, len(self), batch_size):
+            yield self._batch(slice(begin, min(begin + batch_size, len(self))))
+
+    def _batch(self, rows: slice) -> Batch:
+        lengths = self.lengths[rows]
+        document_ids = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)  # [sentences, seq]
+        input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
+        input_ids[:, 0] = self.tokenizer.cls_id
+        input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
+        for row, tokens, length in zip(input_ids, self.tokens(rows), lengths, strict=True):
+            row[1 : length - 1] = tokens[: length - NUM_SPECIAL_TOKENS]
+        return Batch.of_texts(input_ids, document_ids)
+
+
+class Sentences(SentenceBatches):
+    """Up to `count` sequences of the validation split of some datasets, drawn without replacement.
+
+    `seq_length` is the one of training, so that sequences begin at the same tokens; `max_length` then cuts them. Raises
+    `UserError` if a dataset was made with another tokenizer, or its validation split is empty, or a sequence has an id
+    outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        split: str,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        max_length: int,
+        count: int,
+        seed: int,
+    ) -> None:
+        parts = []
+        for prefix in prefixes:
+            check_tokenizer(prefix, tokenizer)
+            dataset = IndexedDataset(prefix)
+            documents = split_documents(dataset.num_documents, split)["valid"]
+            try:
+                parts.append(SampleIndex(dataset, documents, seq_length, sample_totals(dataset, seq_length)))
+            except NoSample as error:
+                remedy = f"give it a larger share by --split (now {split})"
+                raise UserError(f"the validation split is empty: {error}; {remedy}") from None
+        self.samples = Blend(parts)
+        _, indices = self.samples.visits(np.arange(min(count, len(self.samples))), seed)
+        lengths = np.minimum(self.samples.lengths(indices), max_length)
+        order = self._sort(tokenizer, max_length, lengths)
+        self.indices = indices[order]
+        for index, ids in zip(self.indices.tolist(), self.tokens(slice(None)), strict=True):
+            check_ids(self.samples.source(index), ids, tokenizer.vocab_size)
+
+    def tokens(self, rows: slice) -> Sequence[NDArray]:
+        return self.samples.tokens(self.indices[rows])
+
+
+class TextSentences(SentenceBatches):
+    """Texts split by a model's own tokenizer, so that models with different vocabularies see the same texts.
+
+    Texts without a token are skipped.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> None:
+        rows = [row[: max_length - NUM_SPECIAL_TOKENS] for row in tokenizer.encode_batch(texts) if row]
+        lengths = np.array([len(row) for row in rows], np.int64) + NUM_SPECIAL_TOKENS
+        self._rows = [rows[number] for number in self._sort(tokenizer, max_length, lengths)]
+
+    def tokens(self, rows: slice) -> Sequence[Sequence[int]]:
+        return self._rows[rows]
+
+
+def draw_texts(name: str, count: int, seed: int) -> list[str]:
+    """Draw up to `count` texts of a file, folder or pattern that megatron-ddrp preprocess reads, each equally likely.
+
+    Keep at most `count` texts in memory (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for a source with
+    fewer than two texts.
+    """
+    drawn: list[str] = []
+    draw = random.Random(seed)
+    for number, (text,) in enumerate(iter_documents([name])):
+        place = number if number < count else draw.randrange(number + 1)
+        if place < count:
+            drawn[place : place + 1] = [text]
+    if len(drawn) < min(2, count):
+        held = "one text" if drawn else "no text"
+        raise UserError(f"--text {name} holds {held}: give two or more (a blank line ends a text of a .txt)")
+    return drawn
 
 
 @dataclass(frozen=True)

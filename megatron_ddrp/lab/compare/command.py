@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config import flag
-from megatron_ddrp.config.option import COUNT, Section, option, refuse
+from megatron_ddrp.config.reading import COUNT, Section, option, refuse
 
 DESCRIPTION = """Compare models, at one budget or several.
 
@@ -149,6 +149,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
     options = parse_arguments(arguments)
-    from megatron_ddrp.lab.compare.work import run_here  # here, because --help needs none of it
+    from megatron_ddrp.lab.compare.experiment import run_here  # here, because --help needs none of it
 
     return run_here(options)

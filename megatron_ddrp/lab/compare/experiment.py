@@ -1,22 +1,245 @@
-"""Jobs of an experiment: those of its plans, one per budget or side experiment, and the rows of its finished runs.
+"""The jobs of a comparison, how they run, and the rows of its finished runs.
+
+Jobs that are command lines, several at once, each as a process with its own log, in the order of the list.
+
+A job waits for the jobs that it needs. If a job fails, the driver reports its log and drops the jobs that need it; the
+others continue. A job's process and the driver, which started it, hold its lease together: if the driver is killed, the
+lease is free only after the process has ended. If the driver ends for any reason, the store has the finished jobs and
+the runs have their checkpoints; the same command resumes. On Linux the kernel then tells the processes to stop; on
+other systems they run to their end, and the next driver waits for them.
+
+Jobs of an experiment: those of its plans, one per budget or side experiment, and the rows of its finished runs.
 
 The page is made from rows alone, so a run's folder may go once its row is stored. A run is not repeated if its row has
 every job of the plan, wherever it ran.
+
+Execution of one command: the plan's missing jobs, and the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from megatron_ddrp.data.preprocess.inputs import find_inputs, is_stream
 from megatron_ddrp.data.progress import track
-from megatron_ddrp.lab.compare.jobs import Job, log_file
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.lab.compare.measures import Work
-from megatron_ddrp.lab.compare.plan import Plan
-from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, samples_file, write_samples
-from megatron_ddrp.lab.compare.running import last_line
-from megatron_ddrp.lab.compare.runs import TrainingRun
-from megatron_ddrp.tasks.jobs.store import Row, Store
+from megatron_ddrp.lab.compare.plan import Plan, read_plans
+from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, samples_file, write_samples
+from megatron_ddrp.lab.compare.runs import Job, JobLines, TrainingRun, log_file, open_store
+from megatron_ddrp.lab.compare.tables import load_claims
+from megatron_ddrp.pages import markdown as machine
+from megatron_ddrp.tasks.jobs import Row, Store, left_to_others, one_at_a_time
+
+ROOT = Path(__file__).resolve().parents[3]
+WAIT = 0.3
+"""Seconds between two checks of the processes."""
+STATUS = 60.0
+"""Seconds between two status lines."""
+GRACE = 120.0
+"""Seconds that a stopped process gets to save its last checkpoint."""
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+@dataclass
+class _Running:
+    """Running process of a job."""
+
+    job: Job
+    lease: BinaryIO
+    process: subprocess.Popen[bytes]
+    slot: int
+    began: float
+    started: str
+
+
+class Runner:
+    """Driver of jobs that are command lines."""
+
+    def __init__(self, lines: JobLines, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
+        """Take what prints a line, `say`, and what runs whenever a job is finished, `after`."""
+        self.after = after
+        self.lines, self.store, self.workers, self.say = lines, lines.store, lines.workers, say
+        self.folder = self.store.path.parent
+        self.running: list[_Running] = []
+        self.failed: dict[str, str] = {}
+        """Name of a failed job → the reason."""
+        self._taken: set[str] = set()
+        """Names of the jobs that other commands held at the last check."""
+        self._waited: set[str] = set()
+        self._told = time.monotonic()
+
+    def run(self, jobs: Sequence[Job], wait: bool = True) -> None:
+        """Run the jobs; return when each is in the store, has failed, or needs a failed job.
+
+        Without `wait`, return as soon as other commands are doing all remaining jobs, or those that they need.
+        """
+        try:
+            while self._step(jobs) and (wait or not self._wait_for_others(self.left(jobs))):
+                time.sleep(WAIT)
+        finally:
+            self._stop()
+
+    def left(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that are neither in the store nor failed."""
+        return [job for job in self.store.missing(jobs) if job.name not in self.failed]
+
+    def _wait_for_others(self, left: Sequence[Job]) -> bool:
+        """Return whether others hold each job, or one that it needs; jobs stand behind those that they need."""
+        held = set(self._taken)
+        for job in left:
+            if held.intersection(job.needs):
+                held.add(job.name)
+        return all(job.name in held for job in left)
+
+    def _step(self, jobs: Sequence[Job]) -> bool:
+        """Collect ended processes and start jobs; return whether jobs are left."""
+        self._taken.clear()
+        self.store.refresh()
+        for running in [r for r in self.running if r.process.poll() is not None]:
+            self.running.remove(running)
+            self._finish(running, jobs)
+        own = {running.job.name for running in self.running}
+        left = self.left(jobs)
+        for job in left:
+            if lost := next((name for name in job.needs if name in self.failed), None):
+                self.failed[job.name] = f"needs {lost}"
+            elif len(self.running) < self.workers and job.name not in own and all(n in self.store for n in job.needs):
+                self._start(job)
+        if self.running and time.monotonic() - self._told > STATUS:
+            self._told = time.monotonic()
+            self.say("  " + self.lines.status([(r.job, r.began) for r in self.running], left))
+        return bool(self.left(left))
+
+    def _start(self, job: Job) -> None:
+        lease = self.store.lease(job.name)
+        if lease is None:
+            if job.name not in self.store:
+                self._taken.add(job.name)
+            if job.name in self._taken and job.name not in self._waited:
+                self._waited.add(job.name)
+                self.say(f"{job}: another process is doing it; waiting for that process")
+            return
+        log = log_file(self.folder, job)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        slot = min(set(range(self.workers)) - {r.slot for r in self.running})
+        self.say(f"$ {shlex.join(job.command)}")
+        with log.open("a", encoding="utf-8") as stream:
+            stream.write(f"$ {shlex.join(job.command)}\n")
+            stream.flush()
+            process = subprocess.Popen(
+                full_command(job.command),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=self._environment(slot),
+                pass_fds=(lease.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches only the driver, which lets the processes save
+                preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
+            )
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.running.append(_Running(job, lease, process, slot, time.monotonic(), now))
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        """Return the environment of a job: paths, and with several workers its share of cores and GPUs."""
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+        if self.workers > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.workers)))
+            if (gpus := len(machine.gpu_names())) > 1:
+                visible = environment.get("CUDA_VISIBLE_DEVICES")
+                names = visible.split(",") if visible else [str(number) for number in range(gpus)]
+                environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
+        return environment
+
+    def _finish(self, running: _Running, jobs: Sequence[Job]) -> None:
+        job, code = running.job, running.process.returncode
+        with running.lease:
+            if code == 0 and job.output.exists():
+                seconds = time.monotonic() - running.began
+                self.store.append(self._row(running, seconds))
+                self.after()
+                done = len(jobs) - len(self.store.missing(jobs))
+                self.say(f"[{done}/{len(jobs)}] " + self.lines.finished(job, seconds, self.left(jobs)))
+                return
+        log = log_file(self.folder, job)
+        why = f"exit code {code}" if code else f"it made no {job.output}"
+        self.failed[job.name] = f"{why}; see {log}"
+        self.say(f"FAILED {job}: {why}, {last_line(log)} (see {log}); the others continue")
+
+    def _row(self, running: _Running, seconds: float) -> dict[str, Any]:
+        job = running.job
+        return {
+            "job": job.name,
+            "kind": job.kind,
+            "title": job.title,
+            "command": shlex.join(job.command),
+            "work": job.work,
+            "seconds": round(seconds, 3),
+            "started": running.started,
+            "workers": self.workers,
+            "threads": self._environment(running.slot).get("OMP_NUM_THREADS"),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
+        }
+
+    def _stop(self) -> None:
+        """Stop the running processes; give each time to save."""
+        for running in self.running:
+            running.process.terminate()
+        for running in self.running:
+            try:
+                running.process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+            running.lease.close()
+        self.running.clear()
+
+
+def full_command(command: Sequence[str]) -> list[str]:
+    """Return a command with this Python and this package in place of `megatron-ddrp`."""
+    own = [sys.executable, "-m", "megatron_ddrp"]
+    if command[0] == "megatron-ddrp":
+        return [*own, *command[1:]]
+    return [sys.executable, *command[1:]] if command[0] == "python" else list(command)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank, at most 300 characters."""
+    try:
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return "no log"
+    return next((line for line in reversed(lines) if line), "an empty log")[:300]
+
+
+def stop_on_sigterm() -> None:
+    """Make SIGTERM and SIGHUP end the driver as Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> None:
+        raise UserError(f"stopped by {signal.Signals(number).name}; run the same command to resume")
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+
+
+def _stop_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
 
 ROWS = "rows.jsonl"
 
@@ -62,7 +285,7 @@ class Experiment:
 
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
-        from megatron_ddrp.lab.compare.recording import make_row  # here, because --help must not import torch
+        from megatron_ddrp.lab.compare.measures import make_row  # here, because --help must not import torch
 
         for work, run in self._without_row():
             if not self.store.missing(work.jobs_of(run)):
@@ -74,7 +297,7 @@ class Experiment:
         What is missing beside the rows, scores on resampled test items, is drawn and stored, if the jobs' outputs are
         still there.
         """
-        from megatron_ddrp.lab.compare.recording import draw_samples, make_row
+        from megatron_ddrp.lab.compare.measures import draw_samples, make_row
 
         self.rows.refresh()
         self.record()
@@ -145,3 +368,102 @@ class Experiment:
                 count, seconds = found.get(row["kind"], (0, 0.0))
                 found[row["kind"]] = count + 1, seconds + row["seconds"]
         return found
+
+
+def run_here(options: argparse.Namespace) -> int:
+    """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
+    if not options.dry_run:
+        need_packages("the page", "markdown", "matplotlib")  # before hours of jobs, not after them
+    if options.is_rows:
+        return _page_of_rows(options)
+    experiment = plan_experiment(options)
+    if options.claims:
+        load_claims(options.claims)  # before hours of jobs, not after them
+    if options.page_only:
+        return _write_page(experiment, options)
+    lines = JobLines(experiment.store, experiment.plan.workers)
+    jobs = experiment.jobs()
+    print("\n".join([experiment.plan_text(), *lines.plan(jobs), *_remarks(experiment)]), flush=True)
+    if options.dry_run:
+        for job in jobs:
+            print(f"{'done' if job.name in experiment.store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
+        return 0
+    stop_on_sigterm()
+    runner = Runner(lines, partial(print, flush=True), experiment.record)
+    runner.run(making := experiment.data_jobs())  # first, because remarks about the data follow
+    if not experiment.store.missing(making):
+        for line in _data_remarks(experiment):
+            print(f"  {line}", flush=True)
+    runner.run(jobs, wait=options.wait)
+    if left := len(runner.left(jobs)):
+        experiment.record()
+        print(left_to_others(left, options.output_dir, options.wait))
+    else:
+        _write_page(experiment, options)
+    return FAILURE if runner.failed else 0
+
+
+def plan_experiment(options: argparse.Namespace) -> Experiment:
+    """Return the experiment of a plan. Raises `UserError` for a mistake in the file."""
+    if len(options.plan) > 1:
+        raise UserError("one plan at a time; only files of rows (.jsonl) may be several", WRONG_ARGUMENTS)
+    plans = read_plans(options.plan[0], options.given)
+    for plan in plans:
+        check_texts(plan)
+    return Experiment(plans, options.output_dir, open_store(options.output_dir), options.rows)
+
+
+def check_texts(plan: Plan) -> None:
+    """Raise `UserError` for texts of a plan that exist, but that its jobs would refuse, each in its log."""
+    files = find_inputs(name for name in plan.corpus.input if os.path.exists(name))
+    texts, advice = f"{plan.file}: corpus.input", "give --input FILE…"
+    for file in files:
+        if is_stream(file.path):
+            raise UserError(
+                f"{texts}: {file.path}: a pipe or a device, but jobs read texts twice; {advice}", WRONG_ARGUMENTS
+            )
+    if files and not any(os.path.getsize(file.path) for file in files):
+        raise UserError(f"{texts}: {files[0].path}: empty; {advice}", WRONG_ARGUMENTS)
+
+
+def _remarks(experiment: Experiment) -> list[str]:
+    """Return what the missing runs will say about their precision on this machine, each line once."""
+    from megatron_ddrp.engine.build import precision_remarks  # here, because --help must not import torch
+    from megatron_ddrp.tasks.jobs import device_of
+
+    device = device_of(0)
+    lines = [f"  {line}" for run in experiment.missing_runs for line in precision_remarks(run.config, device)]
+    return list(dict.fromkeys(lines))
+
+
+def _data_remarks(experiment: Experiment) -> list[str]:
+    """Return what the missing runs will say about the division of their data, each line once."""
+    from megatron_ddrp.corpus import Corpus  # here, because --help must not import torch
+
+    by_data = {run.config.data: run.config for run in experiment.missing_runs}
+    lines = [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
+    remedy = "; in a plan: shuffle: true under corpus" * bool(experiment.plan.corpus.input)
+    return [line + remedy for line in lines]
+
+
+def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
+    from megatron_ddrp.lab.compare.page import Page  # here, because figures import torch
+
+    with one_at_a_time(experiment.folder, "page"):
+        experiment.store.refresh()
+        page = Page(experiment.finished_runs(), experiment.folder, options.claims)
+        if left := len(experiment.store.missing(experiment.jobs())):
+            print(f"{experiment.store.path}: {left:,} of the plan's jobs not finished; the page names them")
+        print(page.write(experiment.missing, experiment.times()))
+    return 0
+
+
+def _page_of_rows(options: argparse.Namespace) -> int:
+    """Write the page of files of rows, and replace the tables of a Markdown file if one is given."""
+    from megatron_ddrp.lab.compare.page import Page
+
+    page = Page(read_run_rows(options.plan), options.output_dir, options.claims)
+    if options.tables:
+        print(page.replace_tables(options.tables))  # first, because it may refuse the file
+    print(page.write())
+    return 0

@@ -9,27 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import flag_words
-from megatron_ddrp.lab.compare.claims import Gain, claims_of, gains, load_claims, model_claims
 from megatron_ddrp.lab.compare.figures import FIGURES, draw_all
-from megatron_ddrp.lab.compare.jobs import kind_name
-from megatron_ddrp.lab.compare.results import SAME_TEXT, Results, check_places, checks_of
 from megatron_ddrp.lab.compare.rows import RunRow, samples_file
+from megatron_ddrp.lab.compare.runs import kind_name
 from megatron_ddrp.lab.compare.tables import (
+    SAME_TEXT,
+    Gain,
+    Results,
+    check_places,
+    checks_of,
     checks_table,
+    claims_of,
     cost_table,
     gain_table,
+    gains,
+    load_claims,
+    model_claims,
     paper_table,
     runs_table,
     score_table,
     table_of,
     throughput_table,
 )
-from megatron_ddrp.pages.markdown import Table, write_blocks
-from megatron_ddrp.pages.rendering import render, write_page
-from megatron_ddrp.pages.tables import write_tables
+from megatron_ddrp.pages.markdown import Table, render_page, write_blocks, write_page, write_tables
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.measures import GLUE, LOSS
-from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES, GLUE, LOSS
 
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
@@ -115,7 +119,7 @@ class Page:
     def text(self, figures: Mapping[str, str], missing: Sequence[str], times: Mapping[str, tuple[int, float]]) -> str:
         """Return the text of page.md. `figures` maps names to captions."""
         jobs = [f"{count} x {kind_name(kind)}, {duration(seconds)}" for kind, (count, seconds) in times.items()]
-        return render(
+        return render_page(
             "compare.md.jinja",
             blocks=self.blocks,
             figures=figures,

@@ -1,28 +1,173 @@
-"""Plan of a comparison: models, seeds, one budget, one corpus, checked before anything runs.
+"""Plan of a comparison: its sections, and the reading of a file.
+
+Sections of a plan: flags of pre-training, and what scores checkpoints: GLUE, minimal pairs, the user's tasks.
+
+Plan of a comparison: models, seeds, one budget, one corpus, checked before anything runs.
 
 The keys `model` and `training` and a model's `flags` take flags of `megatron-ddrp pretrain` without the leading dashes.
 Flags that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md explains the keys.
+
+Reading of plans from YAML files. A file with `rungs` has several plans, one per rung, that is per budget.
+
+An entry of `rungs` holds the keys in which its plan differs from the rest of the file: at least `budget`, usually
+`seeds`, and under `models` the names of the models that it trains (default: all).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import ENCODINGS, OBJECTIVES
-from megatron_ddrp.config.option import COUNT, SEED, option, refuse
-from megatron_ddrp.config.reading import Option, Place, read_value
-from megatron_ddrp.lab.compare.rows import Arm
-from megatron_ddrp.lab.compare.scoring import (
-    Flags,
-    GluePlan,
-    MinimalPairsPlan,
-    TaskPlan,
-    read_flags,
-    read_glue,
-    read_tasks,
+from megatron_ddrp.arguments import Settings, decide_by_deepspeed
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, concerns
+from megatron_ddrp.config.reading import (
+    COUNT,
+    SEED,
+    Option,
+    Place,
+    load_plugins,
+    load_values,
+    make_section,
+    option,
+    options_of,
+    read_settings,
+    read_value,
+    refuse,
 )
+from megatron_ddrp.config.run import config_of
+from megatron_ddrp.config.translation import HINTS
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.rows import Arm
+from megatron_ddrp.tasks.finetune.options import Search, TaskFiles, Training, read_task_file
+from megatron_ddrp.tasks.glue import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES
+
+Flags = tuple[tuple[str, Any], ...]
+"""Pairs (name of a setting, value)."""
+
+DECIDED = {
+    "models": ("position_encoding", "objective"),
+    "budget": ("train_iters", "exit_interval", "exit_duration_in_mins"),
+    "seeds": ("seed",),
+    "--output-dir": ("save", "load"),
+    "checkpoints": ("save_interval", "keep_last"),
+    "corpus": ("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_type"),
+}
+"""Key of a plan → the flags of `megatron-ddrp pretrain` that it determines and that a plan must not have."""
+
+
+def read_flags(values: Any, place: Place) -> Flags:
+    """Return the flags of `megatron-ddrp pretrain` in a mapping. Raises `UserError` for one that others decide."""
+    options = options_of(*concerns().values())
+    settings = read_settings(options, values or {}, place, HINTS)
+    for key, names in DECIDED.items():
+        for name in names:
+            if name in settings:
+                raise place.at(name.replace("_", "-")).error(f"not allowed here: {key} determines it")
+    return tuple((name, settings[name]) for name in options if settings.get(name) is not None)
+
+
+def make_config(settings: dict[str, Any], blame: str) -> Config:
+    """Return the configuration with these settings. Raises `UserError` that begins with `blame` for invalid ones."""
+    resolved = Settings(settings)
+    try:
+        decide_by_deepspeed(resolved, None)
+        return config_of(resolved)
+    except UserError as error:
+        raise UserError(f"{blame}: {error}", error.exit_code) from None
+
+
+@dataclass(frozen=True)
+class GluePlan:
+    """Settings of `megatron-ddrp glue` for every checkpoint."""
+
+    data_dir: str = option(MISSING, "GLUE's folder")
+    tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
+    checkpoints_of: tuple[str, ...] = option(
+        (), "models with a score of every checkpoint (the paper's figure 3b)", distinct=True
+    )
+    flags: Flags = ()
+    """Further flags of `megatron-ddrp glue`."""
+
+
+@dataclass(frozen=True)
+class MinimalPairsPlan:
+    """Settings of `megatron-ddrp minimal-pairs` for every checkpoint."""
+
+    data_dir: str = option(MISSING, "folder of paradigms, one .jsonl each")
+    max_pairs: int | None = option(None, "pairs per paradigm (default: all)", within=COUNT)
+    score: str | None = option(None, "choice of the pieces that are masked together", choices=tuple(SCORES))
+
+    @property
+    def flags(self) -> Flags:
+        """Further flags of `megatron-ddrp minimal-pairs`."""
+        given = (("max_pairs", self.max_pairs), ("score", self.score))
+        return tuple((name, value) for name, value in given if value is not None)
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """Settings of `megatron-ddrp finetune` for every checkpoint and one task."""
+
+    file: str = option(MISSING, "task file")
+    flags: Flags = ()
+    """Further flags of `megatron-ddrp finetune`."""
+    task: TaskFiles = TaskFiles()
+    """Content of the task file."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task in tables."""
+        return self.task.task_name
+
+    @property
+    def data(self) -> list[str]:
+        """Data files of the task."""
+        return [str(path) for path in (self.task.train, self.task.valid, self.task.test) if path is not None]
+
+    @property
+    def epochs(self) -> int:
+        """Total number of epochs of all fine-tuning runs on one checkpoint."""
+        known = options_of(Search)
+        search = Search(**{name: value for name, value in self.flags if name in known})
+        return search.seeds * sum(point.epochs for point in search.points)
+
+
+def read_glue(values: Any, place: Place) -> GluePlan:
+    """Read the section `glue`. Its further keys are flags of `megatron-ddrp glue`."""
+    return _with_flags(GluePlan, values, place)
+
+
+def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
+    """Read the section `tasks`, a list of entries with a task file and flags of `megatron-ddrp finetune`."""
+    entries = values if isinstance(values, list) else [values]
+    found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
+    for number, task in enumerate(found):
+        if task.name in [*TASKS, *(other.name for other in found[:number])]:
+            raise place.error(f"{task.name!r} names two tasks: give {task.file} another `name`")
+    return tuple(found)
+
+
+def _read_task(values: Any, place: Place) -> TaskPlan:
+    plan: TaskPlan = _with_flags(TaskPlan, values, place)
+    try:
+        task = read_task_file(Path(plan.file))
+        task.require()
+    except UserError as error:
+        raise place.error(str(error)) from None
+    return replace(plan, task=task)
+
+
+def _with_flags(section: type[Any], values: Any, place: Place) -> Any:
+    """Read a section whose further keys are flags of a fine-tuning command."""
+    flags = options_of(Search, Training)
+    settings = read_settings(options_of(section) | flags, values, place)
+    given = {"grid": "quick", "seeds": 1} | {name: settings.pop(name) for name in flags if name in settings}
+    chosen = tuple((name, given[name]) for name in flags if given.get(name) not in (None, False))
+    return make_section(section, settings | {"flags": chosen}, place)
+
 
 FIRST_SEED = 1234
 NUM_SEEDS = 3
@@ -167,3 +312,80 @@ class Plan:
     def model_of(self, name: str) -> Model:
         """Return the model with this name."""
         return next(model for model in self.models if model.name == name)
+
+
+RUNGS = "rungs"
+_GONE = {"expected": "the key is gone, leave it out: the time left comes from finished jobs"}
+"""Key that plans had in earlier versions → what to do."""
+
+
+def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]:
+    """Read and check the plans of a file: one without `rungs`, otherwise one per entry.
+
+    `given` has values of the command line by dotted key; they replace the file's values.
+
+    Raises:
+        UserError: one line with the file, the key and the allowed values.
+    """
+    place = Place(str(file))
+    if not file.is_file():
+        raise place.error("no such file; give a YAML plan: a clone of the repository has some in examples/compare/")
+    values = load_values(file, place)
+    if not isinstance(values, Mapping) or RUNGS not in values:
+        plan = _plan(_replaced(values, given or {}), place, file)
+        if plan.check:
+            raise place.at("check").error(f"only for an entry of {RUNGS}; leave it out")
+        return [replace(plan, file=file)]
+    rungs, common = values[RUNGS], {key: value for key, value in values.items() if key != RUNGS}
+    if not isinstance(rungs, list) or not rungs:
+        raise place.at(RUNGS).error("expected a list of rungs, such as [{budget: {tokens: 4000000}, seeds: 4}]")
+    plans = []
+    for number, rung in enumerate(rungs, 1):
+        at = place.at(f"{RUNGS}[{number}]")
+        plans.append(replace(_plan(_replaced(_rung(common, rung, at), given or {}), at, file), file=file))
+    return plans
+
+
+def _plan(values: Any, place: Place, file: Path) -> Plan:
+    """Return a plan from its values, after loading its plug-ins, whose names its models may have."""
+    if isinstance(values, Mapping) and "plugins" in values:
+        load_plugins(values["plugins"], place.at("plugins"), file)
+    return make_section(Plan, read_settings(options_of(Plan), values, place, _GONE), place)
+
+
+def _rung(common: Mapping[str, Any], rung: Any, place: Place) -> dict[str, Any]:
+    """Return the values of a rung's plan: the common ones with the rung's own in their place."""
+    if not isinstance(rung, Mapping):
+        raise place.error(f"got {rung!r}, expected keys of a plan, such as {{budget: {{tokens: 4000000}}}}")
+    settings = {str(key).replace("-", "_"): value for key, value in (*common.items(), *rung.items())}
+    models = settings.get("models")
+    if "models" in rung and isinstance(models, list) and isinstance(common.get("models"), Sequence):
+        settings["models"] = _named(models, common["models"], place.at("models"))
+    return settings
+
+
+def _named(names: list[Any], models: Sequence[Any], place: Place) -> list[Any]:
+    """Return the models with these names."""
+    by_name = {model.get("name"): model for model in models if isinstance(model, Mapping)}
+    for name in names:
+        if isinstance(name, (Mapping, list)) or name not in by_name:
+            raise place.error(f"got {name!r}, expected names of models: {', '.join(map(str, by_name))}")
+    return [by_name[name] for name in names]
+
+
+def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
+    """Return the file's values with those of `given` replaced; None removes a value."""
+    if not isinstance(values, Mapping):
+        return values
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    for path, value in given.items():
+        key, _, inner = path.partition(".")
+        key = next((name for name in found if str(name).replace("-", "_") == key), key)
+        if not inner:
+            found[key] = value
+        elif isinstance(found.setdefault(key, {}), dict):
+            found[key][inner] = value
+    for section in found.values():
+        for key in [key for key, value in section.items() if value is None] if isinstance(section, dict) else ():
+            del section[key]
+    return {key: value for key, value in found.items() if value is not None}

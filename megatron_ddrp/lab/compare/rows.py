@@ -19,9 +19,9 @@ import numpy as np
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
-from megatron_ddrp.run.plateau import is_past, onset
-from megatron_ddrp.tasks.jobs.store import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
+from megatron_ddrp.run.metrics import is_past, onset
+from megatron_ddrp.tasks.jobs import Damaged, Row, Store, digest
+from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
 
 Curve = Sequence[Sequence[float]]
 """Points (tokens, value)."""
@@ -262,7 +262,7 @@ def open_rows(path: Path) -> Store:
     return Store(path, lambda row: f"{row['run']} {digest(row.get('jobs', []))}", "a row of a run", check, refuse)
 
 
-def read_rows(paths: Iterable[Path]) -> list[RunRow]:
+def read_run_rows(paths: Iterable[Path]) -> list[RunRow]:
     """Return the runs of some files; a later row of a run replaces an earlier one.
 
     Raises:

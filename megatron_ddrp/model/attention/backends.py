@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ddrp.model import similarity
-from megatron_ddrp.model.attention.attending import Attending, Backend, Demand
-from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
+from megatron_ddrp.model import embeddings as similarity
+from megatron_ddrp.model.attention.cpu import blocked_attention
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.attention.logits import (
+    Attending,
+    Backend,
+    Demand,
     allowed_pairs,
     attention_logits,
     position_logits,

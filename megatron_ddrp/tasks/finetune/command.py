@@ -1,4 +1,9 @@
-"""`megatron-ddrp finetune`: fine-tune encoders on your own tasks, or label a file with a fine-tuned model."""
+"""`megatron-ddrp finetune`: the user's own tasks, and the commands on them.
+
+Suite of `megatron-ddrp finetune`: the user's own tasks, whose best models are kept.
+
+`megatron-ddrp finetune`: fine-tune encoders on your own tasks, or label a file with a fine-tuned model.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
-from megatron_ddrp.config.option import COUNT, option, refuse
+from megatron_ddrp.config.reading import COUNT, option, refuse
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import first_rank_speaks
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import (
     Search,
     SweepOptions,
@@ -19,8 +27,62 @@ from megatron_ddrp.tasks.finetune.options import (
     read_task_file,
     sweep_sections,
 )
-from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
-from megatron_ddrp.tasks.finetune.runs import GRIDS
+from megatron_ddrp.tasks.finetune.runs import GRIDS, Suite
+from megatron_ddrp.tasks.finetune.table_files import Task, TaskData
+from megatron_ddrp.tasks.jobs import Store
+
+
+@dataclass(frozen=True)
+class OwnTasks(Suite):
+    """Suite of the tasks of a command line."""
+
+    tasks: tuple[TaskFiles, ...] = ()
+    keep_models: bool = False
+    """True to keep the best model of each task and encoder."""
+
+    program = "megatron-ddrp finetune"
+    scales_labels = True
+    title = "Fine-tuning scores"
+    about = (
+        "Each score is the last epoch's on the validation rows at the best grid point, the median over seeds, x 100. "
+        "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0, by a "
+        "plug-in's metric as -100, and is marked."
+    )
+
+    def read(self) -> dict[str, TaskData]:
+        """Read and check all files of the tasks."""
+        from megatron_ddrp.tasks.finetune.task_files import read_task
+
+        found = [read_task(files) for files in self.tasks]
+        for number, data in enumerate(found):
+            if data.task.name in [other.task.name for other in found[:number]]:
+                raise UserError(f"two tasks are called {data.task.name}: give one of them another name", exit_code=2)
+        return {data.task.name: data for data in found}
+
+    def task(self, row: dict[str, Any]) -> Task:
+        """Return the task of a line of runs.jsonl."""
+        try:
+            task = Task.of(row["facts"])
+        except (KeyError, TypeError):
+            raise UserError(f"its line has no facts about the task {row['task']}") from None
+        if task.kind not in KINDS or task.metric not in KINDS[task.kind].metrics:
+            raise UserError(f"its kind {task.kind} and metric {task.metric} are a plug-in's: give its --plugin again")
+        return task
+
+    def row_facts(self, data: TaskData) -> dict[str, Any]:
+        """Return the facts about the task and the score of its most frequent label."""
+        return {"facts": data.task.facts, "baseline": data.baseline}
+
+    def finish(self, sweep: Any, store: Store) -> list[str]:
+        """Predict the test files without labels; return lines that name the kept models and the predictions."""
+        from megatron_ddrp.tasks.finetune.predict import use_models  # here, because it imports torch
+
+        return use_models(sweep, store)
+
+    def keeps_model(self, task: str) -> bool:
+        """Return whether to keep the best model: not with --no-keep-models or --random-init."""
+        return self.keep_models
+
 
 DESCRIPTION = """Fine-tune encoders on your own tasks and report the validation scores.
 
@@ -128,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def predict(wanted: Prediction) -> int:
     """Label a file with a fine-tuned model."""
     from megatron_ddrp.tasks.finetune.predict import predict_file  # here, because it imports torch
-    from megatron_ddrp.tasks.jobs.workers import device_of
+    from megatron_ddrp.tasks.jobs import device_of
 
     columns = wanted.text_column, wanted.text_pair_column
     count = predict_file(wanted.load, wanted.input, wanted.output, device_of(0), columns)

@@ -12,14 +12,22 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config import registry
-from megatron_ddrp.config.option import COUNT, POSITIVE, Section, flag, option, refuse
-from megatron_ddrp.config.reading import Place, load_values, read_section
+from megatron_ddrp.config.reading import (
+    COUNT,
+    POSITIVE,
+    Place,
+    Section,
+    flag,
+    load_values,
+    option,
+    read_section,
+    refuse,
+)
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.runs import GRIDS, Point
-from megatron_ddrp.tasks.finetune.suite import Suite
-from megatron_ddrp.tasks.jobs.options import Machine
+from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, Suite
+from megatron_ddrp.tasks.jobs import Machine
 
 HINTS = {
     "learning-rate": "use --lr",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_ddrp.conversion.foreign_config import read_config_file
+from megatron_ddrp.conversion.families.contract import read_config_file
 from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.data.progress import progress
@@ -22,15 +22,13 @@ from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load
 from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order, pad_batch
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind
-from megatron_ddrp.tasks.finetune.output_files import OUTPUT_FILES, RowFile
+from megatron_ddrp.tasks.finetune.kinds.contract import OUTPUT_FILES, Kind, RowFile
 from megatron_ddrp.tasks.finetune.runs import RUNS
-from megatron_ddrp.tasks.finetune.saving import FINETUNED, better_run, model_folder, model_name, read_facts
-from megatron_ddrp.tasks.finetune.sweep import Sweep
-from megatron_ddrp.tasks.finetune.table_files import KnownFile, at_row, read_rows
-from megatron_ddrp.tasks.finetune.task import Columns, Example, Task, TaskData
+from megatron_ddrp.tasks.finetune.table_files import Columns, Example, KnownFile, Task, TaskData, at_row, read_rows
 from megatron_ddrp.tasks.finetune.task_files import count_unlabelled, text_columns, texts_to_predict
-from megatron_ddrp.tasks.jobs.store import Store, one_at_a_time
+from megatron_ddrp.tasks.finetune.training import FINETUNED, better_run, model_folder, model_name, read_facts
+from megatron_ddrp.tasks.finetune.workers import Sweep
+from megatron_ddrp.tasks.jobs import Store, one_at_a_time
 
 _TOGETHER = 2048
 """Number of rows in memory at a time."""

@@ -5,19 +5,42 @@ run. So a restarted sweep repeats nothing, and new weights under an old name are
 
 An undefined score counts as 0 in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
 with four collapsed seeds is worse than five seeds at 0.45. By the metric of a plug-in it counts as -1, the worst score.
+
+Cells of a table: the runs of one encoder on one task at the best grid point, one per seed.
+
+A grid point is every setting of a run except its seed. The best point is the one with the highest median of the last
+epoch's scores among the points with the most seeds. An undefined score counts as `Metric.undefined`.
+
+Base class of a suite of tasks, such as GLUE or the user's own tasks: its data and the content of its page.
+
+File of a run's predictions for the development sets, and scores on resampled rows.
+
+OUT/predictions/RUN.tsv has the columns file, index (the row's number from 0), prediction and label. Classes are written
+by name, numbers with all digits, and a prediction that is not finite as `nan`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
-from dataclasses import asdict, dataclass
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
+from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.tasks.jobs.store import Row, Store, digest
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.metrics import MOST_RESAMPLED
+from megatron_ddrp.tasks.finetune.table_files import Task, TaskData
+from megatron_ddrp.tasks.jobs import Row, Store, digest
+from megatron_ddrp.tasks.statistics import percentile_interval
 
 RUNS = "runs.jsonl"
 
@@ -140,3 +163,274 @@ def _count(score: Any, undefined: float) -> float:
     if not math.isfinite(score):
         raise ValueError(f"a score is {score}")
     return float(score)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Result of one encoder on one task at its best grid point."""
+
+    task: str
+    rows: list[dict[str, Any]]
+    """Lines of runs.jsonl in the form of `RunStore`, one per seed."""
+
+    @property
+    def scores(self) -> list[float]:
+        """Last epoch's scores as fractions, one per seed."""
+        return [row["score"] for row in self.rows]
+
+    @property
+    def median(self) -> float:
+        """Median of the scores."""
+        return statistics.median(self.scores)
+
+    @property
+    def undefined(self) -> int:
+        """Number of undefined scores, which count as `Metric.undefined`."""
+        return sum(row["undefined"] for row in self.rows)
+
+    @property
+    def metric(self) -> str:
+        """Name of the scores' metric."""
+        return str(self.rows[0]["metric"])
+
+    @property
+    def score_name(self) -> str:
+        """Metric as the tables show it (`Kind.score_name`); GLUE's keep its plain name."""
+        facts = self.rows[0].get("facts")
+        return KINDS[facts["kind"]].score_name(Task.of(facts)) if facts and facts["kind"] in KINDS else self.metric
+
+    @property
+    def others(self) -> dict[str, list[float]]:
+        """Scores of further development files, such as MNLI's mismatched one."""
+        return {name: [row["other_scores"][name] for row in self.rows] for name in self.rows[0].get("other_scores", {})}
+
+    @property
+    def beside(self) -> dict[str, list[float]]:
+        """Scores by further metrics; an undefined score counts as 0."""
+        rows = [row.get("beside", {}) for row in self.rows]
+        return {name: [row[name] or 0.0 for row in rows] for name in rows[0] if all(name in row for row in rows)}
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Data, row length, number of training rows and scaling of labels; scores are comparable if these are equal."""
+        return _conditions(Run.of_row(self.rows[0]))
+
+    def other_undefined(self, file: str) -> int:
+        """Return the number of undefined scores of a further development file."""
+        return sum(file in row["other_undefined"] for row in self.rows)
+
+
+Cells = dict[str, Cell]
+
+
+def best_cells(
+    rows: Iterable[dict[str, Any]], order: Sequence[str] = (), asked: Iterable[Run] = ()
+) -> dict[str, Cells]:
+    """Return encoder's name → task → cell at the best grid point, tasks in `order`, others after them.
+
+    A cell has only runs with the `conditions` of the encoder's newest run on the task. If some of its runs are `asked`
+    for, it has no others.
+    """
+    known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
+    wanted = {run for run in asked if run in known}
+    places = {(run.encoder, run.task) for run in wanted}
+    known = {run: row for run, row in known.items() if run in wanted or (run.encoder, run.task) not in places}
+    names: dict[str, set[str]] = {}
+    # One median must not mix scores from different data, row lengths, numbers of training rows or scales of labels.
+    newest = {(run.encoder, run.task): _conditions(run) for run in known}
+    loads = {run.encoder: row["load"] for run, row in known.items()}  # the newest path of each encoder
+    for encoder, load in loads.items():
+        names.setdefault(load, set()).add(encoder)
+    groups: dict[str, dict[str, dict[Run, list[dict[str, Any]]]]] = {}
+    for run, row in known.items():
+        if _conditions(run) != newest[run.encoder, run.task]:
+            continue
+        load = loads[run.encoder]
+        name = f"{load} ({run.encoder[:8]})" if len(names[load]) > 1 else load
+        groups.setdefault(name, {}).setdefault(run.task, {}).setdefault(replace(run, seed=0), []).append(row)
+    return {
+        name: {task: _best(task, tasks[task]) for task in dict.fromkeys([*order, *tasks]) if task in tasks}
+        for name, tasks in groups.items()
+    }
+
+
+def task_order(encoders: dict[str, Cells], order: Sequence[str]) -> list[str]:
+    """Return the tasks of all encoders, in `order`, others after them."""
+    found = dict.fromkeys(task for cells in encoders.values() for task in cells)
+    return [task for task in dict.fromkeys([*order, *found]) if task in found]
+
+
+def _conditions(run: Run) -> tuple[Any, ...]:
+    return run.data, run.max_seq_length, run.max_train_examples, run.scales_labels
+
+
+def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:
+    def rank(point: Run) -> tuple[int, float, int]:
+        cell = Cell(task, points[point])
+        return len(cell.rows), cell.median, -cell.undefined
+
+    point = max(sorted(points, key=lambda run: (run.batch_size, run.lr, run.epochs, run.name)), key=rank)
+    return Cell(task, sorted(points[point], key=lambda row: row["seed"]))
+
+
+class Suite(ABC):
+    """Set of tasks. Instances hold only what the command line says about them, and are sent to worker processes."""
+
+    program: ClassVar[str]
+    """Name of the command in messages."""
+    title: ClassVar[str]
+    """Heading of the page."""
+    about: ClassVar[str]
+    """Explanation of the scores in Markdown, shown above the tables."""
+    head: ClassVar[str] = "family"
+    """Value of `Run.head` for its runs."""
+    scales_labels: ClassVar[bool] = False
+    """Value of `Run.scales_labels` for its regressions."""
+    known: Container[str] | None = None
+    """Tasks that its runs.jsonl may contain; None for any."""
+    order: Sequence[str] = ()
+    """Tasks in the order of the tables; others follow."""
+    averages: tuple[str, ...] = ()
+    """Names of the means over tasks in its table."""
+
+    @abstractmethod
+    def read(self) -> dict[str, TaskData]:
+        """Read and check all files of the tasks. Raises `UserError` for invalid files."""
+
+    @abstractmethod
+    def task(self, row: dict[str, Any]) -> Task:
+        """Return the task of a line of runs.jsonl. Raises `UserError` for an unknown task."""
+
+    def row_facts(self, data: TaskData) -> dict[str, Any]:
+        """Return additional keys for the lines of a task in runs.jsonl."""
+        return {}
+
+    def keeps_model(self, task: str) -> bool:
+        """Return whether to keep the fine-tuned model of a task's best run."""
+        return False
+
+    def next_stage(self, sweep: Any, store: Store) -> Any:
+        """Return the `SweepOptions` of a second sweep that runs after this `Sweep`; None without one."""
+        return None
+
+    def finish(self, sweep: Any, store: Store) -> list[str]:
+        """Finish a `Sweep` after its report, on every rank; return lines to print."""
+        return []
+
+    def means(self, cells: Cells) -> dict[str, float | None]:
+        """Return name in `averages` → mean; None if a task is missing."""
+        return dict.fromkeys(self.averages)
+
+    def official_size(self, task: str) -> int | None:
+        """Return the official number of rows of a task's development file; None if there is none."""
+        return None
+
+    def combined(self, cell: Cell) -> dict[str, list[float]]:
+        """Return scores that combine several development files of a cell: label → one score per seed."""
+        return {}
+
+    def published_table(self, encoders: dict[str, Cells]) -> Table | None:
+        """Return a table of published scores to compare the encoders with; None without one."""
+        return None
+
+
+HEADER = "file\tindex\tprediction\tlabel"
+
+Scored = dict[str, tuple[Any, Any]]
+"""Development file → (labels, predictions) in the form that the task's metric takes."""
+
+
+def predictions_file(folder: Path, run: Run) -> Path:
+    """Return the file of a run's predictions in an output folder."""
+    return folder / "predictions" / f"{run.name}.tsv"
+
+
+def write_predictions(path: Path, task: Task, scored: Scored) -> None:
+    """Write a run's predictions."""
+    kind, lines = KINDS[task.kind], [HEADER]
+    for file, sides in scored.items():
+        texts = (map(kind.text_of, kind.as_values(task, side)) for side in sides)
+        lines += [f"{file}\t{row}\t{told}\t{label}" for row, (label, told) in enumerate(zip(*texts, strict=True))]
+    write_bytes(path, ("\n".join(lines) + "\n").encode())
+
+
+def read_predictions(content: bytes, task: Task) -> Scored:
+    """Return the predictions in a file of `write_predictions`. Raises ValueError for any other content."""
+    header, *lines = content.decode().removesuffix("\n").split("\n")
+    if header != HEADER:
+        raise ValueError(f"its first line is {header[:80]!r}")
+    kind = KINDS[task.kind]
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for line in lines:
+        file, index, prediction, label = line.split("\t")
+        labels, predictions = found.setdefault(file, ([], []))
+        if index != str(len(labels)):
+            raise ValueError(f"{file}: row {index} is at the place of row {len(labels)}")
+        labels.append(kind.value_of(task, label))
+        predictions.append(kind.value_of(task, prediction))
+    return {file: kind.read(task, *sides) for file, sides in found.items()}
+
+
+Interval = tuple[float, float]
+
+
+class Resampled(NamedTuple):
+    """Run on resampled rows of its first development file."""
+
+    samples: np.ndarray
+    """Score on each bootstrap sample, `[samples]`."""
+    guess: float | None
+    """Score of a constant guess on all rows; None for kinds of tasks without one."""
+
+
+class Items:
+    """Runs on resampled rows, each read when it is first needed."""
+
+    def __init__(self, suite: Suite) -> None:
+        self._suite = suite
+        self._found: dict[Path, Resampled | None] = {}
+
+    def of_run(self, row: dict[str, Any]) -> Resampled | None:
+        """Return the run of a line that has its `folder`; None if its predictions are missing, damaged or too many."""
+        path = predictions_file(Path(row.get("folder", "")), Run.of_row(row))
+        if path not in self._found:
+            self._found[path] = self._read(row, path)
+        return self._found[path]
+
+    def _read(self, row: dict[str, Any], path: Path) -> Resampled | None:
+        try:
+            task = self._suite.task(row)
+            answers, predictions = next(iter(read_predictions(path.read_bytes(), task).values()))
+        except (OSError, StopIteration, UserError, ValueError):
+            return None
+        if len(answers) > MOST_RESAMPLED:
+            return None
+        kind, guess = KINDS[task.kind], row.get("baseline")
+        if guess is None:
+            guess = kind.constant_guess(task, answers)
+        return Resampled(kind.resampled_scores(task, answers, predictions), guess)
+
+    def samples(self, cell: Cell) -> np.ndarray | None:
+        """Return a cell's median over seeds on each bootstrap sample, `[samples]`; None if predictions are missing."""
+        found = [self.of_run(row) for row in cell.rows]
+        samples = [each.samples for each in found if each]
+        return np.median(samples, axis=0) if len(samples) == len(found) else None
+
+    def of_cell(self, cell: Cell) -> Interval | None:
+        """Return the 95 % interval of a cell's median over seeds; None if predictions are missing."""
+        samples = self.samples(cell)
+        return None if samples is None else percentile_interval(samples)
+
+    def guess(self, cell: Cell) -> float | None:
+        """Return the score of a constant guess on a cell's task; None if it is unknown."""
+        found = self.of_run(cell.rows[0])
+        return found.guess if found else cell.rows[0].get("baseline")
+
+    def of_difference(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Interval | None:
+        """Return the 95 % interval of the mean difference over pairs of runs; None if predictions are missing.
+
+        Both runs of a pair are scored on the same samples.
+        """
+        found = [(self.of_run(first), self.of_run(second)) for first, second in pairs]
+        differences = [first.samples - second.samples for first, second in found if first and second]
+        return percentile_interval(np.mean(differences, axis=0)) if len(differences) == len(found) else None

@@ -1,30 +1,191 @@
-"""Reader of files of examples as rows of named cells, in one pass and in constant memory.
+"""A task and the files of rows that it comes from: tables, CoNLL's and SQuAD's layouts.
+
+Readers of CoNLL's and SQuAD's layouts as rows of cells, and the writer of CoNLL's.
+
+A CoNLL file has one token with its tag per line, and a blank line after each sentence.
+
+The first column is the token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, arXiv:cs/0306050);
+columns between them are ignored. A file with one column has tokens without tags. In CoNLL-U files of Universal
+Dependencies the token is the word form (column 2) and the tag is the universal part of speech (column 4).
+
+SQuAD's JSON is nested (Rajpurkar et al., arXiv:1606.05250; version 2 arXiv:1806.03822).
+
+Reader of files of examples as rows of named cells, in one pass and in constant memory.
 
 read_rows("train.csv.gz") → FileRow("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
 
-The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/packed.py`.
+The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/inputs.py`.
 Cells of .csv and .tsv are strings; JSON and Parquet keep their types. JSON is read as documents are.
+
+A task with its labels, its metric and its examples.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
-from megatron_ddrp.data.preprocess.arrow_tables import ROWS, open_parquet
+import numpy as np
+
 from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES, iter_chunks
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, is_stream
-from megatron_ddrp.data.preprocess.packed import PACKINGS
-from megatron_ddrp.data.preprocess.records import Fault, read_object, read_records
-from megatron_ddrp.errors import UserError, nearest, refusals_as_user_errors, shown_names
-from megatron_ddrp.tasks.finetune.layouts import is_squad, read_conll, read_conllu, read_squad
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, PACKINGS, InputFile, OpenInput, is_stream
+from megatron_ddrp.data.preprocess.records import ROWS, Fault, object_of_lines, open_parquet, read_records
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest, refusals_as_user_errors, shown_names
+
+DOCUMENT_START = "-DOCSTART-"
+CONLLU_COLUMNS = 10
+_BLANKS = re.compile("[ \t]+")
+_ENTITY = re.compile("[BIESLU]-.")
+_BREAKS = re.compile("[\t\r\n]")
+_SQUAD = (
+    'expected SQuAD\'s {"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
+)
+
+
+def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield per sentence `line N` of its first token and its cells `tokens` and `tags` (lists of strings).
+
+    Tabs separate the columns of a line with a tab, blanks those of other lines. Raises `UserError` for a line whose
+    number of columns differs from the first line's, and for a comment. A word with # at the begin of a sentence is a
+    token if its tag is that of other tokens, of an entity, or one without small letters and digits, such as SYM.
+    """
+    width, may_be_comment = 0, True
+    tags: set[str] = set()
+    doubtful: dict[int, str] = {}  # line → tag, at the begin of sentences
+
+    def refuse_comment(number: int) -> NoReturn:
+        raise UserError(
+            f"{path}, line {number}: a comment, expected only tokens with tags; remove such lines (if its # is a "
+            "token, give the sentences as .jsonl)"
+        )
+
+    def cells_of(number: int, line: str) -> list[str]:
+        nonlocal width, may_be_comment
+        cells = _cells_of_line(line)
+        if not cells or cells[0] == DOCUMENT_START:
+            may_be_comment = True
+            return []
+        may_be_comment = may_be_comment and cells[0].startswith("#")
+        width = width or len(cells)
+        if len(cells) != width:
+            if may_be_comment or not tags:
+                refuse_comment(number if may_be_comment else min(doubtful))
+            raise UserError(
+                f"{path}, line {number}: {len(cells)} columns, expected {width} as in the lines before: "
+                "a token first, its tag last, and a blank line after each sentence"
+            )
+        if may_be_comment and width > 1:
+            doubtful[number] = cells[-1]
+        else:
+            tags.add(cells[-1])
+        return [cells[0], cells[-1]] if width > 1 else cells
+
+    yield from _sentences(lines, cells_of)
+    for number, tag in doubtful.items():
+        if tag not in tags and not _ENTITY.match(tag) and any(sign.isalnum() and not sign.isupper() for sign in tag):
+            refuse_comment(number)
+
+
+def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sentences of a CoNLL-U file in the form of `read_conll`; skip comments, word ranges and empty nodes."""
+
+    def cells_of(number: int, line: str) -> list[str] | None:
+        line = line.rstrip("\r")
+        if line.startswith("#"):
+            return None
+        if not line.strip():
+            return []
+        cells = line.split("\t")
+        if len(cells) != CONLLU_COLUMNS:
+            raise UserError(
+                f"{path}, line {number}: {len(cells)} columns, expected the {CONLLU_COLUMNS} of CoNLL-U with tabs "
+                "between them; a file of two columns must be named .conll"
+            )
+        return [cells[1], cells[3]] if cells[0].isdecimal() else None
+
+    return _sentences(lines, cells_of)
+
+
+def _sentences(
+    lines: Iterable[str], cells_of: Callable[[int, str], list[str] | None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sentences of some lines.
+
+    `cells_of` returns token and tag of a line, from its number and text; nothing at the end of a sentence, None for a
+    line to skip.
+    """
+    begin = 1
+    sentence: list[list[str]] = []
+    for number, line in enumerate(chain(lines, [""]), 1):
+        cells = cells_of(number, line)
+        if cells:
+            begin = begin if sentence else number
+            sentence.append(cells)
+        elif cells is not None and sentence:
+            columns = map(list, zip(*sentence, strict=True))
+            yield f"line {begin}", dict(zip(("tokens", "tags"), columns, strict=False))
+            sentence = []
+
+
+def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
+    """Return a sentence in CoNLL's layout, with a tab between token and tag and a blank line at the end.
+
+    Tabs and line breaks inside a token become blanks.
+    """
+    lines = (f"{_BREAKS.sub(' ', token)}\t{tag}\n" for token, tag in zip(tokens, tags, strict=True))
+    return "".join(lines) + "\n"
+
+
+def _cells_of_line(line: str) -> list[str]:
+    line = line.strip(" \t\r")
+    return (line.split("\t") if "\t" in line else _BLANKS.split(line)) if line else []
+
+
+def is_squad(value: Any) -> bool:
+    """Return whether a JSON value has SQuAD's outer layout: articles with paragraphs under `data`."""
+    articles = value.get("data") if isinstance(value, dict) else None
+    return isinstance(articles, list) and any(isinstance(a, dict) and "paragraphs" in a for a in articles)
+
+
+def read_squad(path: str, value: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield `question ID` and the cells id, question, context and answers of each question.
+
+    `answers` is {"text": [str, …], "answer_start": [int, …]}, with empty lists for an unanswerable question; questions
+    of a test set have no answers. Raises `UserError` for another layout.
+    """
+    place = "its first question"
+    try:
+        for article in value["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    place = f"question {asked['id']}"
+                    cells = {key: asked[key] for key in ("id", "question")} | {"context": paragraph["context"]}
+                    if "answers" in asked:
+                        cells["answers"] = flat_answers(asked["answers"])
+                    yield place, cells
+    except (KeyError, TypeError) as error:
+        reason = f"no key {error}" if isinstance(error, KeyError) else "another layout"
+        raise UserError(f"{path}, at or after {place}: {reason}; {_SQUAD}") from None
+
+
+def flat_answers(answers: Any) -> dict[str, list[Any]]:
+    """Return answers as {"text": […], "answer_start": […]}; `answers` may also be a list of {"text", "answer_start"}.
+
+    Raises `KeyError` or `TypeError` for anything else.
+    """
+    if isinstance(answers, dict):
+        return {"text": list(answers["text"]), "answer_start": list(answers["answer_start"])}
+    return {key: [answer[key] for answer in answers] for key in ("text", "answer_start")}
+
 
 MAX_CELL = 1 << 24
 """Largest number of characters in a .csv cell. A longer cell comes from a quotation mark that is never closed."""
@@ -165,7 +326,7 @@ def _read_json(file: InputFile, columns: Sequence[str] | None) -> Iterator[Place
     """Read objects in any layout that documents have, or SQuAD's nested file."""
     with OpenInput(file) as opened:
         for chunk in iter_chunks(opened, columns or ()):
-            for line, found in read_records(chunk, columns, partial(read_object, distinct=True)):
+            for line, found in read_records(chunk, columns, partial(object_of_lines, distinct=True)):
                 place = f"{'line' if chunk.format == 'json' else 'row'} {line}"
                 if isinstance(found, Fault):
                     raise UserError(f"{file.path}, {place}: {found.reason}")
@@ -267,3 +428,112 @@ FORMATS: dict[str, Callable[[InputFile, Sequence[str] | None], Iterator[Placed]]
     ".conllu": lambda file, _: read_conllu(file.path, _read_lines(file)),
 }
 """Ending of a file name → function that yields place and cells of each row, given the columns that are read."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Facts about a task that tables, prediction files and heads need."""
+
+    name: str
+    metric: str
+    """Name among the kind's `metrics`."""
+    kind: str = "classification"
+    """Name in `kinds.KINDS`."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels in the order of the class numbers; empty for kinds that predict numbers or answers."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """JSON form of the task; `Task.of` reads it."""
+        return {"name": self.name, "metric": self.metric, "kind": self.kind, "labels": list(self.labels)}
+
+    def most_frequent(self, counts: Mapping[str, int]) -> int:
+        """Return the number of the label with the largest of the `counts` by label; the first of equal ones."""
+        return max(range(len(self.labels)), key=lambda number: counts.get(self.labels[number], 0))
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Task:
+        """Return the task with these `facts`. Raises KeyError or TypeError for invalid facts."""
+        return cls(facts["name"], facts["metric"], facts["kind"], tuple(facts["labels"]))
+
+
+class Example(NamedTuple):
+    """One row of a file."""
+
+    texts: tuple[str, ...]
+    """One text or a pair; the words of a sentence; question and context."""
+    label: Any
+    """Class number or number, nan in a test set; other kinds document their own labels."""
+
+
+class Examples:
+    """Rows of a file in its order. Every pass reads them from the file again, so that they need no memory."""
+
+    def __init__(self, read: Callable[[], Iterable[Example]], lengths: np.ndarray):
+        """Keep `read`, which starts a pass, and `lengths`, the number of characters per row, `[rows]`."""
+        self._read, self.lengths = read, lengths
+
+    @classmethod
+    def of(cls, rows: Sequence[Example]) -> Examples:
+        """Return examples whose rows are in memory."""
+        return cls(lambda: rows, np.array([sum(map(len, row.texts)) for row in rows], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self._read())
+
+    def only(self, rows: np.ndarray) -> Examples:
+        """Return the rows with these numbers, in the file's order."""
+        wanted = np.zeros(len(self), dtype=bool)
+        wanted[rows] = True
+        return Examples(lambda: (row for row, kept in zip(self, wanted, strict=True) if kept), self.lengths[wanted])
+
+
+class Columns(NamedTuple):
+    """Columns of a file that a task reads."""
+
+    text: str
+    pair: str | None
+    """Column of the second text of a pair."""
+    label: str
+
+    def check_distinct(self) -> None:
+        """Raise `UserError` for a column with two uses, such as a label that is the text as well."""
+        flags = {"--text-column": self.text, "--text-pair-column": self.pair, "--label-column": self.label}
+        used: dict[str | None, str] = {None: ""}
+        for flag, column in flags.items():
+            if column and column in used:
+                raise UserError(
+                    f"column {column!r} is {used[column]} and {flag} at once, expected different columns; name another "
+                    "by one of the two flags",
+                    WRONG_ARGUMENTS,
+                )
+            used[column] = flag
+
+
+class TaskData(NamedTuple):
+    """Checked files of one task."""
+
+    task: Task
+    train: Examples
+    dev: dict[str, Examples]
+    """Name of a development file without its ending → its examples; the first file gives the score."""
+    digest: str
+    """Hash of all bytes of the files and all settings of the task."""
+    facts: tuple[str, ...] = ()
+    """Sentences about the data, shown in the plan."""
+    columns: Columns | None = None
+    """Columns of a user's own task; None for GLUE."""
+    baseline: float | None = None
+    """Score of always predicting the most frequent label."""
+    unlabelled: KnownFile | None = None
+    """Test file without labels of a user's own task, to be predicted."""
+    tests: Mapping[str, Examples] = MappingProxyType({})
+    """Name of a test set of GLUE in a submission → its examples, if they are to be predicted."""
+
+    @property
+    def fingerprint(self) -> str:
+        """First 16 digits of the digest, recorded in runs and kept models."""
+        return self.digest[:16]

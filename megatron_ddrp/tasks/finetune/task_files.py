@@ -27,11 +27,20 @@ from megatron_ddrp.config import registry
 from megatron_ddrp.data.preprocess.inputs import InputFile, is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, shown_names
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.kinds.contract import PREDICTION, Kind
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.output_files import PREDICTION
-from megatron_ddrp.tasks.finetune.table_files import FileRow, KnownFile, at_row, columns_of, read_rows
-from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
+from megatron_ddrp.tasks.finetune.table_files import (
+    Columns,
+    Example,
+    Examples,
+    FileRow,
+    KnownFile,
+    Task,
+    TaskData,
+    at_row,
+    columns_of,
+    read_rows,
+)
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""

@@ -1,4 +1,12 @@
-"""One fine-tuning run, as in appendix B of the DDRP+MTH paper.
+"""Fine-tuning of one encoder on one task: its head, its training, and the model that is kept.
+
+Deterministic operators of torch on GPUs, so that a run repeats bit for bit; where torch has none, a line says so.
+
+Heads on top of the encoder.
+
+Their weights are new in every run, even if a checkpoint has a pooler, so that a comparison measures only the encoders.
+
+One fine-tuning run, as in appendix B of the DDRP+MTH paper.
 
 AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases, LayerNorms and, as in pre-training, gains
 of a position encoding), linear warm-up over a tenth of the steps, then linear decay to 0, gradients clipped at norm 1.
@@ -11,35 +19,178 @@ the last step the output layer contains that scale.
 A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its dropout,
 which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so the run has
 the same score on any number of ranks.
+
+Fine-tuned model of a task's best run, kept as a Hugging Face folder.
+
+config.json has the key "finetuned" with the facts that `megatron-ddrp finetune predict` needs: the task, its columns,
+the length of a row, and the run. For each encoder, task and data of a task the disk has the model of the best run so
+far: the run with the highest score; among equal scores, the run whose name comes first.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
+import os
 import re
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from megatron_ddrp.checkpoint import is_checkpoint
+from megatron_ddrp.conversion.families.contract import CARD, OWN_MODEL_TYPE, check_sums, whole_folder, write_sums
+from megatron_ddrp.conversion.heads_ddrp import TaskHead
+from megatron_ddrp.conversion.model_card import facts_table, loading_lines, render_card
+from megatron_ddrp.conversion.model_code import HeadForm, write_model_code
+from megatron_ddrp.conversion.to_huggingface import TunedHead, write_finetuned
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.data.atomic import Advance, silent, write_text
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
-from megatron_ddrp.data.sealed import Advance, silent
+from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
+from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, num_segments
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import DTYPES, run_stage
-from megatron_ddrp.parallel.collectives import seed_draws
+from megatron_ddrp.parallel.pipeline import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
-from megatron_ddrp.tasks.finetune.determinism import deterministic, with_fallback
-from megatron_ddrp.tasks.finetune.heads import Scale, fold, output_layer
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.table_files import Columns, Task, TaskData
+from megatron_ddrp.tasks.jobs import one_at_a_time
+
+T = TypeVar("T")
+
+_ALERT = re.compile(r"(\w+) does not have a deterministic implementation|not deterministic because it uses (CuBLAS)")
+"""Torch's errors about an operator without a deterministic form; the second is about `CUBLAS_WORKSPACE_CONFIG`."""
+
+
+def fix_workspace() -> None:
+    """Give cuBLAS a workspace of a fixed size, without which its products are not deterministic.
+
+    Call this before a process's first product of matrices on a GPU, which is when the variable is read. A user's value
+    stays.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Let torch use deterministic operators alone on a GPU, and put its settings back afterwards.
+
+    On a CPU nothing changes: its operators of training are deterministic at one number of threads.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    switches: Any = torch.utils.deterministic
+    mode, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = switches.fill_uninitialized_memory
+    # Under warn_only, attention would keep its backward passes with atomic additions.
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    switches.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warns)
+        switches.fill_uninitialized_memory = fills
+
+
+def with_fallback(compute: Callable[[], T]) -> T:
+    """Return `compute()`; at an operator without a deterministic form say so, allow it, and call `compute` again.
+
+    Such operators are then allowed until `deterministic` ends. What a call of `compute` did must not change the next.
+    """
+    try:
+        return compute()
+    except RuntimeError as error:
+        alert = _ALERT.search(str(error))
+        if alert is None:
+            raise
+        _tell(alert[1] or f"{alert[2]}, with this CUBLAS_WORKSPACE_CONFIG,")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return compute()
+
+
+@functools.cache
+def _tell(operator: str) -> None:
+    """Name an operator without a deterministic form, once per process, above the bar of a terminal."""
+    (tqdm.write if sys.stderr.isatty() else print)(
+        f"warning: torch's {operator} has no deterministic form on this device: results may differ between runs of "
+        "one seed",
+        file=sys.stderr,
+    )
+
+
+DROPOUT = 0.1
+INIT_STD = 0.02
+
+
+class TaskModel(nn.Module):
+    """Encoder under a `TaskHead`. The head's weights are new (appendix B of the DDRP+MTH paper)."""
+
+    def __init__(self, encoder: nn.Module, hidden_size: int, form: HeadForm, num_outputs: int):
+        """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+        super().__init__()
+        self.encoder = encoder
+        self.head = TaskHead(hidden_size, num_outputs, form.is_pooled, DROPOUT, form.output)
+        for layer in self.head.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=INIT_STD)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the outputs, float32: `[batch, num_outputs]` of a pooled head, else `[batch, seq, num_outputs]`."""
+        return self.head(self.encoder(batch)).float()
+
+
+class Scale(NamedTuple):
+    """Mean and standard deviation of the labels of a regression's training rows."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, labels: np.ndarray) -> Scale:
+        """Return the scale of labels `[rows]`; equal labels have a deviation of 1."""
+        return cls(float(labels.mean()), float(labels.std()) or 1.0)
+
+
+def output_layer(model: nn.Module) -> nn.Linear | None:
+    """Return the layer that computes the single output of a model with a head; None for a head without such a layer."""
+    found = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == 1]
+    return found[0] if len(found) == 1 and found[0].bias is not None else None
+
+
+@torch.no_grad()
+def fold(scale: Scale, layer: nn.Linear) -> None:
+    """Change an output layer in place so that its outputs x become deviation · x + mean."""
+    layer.weight.mul_(scale.deviation)
+    layer.bias.mul_(scale.deviation).add_(scale.mean)
+
+
+def build_model(encoder: Encoder, task: Task, run: Run, device: torch.device) -> nn.Module:
+    """Return a fresh copy of the encoder with a new head on the device. The run's seed determines its weights."""
+    module, kind = encoder.fresh(run.seed, device), KINDS[task.kind]
+    torch.manual_seed(run.seed_of("fine-tuning head"))
+    if run.head == "family":
+        assert encoder.family_model is not None
+        return encoder.family_model(module, kind.head, kind.hub_labels(task)).to(device)
+    return TaskModel(module, encoder.hidden_size, kind.head, kind.num_outputs(task)).to(device)
+
 
 WARMUP = 0.1
 WEIGHT_DECAY = 0.01
@@ -246,3 +397,182 @@ def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, mode
         groups.setdefault((decay, share), []).append(parameter)
     listed = [{"params": p, "weight_decay": decay, "share": share} for (decay, share), p in groups.items()]
     return torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), eps=1e-6, fused=True)
+
+
+FINETUNED = "finetuned"
+"""Key in config.json of the facts about task and run."""
+SHORTEST_ROW = 4
+"""Number of special pieces of a pair."""
+
+
+def model_name(task: Task, encoder: Encoder) -> str:
+    """Return the name of the best model of an encoder on a task, and of the lock of its folders."""
+    return f"{task.name}-{encoder.fingerprint[:8]}"
+
+
+def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
+    """Return the folder of the best model of an encoder on a task with the fingerprint `data`.
+
+    The first data of a task get OUT/models/NAME, other data OUT/models/NAME-DATA.
+    """
+    plain = output / "models" / model_name(task, encoder)
+    own = plain.with_name(f"{plain.name}-{data[:8]}")
+    found = (folder for folder in (plain, own) if (facts := read_facts(folder)) and facts["data"] == data)
+    return next(found, own if plain.exists() else plain)
+
+
+def keep_if_best(
+    output: Path, encoder: Encoder, data: TaskData, run: Run, model: nn.Module, row: dict[str, Any]
+) -> None:
+    """Write a run's model into OUT = `output` unless there is a better one for the same data. A lock makes others wait.
+
+    A model that diverged is not written.
+    """
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        return
+    with one_at_a_time(output, model_name(data.task, encoder)):
+        folder = model_folder(output, data.task, encoder, run.data)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "task": data.task.facts,
+            "columns": list(data.columns) if data.columns else None,
+            "max_seq_length": run.max_seq_length,
+            "data": run.data,
+            "run": run.name,
+            "score": row["score"],
+        }
+        before = read_facts(folder)
+        is_whole = (folder / CARD).is_file()  # the last file of a kept model: the run of a killed command comes again
+        if before and (_rank(before), is_whole) >= (_rank(facts), True):
+            return
+        form = write_model(encoder, model, data.task, facts, folder)
+        write_text(folder / CARD, finetuned_card(folder, encoder, data.task, form, run, row))
+
+
+def read_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the facts about task and run in a fine-tuned folder's config.json.
+
+    None for any other folder, also for one whose config.json is damaged.
+    """
+    path = folder / "config.json"
+    try:
+        check_sums(folder, path.name)
+        facts = read_object(path).get(FINETUNED) if path.is_file() else None
+    except UserError:
+        return None
+    return facts if _are_facts(facts) else None
+
+
+def _are_facts(facts: Any) -> bool:
+    """Return whether a value has the form of `finetuned_facts`."""
+    try:
+        task, columns = Task.of(facts["task"]), Columns(*facts["columns"] or ("", None, ""))
+        names = [facts["run"], facts["data"], task.name, task.metric, *task.labels, columns.text, columns.label]
+        names += [] if columns.pair is None else [columns.pair]
+        return (
+            isinstance(facts["task"]["labels"], list)
+            and isinstance(facts["columns"], list | None)
+            and task.kind in KINDS
+            and all(isinstance(name, str) for name in names)
+            and type(facts["max_seq_length"]) is int
+            and facts["max_seq_length"] >= SHORTEST_ROW
+            and type(facts["score"]) in (int, float)
+        )
+    except (KeyError, TypeError):
+        return False
+
+
+def better_run(rows: Iterable[dict[str, Any]], encoder: Encoder, data: TaskData, folder: Path) -> str | None:
+    """Return the name of the best of `rows` on a task if the model in `folder` is not its own; None otherwise.
+
+    A run with --no-keep-models keeps none, and a kept model may have been deleted.
+    """
+    wanted, facts = (encoder.fingerprint, data.task.name, data.fingerprint), read_facts(folder)
+    own = [row for row in rows if (row["encoder"], row["task"], row["data"]) == wanted]
+    best = max(own, key=lambda row: row["score"], default=None)
+    return Run.of_row(best).name if best and (facts is None or best["score"] > facts["score"]) else None
+
+
+def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
+    return facts["score"], [-ord(letter) for letter in facts["run"]]
+
+
+def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> HeadForm | None:
+    """Write a fine-tuned model as a Hugging Face folder, and return the form of the head that it has there.
+
+    If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head. The
+    form is None then. A failure leaves no partial folder.
+    """
+    kind = KINDS[task.kind]
+    if isinstance(model, FamilyModel):
+        _write_family_model(encoder, model.model, kind.head, facts, folder)
+        return kind.head
+    assert isinstance(model, TaskModel)
+    if isinstance(model.encoder, HuggingFaceEncoder):
+        _write_family_model(encoder, model.encoder.model, None, facts, folder)
+        return None
+    assert isinstance(model.encoder, TrainedEncoder)
+    tuned = TunedHead(model.head, kind.head, kind.hub_labels(task))
+    write_finetuned(model.encoder.model, encoder.tokenizer, tuned, folder, {FINETUNED: facts})
+    return kind.head
+
+
+def _write_family_model(
+    encoder: Encoder, model: Any, form: HeadForm | None, facts: dict[str, Any], folder: Path
+) -> None:
+    setattr(model.config, FINETUNED, facts)
+    states = {name: tensor.to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
+    with whole_folder(folder) as new:
+        write_tokenizer(encoder.tokenizer, new, encoder.max_length, num_segments(model.config))
+        if model.config.model_type == OWN_MODEL_TYPE:
+            write_model_code(new, model.config.position_encoding)
+            classes = {"AutoConfig": "configuration_ddrp.DdrpConfig", "AutoModel": "modeling_ddrp.DdrpModel"}
+            if form:
+                classes[f"AutoModelFor{form.name}"] = f"modeling_ddrp.DdrpFor{form.name}"
+            model.config.auto_map = classes
+        model.save_pretrained(new, state_dict=states)
+        write_sums(new)
+
+
+def finetuned_card(
+    folder: Path, encoder: Encoder, task: Task, form: HeadForm | None, run: Run, row: dict[str, Any]
+) -> str:
+    """Return the card of the model in `folder`, which `run` gave, with its line of runs.jsonl `row`.
+
+    `form` is that of the folder's head, None for a folder that holds the encoder alone.
+    """
+    has_code = (folder / "modeling_ddrp.py").exists()
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": form.pipeline if form else "feature-extraction",
+        "tags": ["megatron-ddrp", task.kind],
+        "metrics": [task.metric],
+    }
+    baseline = row.get("baseline")
+    metric = KINDS[task.kind].score_name(task) if "facts" in row else task.metric  # GLUE's rows have no facts
+    facts = {
+        "base model": base_name(encoder.folder),
+        "task": f"{task.name}, {task.kind}",
+        "labels": ", ".join(task.labels) or "none",
+        f"score ({metric})": f"{row['score']:.4f} on {row['dev_examples']:,} development examples",
+        **({} if baseline is None else {"score of always the most frequent label": f"{baseline:.4f}"}),
+        "batch size, learning rate, epochs": f"{run.batch_size}, {run.lr:g}, {run.epochs}",
+        "seed": str(run.seed),
+        "longest row": f"{run.max_seq_length} pieces",
+    }
+    return render_card(
+        "finetuned_card.md.jinja",
+        folder.name,
+        metadata,
+        loading_lines(folder.name, f"AutoModelFor{form.name}" if form else "AutoModel", has_code),
+        has_code,
+        base=base_name(encoder.folder),
+        task=task.name,
+        facts=facts_table(facts),
+    )
+
+
+def base_name(folder: Path) -> str:
+    """Return the name of an encoder's folder; of one checkpoint, that of its run as well."""
+    place = folder.resolve()
+    return f"{place.parent.name}/{place.name}" if is_checkpoint(place) else place.name

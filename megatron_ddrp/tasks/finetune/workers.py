@@ -1,27 +1,285 @@
-"""Execution of a sweep: by worker processes of one machine, or by all ranks together, one run at a time."""
+"""A sweep: its list of runs, its plan, and the processes that do it.
+
+Sweep of one or more encoders over tasks, a grid and seeds: its list of runs, and the execution of one run.
+
+Plan of a sweep, printed before it starts, and one line per finished run.
+
+Execution of a sweep: by worker processes of one machine, or by all ranks together, one run at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import UserError, need_packages, shared_error
+from megatron_ddrp.encoders.encoder import Encoder, load_encoder
+from megatron_ddrp.encoders.rows import Encoded
+from megatron_ddrp.engine.build import instead_of_fp16
+from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages, shared_error
+from megatron_ddrp.pages.markdown import percent
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.agreement import agree, gather_objects, refuse_differences
-from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, refuse_differences, sum_over_ranks
 from megatron_ddrp.run.launch import launched_world_size
+from megatron_ddrp.run.loop import bound_kernel_caches, keep_freed_memory
+from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
-from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
-from megatron_ddrp.tasks.finetune.report import report_only, write_report
-from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
-from megatron_ddrp.tasks.finetune.sweep import Sweep
-from megatron_ddrp.tasks.finetune.task import TaskData
-from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
-from megatron_ddrp.tasks.jobs.workers import device_of, drain, share_out
+from megatron_ddrp.tasks.finetune.runs import (
+    RUNS,
+    Point,
+    Run,
+    RunStore,
+    count_undefined,
+    predictions_file,
+    write_predictions,
+)
+from megatron_ddrp.tasks.finetune.table_files import Examples, TaskData
+from megatron_ddrp.tasks.finetune.tables import report_only, write_report
+from megatron_ddrp.tasks.finetune.training import RunResult, build_model, finetune, fix_workspace, keep_if_best
+from megatron_ddrp.tasks.jobs import Part, Store, device_of, drain, eta, left_to_others, one_at_a_time, share_out
+
+_SUBSET_SEED = 0
+"""Seed of the rows that --max-train-examples keeps, the same for all runs and encoders."""
+
+
+class Sweep:
+    """Runs of one command line, with their encoders and data."""
+
+    def __init__(
+        self, options: SweepOptions, data: dict[str, TaskData], device: torch.device, ranks: Ranks | None = None
+    ):
+        """Load the encoders and list the runs. `ranks` is None unless several ranks share each run.
+
+        Its own options name the checkpoints that were loaded: the run of an encoder may save more of them meanwhile.
+        """
+        self.device, self.ranks = device, ranks
+        if device.type == "cuda":
+            fix_workspace()
+        else:
+            if options.training.fp16:
+                raise UserError(f"--fp16 needs a GPU; {instead_of_fp16()}", exit_code=2)
+            keep_freed_memory()
+            bound_kernel_caches()
+        self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
+        loaded = [
+            replace(encoder, name=options.names.get(folder, encoder.name))
+            for folder in dict.fromkeys(options.load)
+            for encoder in [load_encoder(folder, options.random_init)]
+        ]
+        names = {encoder.folder: encoder.name for encoder in loaded}
+        self.options = replace(options, load=tuple(names), names=names)
+        self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
+        self.twins = [encoder for encoder in loaded if encoder is not self.encoders[encoder.fingerprint]]
+        self.runs = [
+            self._run(encoder, task, point, seed)
+            for encoder, task, point, seed in itertools.product(
+                self.encoders.values(), data, options.search.points, range(1, options.search.seeds + 1)
+            )
+        ]
+        self._encoded: tuple[tuple[str, str], Encoded, dict[str, Encoded]] | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """True if this rank prints and writes, as one rank does."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    def perform(self, run: Run) -> dict[str, Any]:
+        """Do a run, write its predictions and maybe its model (on rank 0), and return its row of runs.jsonl."""
+        task, (train, dev) = self.data[run.task].task, self.encoded(run)
+        result = self.finetune(run, train, dev)
+        path = predictions_file(self.options.output_dir, run)
+        if self.speaks:
+            scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
+            write_predictions(path, task, scored)
+        scoring, *others = dev
+        kind = KINDS[task.kind]
+        answers, predicted = dev[scoring].answers, result.predictions[scoring]
+        row = asdict(run) | {
+            "load": self.encoders[run.encoder].name,
+            "checkpoint": str(self.encoders[run.encoder].folder),
+            "metric": task.metric,
+            "score": result.scores[scoring][-1],
+            "epoch_scores": result.scores[scoring],
+            "train_examples": len(self.data[run.task].train),
+            "dev_examples": len(self.data[run.task].dev[scoring]),
+            "predictions": str(path.relative_to(self.options.output_dir)),
+            "steps": result.steps,
+            "seconds": round(result.seconds, 3),
+        }
+        row |= self.options.suite.row_facts(self.data[run.task])
+        if beside := kind.beside(task):
+            row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
+        if others:
+            row["other_scores"] = {file: result.scores[file][-1] for file in others}
+        row = count_undefined(row, kind.metrics[task.metric].undefined)
+        if self.options.suite.keeps_model(run.task) and self.speaks:
+            keep_if_best(
+                self.options.output_dir, self.encoders[run.encoder], self.data[run.task], run, result.model, row
+            )
+        return row
+
+    def finetune(
+        self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
+    ) -> RunResult:
+        """Fine-tune a fresh copy of the run's encoder."""
+        task = self.data[run.task].task
+        with allocations_as_user_errors(need_less_memory(run)):
+            return finetune(run, task, self.model(run), train, dev, self.ranks, test)
+
+    def model(self, run: Run) -> nn.Module:
+        """Return a fresh copy of a run's encoder with a new head, on the device."""
+        return build_model(self.encoders[run.encoder], self.data[run.task].task, run, self.device)
+
+    def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
+        """Return the training rows and the development files of a run; cache those of the last encoder and task."""
+        key = (run.encoder, run.task)
+        if self._encoded is None or self._encoded[0] != key:
+            data = self.data[run.task]
+            dev = {file: self.encode(run, examples, file) for file, examples in data.dev.items()}
+            self._encoded = key, self.encode(run, data.train, "train"), dev
+        return self._encoded[1:]
+
+    def encode(self, run: Run, examples: Examples, file: str) -> Encoded:
+        """Return the examples as rows for a run's encoder; print a warning with `file` for examples that do not fit."""
+        encoder, task = self.encoders[run.encoder], self.data[run.task].task
+        kind = KINDS[task.kind]
+        encoded = kind.encode(task, examples, encoder.tokenizer, run.max_seq_length)
+        if encoded.warning and self.speaks:
+            print(f"{self.options.suite.program}: warning: {task.name}, {file}: {encoded.warning}", file=sys.stderr)
+        return encoded
+
+    def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:
+        options, training = self.options, self.options.training
+        world_size = self.ranks.world_size if self.ranks else 1
+        parts = world_size if self.device.type == "cuda" else max(2, world_size)
+        return Run(
+            task,
+            **asdict(point),
+            seed=seed,
+            max_seq_length=min(training.max_seq_length, encoder.max_length),
+            encoder=encoder.fingerprint,
+            data=self.data[task].fingerprint,
+            micro_batch_size=min(point.batch_size, training.micro_batch_size or -(-point.batch_size // parts)),
+            layerwise_lr_decay=training.layerwise_lr_decay,
+            precision=training.precision,
+            max_train_examples=options.search.max_train_examples,
+            head=options.suite.head if encoder.family_model else "common",
+            scales_labels=options.suite.scales_labels and KINDS[self.data[task].task.kind].predicts_numbers,
+        )
+
+
+def need_less_memory(run: Run) -> str:
+    """Return advice about flags that lower the memory of a run."""
+    size = run.micro_batch_size
+    smaller = f"--micro-batch-size {size // 2} instead of {size}, " if size > 1 else ""
+    return f"use {smaller}--max-seq-length below {run.max_seq_length} or fewer --workers"
+
+
+def _subset(data: TaskData, size: int | None) -> TaskData:
+    if size is None or size >= len(data.train):
+        return data
+    rows = np.sort(np.random.default_rng(_SUBSET_SEED).permutation(len(data.train))[:size])
+    return data._replace(train=data.train.only(rows))
+
+
+_CHARACTERS_PER_PIECE = 4
+
+
+def time_left(sweep: Sweep, store: Store, workers: int) -> str:
+    """Return the time until `workers` finish the missing runs, as text, from the encoders' finished runs.
+
+    The work of a run is epochs × (3 × training characters + development characters): a training step costs a forward
+    and a backward pass.
+    """
+    longest = sweep.options.training.max_seq_length * _CHARACTERS_PER_PIECE
+
+    def characters(examples: Examples) -> int:
+        return int(np.minimum(longest, 8 + examples.lengths).sum())
+
+    epoch = {
+        task: 3 * characters(data.train) + sum(map(characters, data.dev.values())) for task, data in sweep.data.items()
+    }
+
+    def part(run: Run, seconds: float = 0.0) -> Part:
+        return Part(f"run of {sweep.encoders[run.encoder].name}", run.epochs * epoch[run.task], seconds)
+
+    own = set(sweep.runs)
+    finished = [part(run, row["seconds"]) for row in store.rows if (run := Run.of_row(row)) in own]
+    return eta([part(run) for run in store.missing(sweep.runs)], finished, workers)
+
+
+def _count(things: Sized, name: str) -> str:
+    """Return the number of things with their name: "1 task", "2 tasks"."""
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+
+
+def encoder_lines(sweep: Sweep) -> list[str]:
+    """Return the lines of the plan about the encoders: their origin, cut rows, and folders that are left out."""
+    lines = []
+    for encoder in sweep.encoders.values():
+        lines.append(f"  {encoder.name}: {encoder.origin}")
+        if encoder.max_length < sweep.options.training.max_seq_length:
+            lines.append(f"    rows are cut to {encoder.max_length} pieces: the encoder was trained on no longer rows")
+    for twin in sweep.twins:
+        lines.append(f"  {twin.name}: left out, it has the same weights as {sweep.encoders[twin.fingerprint].name}")
+    return lines
+
+
+def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
+    """Return the text of the plan: the missing runs, the origin of each encoder, the rows of each task."""
+    missing, search = store.missing(sweep.runs), sweep.options.search
+    ranks = f", each on {sweep.ranks.world_size} ranks" if sweep.ranks else ""
+    lines = [
+        f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
+        f"{_count(search.points, 'grid point')} x {_count(range(search.seeds), 'seed')} = "
+        f"{_count(sweep.runs, 'run')} on {sweep.device.type}{ranks}; {len(missing)} of {len(sweep.runs)} runs to do",
+        *encoder_lines(sweep),
+    ]
+    for task, count in Counter(run.task for run in missing).items():
+        data = sweep.data[task]
+        dev = ", ".join(f"{len(examples):,} {file}" for file, examples in data.dev.items())
+        lines.append(f"  {task:6} {count:4} runs of {len(data.train):,} train, {dev}")
+        lines += [f"    {fact}" for fact in data.facts]
+    if missing:
+        return "\n".join([*lines, f"  time left: {time_left(sweep, store, workers)}"])
+    return "\n".join([*lines, *(f"  {task}: {fact}" for task, data in sweep.data.items() for fact in data.facts)])
+
+
+class ResultLines:
+    """Printer of one line per finished run, whichever process did it."""
+
+    def __init__(self, sweep: Sweep, store: Store, workers: int):
+        self.sweep, self.store, self.workers = sweep, store, workers
+        self.own = set(sweep.runs)
+        self.told = len(store.rows)
+        self.total = len(store.missing(sweep.runs))
+        self.number = 0
+
+    def tell(self) -> None:
+        """Print the runs added to the store since the last call."""
+        for row in self.store.rows[self.told :]:
+            self.told += 1
+            run = Run.of_row(row)
+            if run not in self.own:
+                continue
+            self.number += 1
+            left = time_left(self.sweep, self.store, self.workers)
+            encoder = f"{self.sweep.encoders[run.encoder].name}, " if len(self.sweep.encoders) > 1 else ""
+            undefined = f" (undefined, counts as {100 * row['score']:g})" if row["undefined"] else ""
+            print(
+                f"[{self.number}/{self.total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} "
+                f"epochs {run.epochs} seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
+                f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {left}",
+                flush=True,
+            )
 
 
 def run(options: SweepOptions) -> int:

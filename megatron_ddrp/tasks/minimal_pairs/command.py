@@ -8,15 +8,15 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
-from megatron_ddrp.config.option import COUNT, Section, option, refuse
-from megatron_ddrp.tasks.jobs.options import Machine
-from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
+from megatron_ddrp.config.reading import COUNT, Section, option, refuse
+from megatron_ddrp.tasks.jobs import Machine
+from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check the inputs, do the missing jobs, and report."""
     options = parse_arguments(arguments)
-    from megatron_ddrp.tasks.minimal_pairs.work import run_here  # here, because it imports torch
+    from megatron_ddrp.tasks.minimal_pairs.scoring import run_here  # here, because it imports torch
 
     run_here(options)
 

@@ -1,24 +1,68 @@
-"""Scores of sentences, and the execution of one job: the scores of a paradigm under one encoder."""
+"""Minimal pairs from the jobs to the report: scores, tables and figures.
+
+Scores of sentences, and the execution of one job: the scores of a paradigm under one encoder.
+
+Report of an output folder: results.json, table.md, tables/ and heatmap.png.
+
+Figure heatmap.png: accuracies of encoders, piece counts and published models on every paradigm.
+
+Execution of one command: plan, worker processes and progress bar.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import json
 import math
+import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_unmarked_words
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_unmarked_words
 from megatron_ddrp.encoders.masked_lm import PieceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
-from megatron_ddrp.tasks.minimal_pairs.pairs import SENTENCES, Paradigm
-from megatron_ddrp.tasks.minimal_pairs.results import PairJob
-from megatron_ddrp.tasks.minimal_pairs.rows import masked_rows
+from megatron_ddrp.pages.markdown import (
+    Table,
+    draw_cells,
+    figure_tools,
+    percent,
+    render_page,
+    save_figure,
+    short_names,
+    write_tables,
+)
+from megatron_ddrp.tasks.jobs import SPAWN, device_of, drain, left_to_others, one_at_a_time, share_out, share_threads
+from megatron_ddrp.tasks.minimal_pairs.pairs import (
+    SCORES,
+    SCORES_FILE,
+    SENTENCES,
+    PairDifference,
+    PairJob,
+    PairStore,
+    Paradigm,
+    ParadigmScore,
+    Result,
+    cell,
+    difference,
+    masked_rows,
+    published_levels,
+    read_pairs,
+)
+from megatron_ddrp.tasks.statistics import MINIMAL_PAIRS, Score, draw_learning_curves, format_value
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131072}
 """Default of --tokens-per-batch. On CPUs it keeps the states of the feed-forward block in a core's cache."""
@@ -152,3 +196,357 @@ class Scorer:
             "rows": sum(map(len, good + bad)),
             "seconds": round(time.perf_counter() - begin, 3),
         }
+
+
+PIECE_COUNTS = "piece counts alone"
+Levels = dict[str, dict[str, float]]
+"""Name → UID → accuracy."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Content of the page."""
+
+    paradigms: Mapping[str, Paradigm]
+    results: list[Result]
+    published: Levels
+    score: str
+
+    @property
+    def differences(self) -> list[PairDifference]:
+        """Differences between every two encoders."""
+        return [difference(first, second) for first, second in combinations(self.results, 2)]
+
+    def groups(self, key: str) -> dict[str, list[str]]:
+        """Group the UIDs by `key`, which is `field` or `term`; return name → UIDs, sorted by name.
+
+        Paradigms without a name are left out.
+        """
+        names = sorted({getattr(paradigm, key) for paradigm in self.paradigms.values()} - {""})
+        return {name: [uid for uid, p in self.paradigms.items() if getattr(p, key) == name] for name in names}
+
+    def in_order(self) -> list[str]:
+        """Return the UIDs sorted by field, term and UID."""
+        return sorted(self.paradigms, key=lambda uid: (self.paradigms[uid].field, self.paradigms[uid].term, uid))
+
+    def piece_counts(self) -> Levels:
+        """Return accuracies from piece counts alone: once if they are equal for all encoders, else per encoder."""
+        levels = {r.name: {uid: cell.piece_counts for uid, cell in r.cells.items()} for r in self.results}
+        first, *others = levels.values()
+        if all(level == first for level in others):
+            return {PIECE_COUNTS: first}
+        return {f"{PIECE_COUNTS}, {name}": level for name, level in levels.items()}
+
+
+def report_of(
+    subjects: Mapping[tuple[str, int | None], str],
+    paradigms: Mapping[str, Paradigm],
+    jobs: list[PairJob],
+    store: PairStore,
+    published: Levels,
+) -> Report:
+    """Return the report on finished jobs; `subjects` maps (fingerprint, seed) to the name of an encoder."""
+    rows = {PairJob.of_row(row).name: row for row in store}
+    cells: dict[tuple[str, int | None], dict[str, ParadigmScore]] = {key: {} for key in subjects}
+    for job in jobs:
+        cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name])
+    results = [Result(name, cells[key]) for key, name in subjects.items()]
+    return Report(paradigms, results, published, jobs[0].score)
+
+
+def write_report(report: Report, folder: Path) -> str:
+    """Write results.json, table.md, tables/ and, with matplotlib, heatmap.png into `folder`; return a text to show."""
+    differences = report.differences
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = all_tables(report, differences)
+    text = page(report, tables)
+    write_text(folder / "table.md", text)
+    write_tables(folder / "tables", tables)
+    write_text(folder / "results.json", json.dumps(summary(report, differences), indent=2) + "\n")
+    shown = text.split("\n## By paradigm")[0].strip()
+    if find_spec("matplotlib") is None:
+        return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/ and results.json; the heat map needs matplotlib"
+    fields = {uid: report.paradigms[uid].field for uid in report.in_order()}
+    draw_heat_map(_levels(report), len(report.results), fields, folder / "heatmap.png")
+    curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
+    figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
+    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/, results.json{figures}"
+
+
+def _panels(report: Report) -> list[tuple[str, dict[str, Score]]]:
+    """Return the panels of the learning curves: the macro average and, if there are several fields, each field."""
+    fields = report.groups("field")
+    parts = {"macro average": list(report.paradigms), **(fields if len(fields) > 1 else {})}
+    return [(title, {each.name: _score(each.only(uids)) for each in report.results}) for title, uids in parts.items()]
+
+
+def _score(result: Result) -> Score:
+    error = result.standard_error or 0.0
+    return Score(result.macro_average, result.macro_average - error, result.macro_average + error)
+
+
+def summary(report: Report, differences: list[PairDifference]) -> dict[str, Any]:
+    """Return the content of results.json: the numbers of the tables as fractions."""
+    return {
+        "score": report.score,
+        "encoders": [_encoder(report, result) for result in report.results],
+        "differences": [asdict(pair) for pair in differences],
+        "published": report.published,
+    }
+
+
+def _encoder(report: Report, result: Result) -> dict[str, Any]:
+    return {
+        "load": result.name,
+        "macro_average": result.macro_average,
+        "standard_error": result.standard_error,
+        "standard_error_over_paradigms": result.paradigm_error,
+        "piece_counts": result.piece_counts,
+        "fields": {name: result.average(uids) for name, uids in report.groups("field").items()},
+        "linguistics_terms": {name: result.average(uids) for name, uids in report.groups("term").items()},
+        "paradigms": {
+            uid: {
+                "accuracy": cell.accuracy,
+                "pairs": len(cell.right),
+                "standard_error": cell.standard_error,
+                "ties": cell.ties,
+                "undefined": cell.undefined,
+                "piece_counts": cell.piece_counts,
+            }
+            for uid, cell in result.cells.items()
+        },
+    }
+
+
+def all_tables(report: Report, differences: list[PairDifference]) -> dict[str, Table]:
+    """Return the tables of the page by name."""
+    return {
+        "scores": _scores(report),
+        "differences": _differences(differences),
+        "terms": _by_group(report, "term"),
+        "paradigms": _by_paradigm(report),
+    }
+
+
+def page(report: Report, tables: dict[str, Table]) -> str:
+    """Return the text of table.md."""
+    return render_page(
+        "minimal_pairs.md.jinja",
+        score=report.score,
+        meaning=SCORES[report.score],
+        pairs=sum(map(len, report.paradigms.values())),
+        num_paradigms=len(report.paradigms),
+        **tables,
+    )
+
+
+def _scores(report: Report) -> Table:
+    """Return the table of macro averages: the encoders, then the published levels."""
+    fields = report.groups("field")
+    header = ["encoder", "macro average", "± pairs", "± paradigms", *fields, PIECE_COUNTS, "ties", "undefined"]
+    rows = [
+        [result.name, percent(result.macro_average), percent(result.standard_error), percent(result.paradigm_error)]
+        + [percent(result.average(uids)) for uids in fields.values()]
+        + [percent(result.piece_counts)]
+        + [f"{sum(getattr(cell, key) for cell in result.cells.values()):,}" for key in ("ties", "undefined")]
+        for result in report.results
+    ]
+    for name, level in report.published.items():
+        averages = [percent(statistics.fmean(level[uid] for uid in uids)) for uids in fields.values()]
+        rows.append([f"{name} (published)", percent(statistics.fmean(level.values())), "", "", *averages, "", "", ""])
+    return Table(header, rows)
+
+
+def _differences(differences: list[PairDifference]) -> Table:
+    shown = functools.partial(format_value, MINIMAL_PAIRS, sign="+")
+    rows = [
+        [pair.first, pair.second, shown(pair.difference), " to ".join(map(shown, pair.interval or ()))]
+        for pair in differences
+    ]
+    return Table(["encoder", "minus", "difference", "95 % interval"], rows)
+
+
+def _by_group(report: Report, key: str) -> Table:
+    levels = _levels(report)
+    rows = [
+        [name, str(len(uids)), *(percent(statistics.fmean(level[uid] for uid in uids)) for level in levels.values())]
+        for name, uids in report.groups(key).items()
+    ]
+    return Table(["linguistics term", "paradigms", *levels], rows)
+
+
+def _by_paradigm(report: Report) -> Table:
+    levels = _levels(report)
+    fields = [uid for uids in report.groups("field").values() for uid in uids]  # empty if no file names a field
+    rows = [
+        [uid, *[report.paradigms[uid].field] * bool(fields), str(len(report.paradigms[uid]))]
+        + [percent(level[uid]) for level in levels.values()]
+        for uid in report.in_order()
+    ]
+    return Table(["paradigm", *["field"] * bool(fields), "pairs", *levels], rows, wordy=[1] * bool(fields))
+
+
+def _levels(report: Report) -> Levels:
+    """Return the accuracies per paradigm of encoders, piece counts and published models."""
+    own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
+    return {**own, **report.piece_counts(), **{f"{name} (published)": v for name, v in report.published.items()}}
+
+
+MOST_WITH_NUMBERS = 24
+"""Largest number of columns at which the cells show their numbers."""
+ROW, COLUMN = 0.19, 0.42
+"""Height of a row and width of a column in inches."""
+
+
+def draw_heat_map(
+    levels: Mapping[str, Mapping[str, float]], num_own: int, fields: Mapping[str, str], path: Path
+) -> None:
+    """Draw accuracies: blue is 100 %, white 50 % (chance), red 0 %.
+
+    `levels` has a column each: name → paradigm → accuracy; the first `num_own` are encoders, and a line follows them.
+    `fields` has the paradigms' fields, in the order of the rows.
+    """
+    plt = figure_tools()
+    uids = list(fields)
+    accuracies = np.array([[100 * level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
+    names = short_names(list(levels))
+    labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
+    size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + max(1.6, ROW * len(uids)) + 0.8)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    image = draw_cells(axes, accuracies, 50, 6.5 if len(names) <= MOST_WITH_NUMBERS else None)
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(uids)), uids, fontsize=7)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    names_of_fields = list(dict.fromkeys(fields.values()))
+    groups = [[row for row, uid in enumerate(uids) if fields[uid] == name] for name in names_of_fields]
+    right = axes.secondary_yaxis("right")
+    right.set_yticks([sum(rows) / len(rows) for rows in groups], names_of_fields, rotation=90, va="center")
+    right.tick_params(length=0, labelsize=8)
+    for rows in groups[1:]:
+        axes.axhline(rows[0] - 0.5, color="black", linewidth=1.2)
+    axes.axvline(num_own - 0.5, color="black", linewidth=1.2)
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
+    bar.set_label("accuracy [%] (white: chance)", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    save_figure(figure, path)
+
+
+MOST_WORKERS = 8
+"""Largest default number of worker processes on CPUs; each process holds an encoder."""
+
+
+class PairPlan:
+    """Encoders and paradigms of a command, and the number of rows of each job."""
+
+    def __init__(self, options: argparse.Namespace):
+        """Read all files. Raises `UserError` for the first invalid one."""
+        self.options = options
+        paradigms = read_pairs(options.data_dir, options.max_pairs)
+        seeds = list(range(1, options.seeds + 1)) if options.random_init else [None]
+        folders = dict.fromkeys(options.load)
+        subjects = [subject for folder in folders for subject in subjects_of(folder, seeds)]
+        self.paradigms = {paradigm.uid: paradigm for paradigm in paradigms}
+        self.subjects: dict[tuple[str, int | None], Subject] = {}
+        self.left_out: list[str] = []
+        for subject in subjects:
+            twin = self.subjects.setdefault((subject.fingerprint, subject.seed), subject)
+            if twin is not subject:
+                self.left_out.append(f"{subject.name}: left out, it has the same weights as {twin.name}")
+        self.rows: dict[PairJob, int] = {}
+        counted: dict[tuple[str, int], list[int]] = {}
+        for subject in self.subjects.values():
+            tokenizer = (subject.tokenizer.fingerprint, subject.max_length)
+            if tokenizer not in counted:
+                counted[tokenizer] = [_num_rows(paradigm, subject) for paradigm in paradigms]
+            for paradigm, rows in zip(paradigms, counted[tokenizer], strict=True):
+                job = (subject.fingerprint, subject.seed, paradigm.uid, paradigm.digest, options.score)
+                self.rows[PairJob(*job)] = rows
+
+    @property
+    def jobs(self) -> list[PairJob]:
+        """All jobs, grouped by encoder."""
+        return list(self.rows)
+
+    def num_pairs(self) -> int:
+        """Return the number of pairs over all paradigms."""
+        return sum(map(len, self.paradigms.values()))
+
+
+def _num_rows(paradigm: Paradigm, subject: Subject) -> int:
+    return sum(map(len, sum(encode_pairs(paradigm, subject.tokenizer, subject.max_length), [])))
+
+
+def run_here(options: argparse.Namespace) -> None:
+    """Do the missing jobs, in this process or in worker processes, and write the report."""
+    plan, store = PairPlan(options), PairStore(options.output_dir / SCORES_FILE)
+    published = published_levels(options.data_dir, plan.paradigms)
+    missing = store.missing(plan.jobs)
+    workers = min(options.workers or _own_workers(), max(1, len(missing)))
+    share_threads(workers)
+    print(plan_text(plan, missing), flush=True)
+    if options.dry_run:
+        return
+    done = SPAWN.Value("q", 0)
+    total = sum(plan.rows[job] for job in missing)
+    given = (plan.jobs, plan.subjects, plan.paradigms, options, done)
+    with progress("row", total, scale=True) as bar:
+
+        def tell() -> None:
+            bar.update(done.value - bar.n)
+
+        if workers > 1:
+            share_out(work, given, workers, plan.jobs, store, tell, "megatron-ddrp minimal-pairs")
+        else:
+            work(0, *given, bar)
+    store.refresh()
+    if left := len(store.missing(plan.jobs)):
+        print(left_to_others(left, options.output_dir, options.wait))
+        return
+    names = {key: subject.name for key, subject in plan.subjects.items()}
+    report = report_of(names, plan.paradigms, plan.jobs, store, published)
+    with one_at_a_time(options.output_dir, "report"):
+        print(write_report(report, options.output_dir), flush=True)
+    if undefined := [f"{result.name} ({result.undefined:,})" for result in report.results if result.undefined]:
+        raise UserError(
+            f"scores that are not finite, in pairs out of {plan.num_pairs():,}: {', '.join(undefined)}; they count as "
+            "wrong, so these accuracies are no results; weights with nan or inf give them: use an earlier checkpoint"
+        )
+
+
+def work(
+    number: int,
+    jobs: Sequence[PairJob],
+    subjects: Mapping[tuple[str, int | None], Subject],
+    paradigms: Mapping[str, Paradigm],
+    options: argparse.Namespace,
+    done: Any,
+    bar: tqdm | None = None,
+) -> None:
+    """Do jobs until the store has all. Finished rows move `bar`; without a bar, they are added to the shared `done`."""
+
+    def advance(rows: int) -> None:
+        if bar is not None:
+            bar.update(rows)
+        else:
+            with done.get_lock():
+                done.value += rows
+
+    scorer = Scorer(subjects, paradigms, device_of(number), options.tokens_per_batch, advance)
+    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform, wait=options.wait)
+
+
+def _own_workers() -> int:
+    """Return one worker per GPU, else per core, because several cores do not speed up a small encoder's products."""
+    return torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def plan_text(plan: PairPlan, missing: Sequence[PairJob]) -> str:
+    """Return the text of the plan: the missing jobs and the origin of each encoder."""
+    lines = [
+        f"plan: {len(plan.subjects)} encoder{'s' * (len(plan.subjects) > 1)} x {len(plan.paradigms)} paradigms, "
+        f"{plan.num_pairs():,} pairs, score {plan.options.score}, on {device_of(0).type}; "
+        f"{len(missing)} of {len(plan.jobs)} jobs to do, {sum(plan.rows[job] for job in missing):,} rows"
+    ]
+    lines += [f"  {subject.name}: {subject.origin}" for subject in plan.subjects.values()]
+    return "\n".join([*lines, *(f"  {sentence}" for sentence in plan.left_out)])

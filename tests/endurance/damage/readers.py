@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.pages.plotting import FORMATS
+from megatron_ddrp.pages.markdown import FORMATS
 from tests.integration.conftest import TINY, command_line
 
 CLOCK = ("tokens_per_second", "step_time", "peak_memory_gib", "seconds", "crc32")

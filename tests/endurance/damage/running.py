@@ -29,7 +29,7 @@ MORE_PRELOADED = [
     "megatron_ddrp.conversion.to_huggingface",
     "megatron_ddrp.data.preprocess.pipeline",
     "megatron_ddrp.tasks.finetune.figure",
-    "megatron_ddrp.tasks.finetune.sweep",
+    "megatron_ddrp.tasks.finetune.workers",
     "megatron_ddrp.tasks.finetune.workers",
     "tests.endurance.damage.running",
 ]

@@ -29,9 +29,9 @@ import numpy as np
 import yaml
 import zstandard
 
-from megatron_ddrp.data.sealed import check_object, seal_object
+from megatron_ddrp.data.atomic import check_object, seal_object
 from megatron_ddrp.lab.compare.rows import write_samples
-from megatron_ddrp.tasks.measures import MINIMAL_PAIRS
+from megatron_ddrp.tasks.statistics import MINIMAL_PAIRS
 from tests.conftest import documents, write_vocabulary
 from tests.endurance.damage.readers import CLOCK, DATASET, FINETUNE, PREPROCESS, READERS, RUN, SAVED
 from tests.endurance.damage.running import Command, run_one

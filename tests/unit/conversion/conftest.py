@@ -11,12 +11,11 @@ from parity import Case, draw, example
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ObjectiveConfig, encoding_class
-from megatron_ddrp.conversion.exported_folder import exported_class
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.families.contract import exported_class
+from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
+from megatron_ddrp.data.atomic import file_facts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.sealed import file_facts
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.model import build_model
 

@@ -18,14 +18,10 @@ from transformers import CONFIG_MAPPING
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
-from megatron_ddrp.conversion.exported_folder import SUMS
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.families.contract import SHARED_DEFAULTS, SHARED_FOLLOWED
-from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
-from megatron_ddrp.conversion.families.own import ALWAYS
-from megatron_ddrp.conversion.foreign_config import OWN_SETTINGS, SIZES
-from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.huggingface_folder import read_folder
+from megatron_ddrp.conversion.families.contract import OWN_SETTINGS, SHARED_DEFAULTS, SHARED_FOLLOWED, SIZES, SUMS
+from megatron_ddrp.conversion.families.modernbert import ALWAYS, FULL, LOCAL
+from megatron_ddrp.conversion.from_huggingface import import_folder, read_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.engine.checkpoint import Progress
 from megatron_ddrp.errors import UserError

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_ddrp.conversion.exported_folder import CARD, SUMS
+from megatron_ddrp.conversion.families.contract import CARD, SUMS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import READERS, write_checkpoint

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ddrp.conversion.families import HEADS
-from megatron_ddrp.conversion.task_heads import HEAD_FORMS
+from megatron_ddrp.conversion.model_code import HEAD_FORMS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 

@@ -7,10 +7,10 @@ import torch
 from parity import CASES, write_run
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.conversion.finetuned import TunedHead, write_finetuned
+from megatron_ddrp.conversion.from_huggingface import load_hugging_face
 from megatron_ddrp.conversion.heads_ddrp import TaskHead
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
-from megatron_ddrp.conversion.task_heads import HEAD_FORMS, Labels
+from megatron_ddrp.conversion.model_code import HEAD_FORMS, Labels
+from megatron_ddrp.conversion.to_huggingface import TunedHead, write_finetuned
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint

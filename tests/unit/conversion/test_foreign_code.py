@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ddrp.conversion.exported_folder import SUMS
-from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.families.contract import SUMS
+from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder

@@ -13,10 +13,9 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.convert import main
 from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
-from megatron_ddrp.conversion.exported_folder import CARD
-from megatron_ddrp.conversion.model_card import Publishing
-from megatron_ddrp.conversion.training_record import progress
-from megatron_ddrp.data.sealed import SUM, object_sum
+from megatron_ddrp.conversion.families.contract import CARD
+from megatron_ddrp.conversion.model_card import Publishing, progress
+from megatron_ddrp.data.atomic import SUM, object_sum
 from tests.unit.conversion.conftest import write_checkpoint
 
 METRICS = [

@@ -13,7 +13,7 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS, encoding_class, load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.from_huggingface import load_hugging_face
 from megatron_ddrp.conversion.layers_ddrp import EncoderLayer
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
@@ -67,7 +67,7 @@ PLUGIN = '''
 import torch
 
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding, PositionTerms
-from megatron_ddrp.model.positions.bert_r import (
+from megatron_ddrp.model.positions.tables import (
     BertR,
 )
 

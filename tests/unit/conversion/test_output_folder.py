@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.conversion.exported_folder import refuse_output
+from megatron_ddrp.conversion.families.contract import refuse_output
 from megatron_ddrp.errors import UserError
 
 

@@ -5,10 +5,9 @@ import json
 import pytest
 from parity import Case, compare, example
 
-from megatron_ddrp.conversion.exported_folder import exported_class
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.huggingface_folder import read_folder
+from megatron_ddrp.conversion.families.contract import exported_class
+from megatron_ddrp.conversion.from_huggingface import import_folder, read_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError

@@ -7,8 +7,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
-from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.conversion.tokenizer_files import find_tokenizer, write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.encoders.huggingface import load_tokenizer as load_foreign
 from megatron_ddrp.errors import UserError

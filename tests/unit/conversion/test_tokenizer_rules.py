@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from megatron_ddrp.commands import preprocess
-from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, refuse_other_ids
-from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.conversion.tokenizer_files import find_tokenizer, refuse_other_ids, write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.test_tokenizer_kinds import (

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
-from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
+from megatron_ddrp.conversion.tokenizer_files import plan_transfer, write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import WORDS, ours, padded_pair_batch, write_checkpoint

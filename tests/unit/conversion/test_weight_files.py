@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.from_huggingface import load_hugging_face
 from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.encoders.encoder import NoMaskedLM, load_encoder
 from megatron_ddrp.encoders.text_encoder import TextEncoder

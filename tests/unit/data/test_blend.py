@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.batches.blend import MAX_PERIOD, Blend, interleave, read_blend, whole_weights
+from megatron_ddrp.data.batches.loader import MAX_PERIOD, Blend, interleave, read_blend, whole_weights
 from megatron_ddrp.errors import UserError
 
 

@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from megatron_ddrp import foreign
-from megatron_ddrp.data.preprocess import arrow_tables
 from megatron_ddrp.data.preprocess import documents as documents_module
+from megatron_ddrp.data.preprocess import records as arrow_tables
 from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.errors import UserError

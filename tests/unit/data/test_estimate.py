@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ddrp.commands.preprocess import main
-from megatron_ddrp.data.preprocess import estimate as estimate_module
-from megatron_ddrp.data.preprocess.estimate import estimate
-from megatron_ddrp.data.preprocess.partition import Partition
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess import pipeline as estimate_module
+from megatron_ddrp.data.preprocess.documents import Partition
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, estimate, preprocess
 from megatron_ddrp.errors import UserError
 
 

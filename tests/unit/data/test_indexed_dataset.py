@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER, token_dtype
-from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 

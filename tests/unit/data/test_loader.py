@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.blend import Blend
-from megatron_ddrp.data.batches.loader import SampleReader, Share, iterate
+from megatron_ddrp.data.batches.loader import Blend, SampleReader, Share, iterate
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.errors import UserError
 from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader, fake_tokenizer

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_ddrp.data.dataset.manifest import read_manifest
-from megatron_ddrp.data.sealed import SUM
+from megatron_ddrp.data.atomic import SUM
+from megatron_ddrp.data.dataset.indexed_dataset import read_manifest
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 

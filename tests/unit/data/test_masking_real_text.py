@@ -11,9 +11,8 @@ import pytest
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
-from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
-from megatron_ddrp.data.tokenizers.wordpiece import WordPieceTokenizer
+from megatron_ddrp.data.tokenizers.wordpiece import SentencePieceTokenizer, WordPieceTokenizer
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 ASSETS, TEXT = SHARED / "small_assets.tar.xz", SHARED / "sample.jsonl.xz"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.loader import Share
-from megatron_ddrp.data.batches.packing import join_samples, pack_rows
+from megatron_ddrp.data.batches.samples import join_samples, pack_rows
 from tests.datasets import FakeSamples, fake_loader
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)

@@ -15,15 +15,16 @@ from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset.merging import merge
 from megatron_ddrp.data.dataset.verification import verify
 from megatron_ddrp.data.preprocess import pipeline
-from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before
-from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
-from megatron_ddrp.data.preprocess.partition import (
+from megatron_ddrp.data.preprocess.documents import (
     Partition,
+    iter_chunks,
+    lines_before,
     own_bytes,
     own_files,
     parse_partition,
     partition_entry,
 )
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.preprocess.records import parse_chunk
 from megatron_ddrp.errors import UserError

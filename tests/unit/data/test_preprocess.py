@@ -21,8 +21,7 @@ import tokenizers
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.preprocess import pipeline as preprocess_module
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, PreprocessResult, preprocess
-from megatron_ddrp.data.tokenizers.chunks import KeyCounts
+from megatron_ddrp.data.preprocess.pipeline import KeyCounts, PreprocessConfig, PreprocessResult, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 

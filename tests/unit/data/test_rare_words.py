@@ -11,8 +11,7 @@ import pytest
 from megatron_ddrp.data import atomic
 from megatron_ddrp.data.batches import word_counts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.batches.rare_words import WordFinder, find_occurrences
-from megatron_ddrp.data.batches.word_counts import count_rare_words, open_rare_words
+from megatron_ddrp.data.batches.word_counts import WordFinder, count_rare_words, find_occurrences, open_rare_words
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError

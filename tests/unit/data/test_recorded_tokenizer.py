@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.dataset.manifest import (
+from megatron_ddrp.data.dataset.indexed_dataset import (
     PATH,
     TokenizerFlags,
     complete,

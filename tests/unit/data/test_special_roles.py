@@ -11,11 +11,9 @@ from tokenizers import models, pre_tokenizers
 
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.dataset.merging import merge
-from megatron_ddrp.data.preprocess.pipeline import preprocess
-from megatron_ddrp.data.tokenizers.chunks import PreprocessConfig
-from megatron_ddrp.data.tokenizers.spelling import DROPPED
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_vocabulary
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.tokenizers.tokenizer import DROPPED, build_tokenizer, load_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from tests.sentencepiece_models import train_model
 

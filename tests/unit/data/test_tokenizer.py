@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible
 from megatron_ddrp.errors import UserError
 
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"

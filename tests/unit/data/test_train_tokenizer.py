@@ -11,8 +11,7 @@ import pytest
 import sentencepiece
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
-from megatron_ddrp.data.tokenizers.vocabulary_fit import count_stripped
+from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, count_stripped, train_sentencepiece, train_wordpiece
 from megatron_ddrp.errors import UserError
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data.dataset import unfinished
+from megatron_ddrp.data.dataset import indexed_dataset as unfinished
+from megatron_ddrp.data.dataset.indexed_dataset import COMPLETE, UnfinishedDatasets
 from megatron_ddrp.data.dataset.merging import merge, shuffle
-from megatron_ddrp.data.dataset.unfinished import COMPLETE, UnfinishedDatasets
 from megatron_ddrp.data.preprocess import pipeline
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.batches import unigram
-from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches import word_counts as unigram
+from megatron_ddrp.data.batches.loader import Blend
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
-from megatron_ddrp.data.batches.unigram import shift_of, split_remark, unigram_loss, unigram_shift, usual_shift
+from megatron_ddrp.data.batches.word_counts import shift_of, split_remark, unigram_loss, unigram_shift, usual_shift
 from tests.datasets import write_dataset
 
 WORDS = 50

@@ -17,8 +17,7 @@ from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.batches.samples import document_lengths
 from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER
-from megatron_ddrp.data.dataset.inspection import first_documents
-from megatron_ddrp.data.dataset.verification import check_sums, open_dataset, verify
+from megatron_ddrp.data.dataset.verification import check_sums, first_documents, open_dataset, verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 

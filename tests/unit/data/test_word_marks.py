@@ -8,14 +8,12 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
 from megatron_ddrp.config.registry import MASKINGS
-from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
+from megatron_ddrp.conversion.tokenizer_files import plan_transfer
 from megatron_ddrp.data.batches.masking import Masker
-from megatron_ddrp.data.batches.rare_words import WordFinder
-from megatron_ddrp.data.batches.word_counts import count_rare_words
-from megatron_ddrp.data.tokenizers.spelling import BEGIN, END, NONE, word_begins
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_unmarked_words
-from megatron_ddrp.tasks.minimal_pairs.rows import masked_rows
+from megatron_ddrp.data.batches.word_counts import WordFinder, count_rare_words
+from megatron_ddrp.data.tokenizers.tokenizer import BEGIN, END, NONE, build_tokenizer, word_begins
+from megatron_ddrp.data.tokenizers.vocabulary import warn_of_unmarked_words
+from megatron_ddrp.tasks.minimal_pairs.pairs import masked_rows
 from tests.datasets import write_dataset
 from tests.sentencepiece_models import train_model
 

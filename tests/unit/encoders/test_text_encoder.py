@@ -47,7 +47,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(run):
     """Its export, the export's masked LM and tokenizer as transformers loads them."""
-    from megatron_ddrp.conversion.exported_folder import exported_class
+    from megatron_ddrp.conversion.families.contract import exported_class
     from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
     folder = run.parent / "hf"

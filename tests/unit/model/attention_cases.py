@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.logits import attention_logits
+from megatron_ddrp.model.attention.logits import Attending, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 
 NO_HEADS = torch.empty(0, dtype=torch.long)

@@ -11,9 +11,9 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import BACKENDS, attend_from
-from megatron_ddrp.model.positions.alibi import Alibi, slopes
+from megatron_ddrp.model.attention.logits import Attending
+from megatron_ddrp.model.positions.biases import Alibi, slopes
 from tests.reference.positions import absolute_scores, dot
 from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, tiny_model
 

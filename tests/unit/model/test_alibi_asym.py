@@ -12,8 +12,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.engine.build import decays
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.positions.alibi import Alibi
-from megatron_ddrp.model.positions.alibi_asym import AlibiAsym
+from megatron_ddrp.model.positions.biases import Alibi, AlibiAsym
 from tests.reference.positions import dot
 from tests.unit.model.tiny import tiny_config
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention import cpu as blocks
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.model.attention.cpu import blocks
-from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
+from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits
+from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.similarity import document_mask
 from tests.reference import mth
 from tests.reference.attention import attend, within_window
 from tests.reference.positions import clip, dot

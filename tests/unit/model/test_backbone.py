@@ -11,7 +11,7 @@ import torch
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters
-from megatron_ddrp.model.electra import SampleKeys
+from megatron_ddrp.model.bert import SampleKeys
 from tests.unit.model.test_encoder import assert_every_backend_equals
 from tests.unit.model.tiny import (
     encode,

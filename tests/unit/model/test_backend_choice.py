@@ -13,10 +13,10 @@ from torch.nn import attention
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.engine.device import choices
+from megatron_ddrp.engine.build import choices
 from megatron_ddrp.model.attention import backends
-from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import eager_attention, refusal, resolve_backend, sdpa_attention
+from megatron_ddrp.model.attention.logits import Demand
 from megatron_ddrp.model.stages import layout_of
 from tests.unit.model.attention_cases import make_case
 from tests.unit.model.tiny import tiny_config

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention import cpu as blocks
 from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.cpu import blocks
-from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
+from megatron_ddrp.model.attention.cpu import blocked_attention
+from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.positions.contract import PositionTerms
 from tests.reference.tensors import random
 

@@ -10,11 +10,12 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention import cpu as blocks
+from megatron_ddrp.model.attention import cpu as positions
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.model.attention.cpu import blocks, positions
+from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.positions.deberta_v2 import DebertaV2, bucket
+from megatron_ddrp.model.positions.tables import DebertaV2, bucket
 from tests.reference.deberta_v2 import buckets, row
 from tests.unit.model.tiny import tiny_config, tiny_model
 

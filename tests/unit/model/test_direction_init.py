@@ -9,7 +9,7 @@ from megatron_ddrp.config import Config, ModelConfig
 from megatron_ddrp.engine.build import build_optimizer, decays
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.positions import LayerPositions
-from megatron_ddrp.model.positions.ddrp import DIRECTION_INITS, SPREAD, Ddrp
+from megatron_ddrp.model.positions.tables import DIRECTION_INITS, SPREAD, Ddrp
 from megatron_ddrp.parallel.process_group import Ranks
 
 RANKS = Ranks(0, 1, torch.device("cpu"))

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention import cpu as blocks
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.model.attention.cpu import blocks
-from megatron_ddrp.model.attention.cpu.blocked import _draw_kept
+from megatron_ddrp.model.attention.cpu import _draw_kept
+from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.positions import PositionTerms
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
 

@@ -8,7 +8,7 @@ import torch
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.electra import SampleKeys, generator_config
+from megatron_ddrp.model.bert import SampleKeys, generator_config
 from megatron_ddrp.model.heads import gumbel_argmax
 from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.objectives.contract import sample_keys

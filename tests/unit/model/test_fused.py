@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.logits import spread
-from megatron_ddrp.model.electra import SampleKeys
+from megatron_ddrp.model.bert import SampleKeys
 from tests.unit.model.tiny import encode, gradients, some_draws, tiny_batch, tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from megatron_ddrp.commands.dry_run import dry_run
-from megatron_ddrp.commands.speed import PresentDevice
+from megatron_ddrp.commands.planning import PresentDevice
 from megatron_ddrp.config import Config
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.gpus import missing_code, named_device
+from megatron_ddrp.model.fused import missing_code, named_device
 from megatron_ddrp.parallel.process_group import own_device
-from megatron_ddrp.tasks.jobs.workers import device_of
+from megatron_ddrp.tasks.jobs import device_of
 
 CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, TrainingConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.layout import WeightedLoss
+from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import graphs
 from megatron_ddrp.model.bert import build_model
 from megatron_ddrp.model.graphs import ModelGraphs
-from megatron_ddrp.model.positions.rope import set_theta
+from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.objectives.contract import make_objective
 from tests.emulated_graphs import Capture, Emulator, captured_shapes
 

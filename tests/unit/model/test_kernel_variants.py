@@ -12,9 +12,9 @@ import torch
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
-from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.gpu import triton_attention
-from megatron_ddrp.model.attention.gpu.plan import LENGTHS
+from megatron_ddrp.model.attention.gpu.triton_attention import LENGTHS
+from megatron_ddrp.model.attention.logits import Attending
 from tests.absent_gpu import triton_without_gpu
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

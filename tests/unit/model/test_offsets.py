@@ -7,7 +7,7 @@ import torch
 
 from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.offsets import GAIN
+from megatron_ddrp.model.encoder import GAIN
 from tests.unit.model.tiny import tiny_config, tiny_model
 
 SIZES = {"position_encoding": "absolute", "hidden_size": 24, "num_attention_heads": 3, "seq_length": 40}

@@ -8,11 +8,10 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, eager_attention
-from megatron_ddrp.model.attention.logits import attention_logits
+from megatron_ddrp.model.attention.logits import Attending, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.positions.tupe import relative_bucket
+from megatron_ddrp.model.positions.absolute import relative_bucket
 from tests.reference.tensors import assert_same, random
 from tests.reference.tupe import t5_bucket, tupe_bucket
 from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model

@@ -11,7 +11,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.positions.rope import Rope, Rotation, set_theta
+from megatron_ddrp.model.positions.absolute import Rope, Rotation, set_theta
 from tests.reference.rope import turned
 from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
 

@@ -10,7 +10,7 @@ from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.stages import Inputs, NoteInputs
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.objectives.rtd import half_as_deep
+from megatron_ddrp.objectives.electra import half_as_deep
 from tests.datasets import fake_tokenizer
 from tests.reference.rtd import contextual_logits, discriminator_table
 from tests.reference.tensors import assert_same

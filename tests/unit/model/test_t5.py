@@ -10,7 +10,7 @@ import torch
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.positions.t5 import T5
+from megatron_ddrp.model.positions.biases import T5
 from tests.reference.t5 import bucket, t5_scores
 from tests.unit.model.tiny import tiny_config
 

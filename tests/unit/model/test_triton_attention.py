@@ -11,10 +11,9 @@ import torch
 
 from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.model import fused
-from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import resolve_backend
-from megatron_ddrp.model.attention.gpu.plan import Facts, plan_of
-from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
+from megatron_ddrp.model.attention.gpu.triton_attention import Facts, plan_of, triton_attention, why_not_triton
+from megatron_ddrp.model.attention.logits import Demand
 from tests.unit.model.attention_cases import make_case
 from tests.unit.model.triton_interpreter import assert_checks_pass, needs_triton, run
 

@@ -9,9 +9,8 @@ import torch
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.model import graphs
-from megatron_ddrp.model.attention.gpu import plan
-from megatron_ddrp.model.attention.gpu.plan import Tile, Tiles
-from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention
+from megatron_ddrp.model.attention.gpu import triton_attention as plan
+from megatron_ddrp.model.attention.gpu.triton_attention import Tile, Tiles, triton_attention
 from tests.unit.model.attention_cases import answer, make_case, reference
 from tests.unit.model.test_graphs import PADDED, assert_equal_with_graphs, config_of
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.model.attention.gpu.plan import plan_of
+from megatron_ddrp.model.attention.gpu.triton_attention import plan_of
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -5,14 +5,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.gpu import plan
 from megatron_ddrp.model.attention.gpu import triton_attention as module
-from megatron_ddrp.model.attention.gpu.plan import DROPOUT_STEPS, Facts, Tile, Tiles, plan_of
-from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
+from megatron_ddrp.model.attention.gpu import triton_attention as plan
+from megatron_ddrp.model.attention.gpu.triton_attention import (
+    DROPOUT_STEPS,
+    Facts,
+    Tile,
+    Tiles,
+    plan_of,
+    triton_attention,
+    why_not_triton,
+)
+from megatron_ddrp.model.attention.logits import Attending, Demand
+from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.similarity import document_mask
 from tests.unit.model.attention_cases import (
     NO_HEADS,
     answer,

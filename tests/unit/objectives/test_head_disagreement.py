@@ -9,11 +9,11 @@ import torch
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Part, activation_bytes
-from megatron_ddrp.model.attention.attending import Attended, Attending
+from megatron_ddrp.model.attention.logits import Attended, Attending
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.objectives.head_disagreement import PARTS, agreement, document_lengths
+from megatron_ddrp.objectives.masked import PARTS, agreement, document_lengths
 from tests.reference import disagreement as twin
 from tests.reference.tensors import assert_same
 from tests.unit.model.tiny import encode, named_sums, packed_batch, tiny_batch, tiny_config, tiny_model
@@ -149,7 +149,7 @@ def test_the_dry_run_counts_the_maps_that_are_kept():
 def test_an_encoder_is_not_looked_into(monkeypatch):
     model, batch = tiny_model(objective=ALL), tiny_batch()
     plain = encode(tiny_model(), batch)
-    monkeypatch.setattr("megatron_ddrp.objectives.head_disagreement.agreement", None)
+    monkeypatch.setattr("megatron_ddrp.objectives.masked.agreement", None)
     assert torch.equal(encode(model, batch), plain)
 
 

@@ -10,7 +10,7 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.model.heads import masked_lm_sum
 from megatron_ddrp.objectives import contract
 from megatron_ddrp.objectives.contract import Rate, Term, losses_of
-from megatron_ddrp.objectives.mlm import MaskedLM
+from megatron_ddrp.objectives.masked import MaskedLM
 from tests.reference import losses
 from tests.unit.model.tiny import encode, named_sums, some_draws, tiny_batch, tiny_config
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_ddrp.model import similarity
+from megatron_ddrp.model import embeddings as similarity
 from tests.reference import mth as twin
 from tests.reference.tensors import assert_same, random
 

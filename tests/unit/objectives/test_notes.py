@@ -6,10 +6,10 @@ import torch
 
 from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.rare_words import RareWords
+from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import blend, window_means
-from megatron_ddrp.objectives.notes import NoteDictionary, window_places
+from megatron_ddrp.objectives.electra import NoteDictionary, window_places
 from tests.reference import notes as loops
 from tests.unit.model.test_electra import with_keys
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config

@@ -7,7 +7,7 @@ from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import Draws
-from megatron_ddrp.objectives.token_contrast import contrast_sum
+from megatron_ddrp.objectives.masked import contrast_sum
 from tests.reference.contrast import contrast
 from tests.unit.model.tiny import named_sums, packed_batch, tiny_batch, tiny_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.pages import machine
+from megatron_ddrp.pages import markdown as machine
 
 
 @pytest.mark.parametrize(("found", "end"), [("AVX2", "Some CPU with AVX2"), ("DEFAULT", "Some CPU")])

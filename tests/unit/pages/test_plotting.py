@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.pages.plotting import (
+from megatron_ddrp.pages.markdown import (
     FORMATS,
     figure_tools,
     remove_figure,

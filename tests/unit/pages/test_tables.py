@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.pages.tables import as_csv, as_latex, latex, write_tables
+from megatron_ddrp.pages.markdown import Table, as_csv, as_latex, latex, write_tables
 
 TABLE = Table(["model", "gain ± error", "verdict"], [["runs/a_b", "−1.20", "50 % & more"], ["[x]", "", ""]], wordy=[2])
 

@@ -5,7 +5,7 @@ from threading import Event
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.parallel import agreement
+from megatron_ddrp.parallel import process_group as agreement
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ddrp.parallel.collectives import Entrance, column_map, column_maps
+from megatron_ddrp.parallel.pipeline import Entrance, column_map, column_maps
 
 PRODUCTS = ("mm", "addmm_", "addmm")
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.parallel.environment import complete_environment
+from megatron_ddrp.parallel.rendezvous import complete_environment
 
 ALL = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.parallel import agreement, process_group
-from megatron_ddrp.parallel.agreement import agree
-from megatron_ddrp.parallel.process_group import Ranks, gather_rows, place_in_grid, row_counts
+from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel import process_group as agreement
+from megatron_ddrp.parallel.process_group import Ranks, agree, gather_rows, place_in_grid, row_counts
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.parallel.collectives import seed_draws
+from megatron_ddrp.parallel.pipeline import seed_draws
 
 
 @pytest.mark.parametrize("seed", [0, 1234, 2**63 - 1])

@@ -6,8 +6,8 @@ import torch
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.encoder import SelfAttention
+from megatron_ddrp.parallel.pipeline import local_parameters, name_parameters, own_part, split_dimension
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, own_part, split_dimension
 from megatron_ddrp.parallel.tensor_parallel import PARALLEL, SelfAttentionOfRanks, own_randomness, specialise
 from tests.unit.model.tiny import tiny_config
 

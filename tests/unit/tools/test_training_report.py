@@ -10,12 +10,26 @@ import pytest
 
 from megatron_ddrp.config import Config, ObjectiveConfig, save_config
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.run_report import figures
-from megatron_ddrp.lab.run_report.command import main, read_metrics, read_runs, read_words, unigram_level
-from megatron_ddrp.lab.run_report.figures import LEARNING, SPEED, Panel, logged_panels, loss_panel, running_mean, series
-from megatron_ddrp.lab.run_report.page import facts, page, training_seconds
+from megatron_ddrp.lab import run_report as figures
+from megatron_ddrp.lab.run_report import (
+    LEARNING,
+    SPEED,
+    Panel,
+    facts,
+    logged_panels,
+    loss_panel,
+    main,
+    page,
+    read_metrics,
+    read_runs,
+    read_words,
+    running_mean,
+    series,
+    training_seconds,
+    unigram_level,
+)
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.run.plateau import store_level
+from megatron_ddrp.run.metrics import store_level
 from tests.datasets import write_dataset
 
 ROWS = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_ddrp.model.attention.gpu.triton_tiles import (
+from megatron_ddrp.model.attention.gpu.triton_kernels import (
     LOG2_E,
     jit_kernel,
     load_ids,

@@ -1,4 +1,10 @@
-"""Contract of a kind of task: its metrics and head, conversion of files to rows, loss, predictions and their files.
+"""The contract of a kind of task, windows over long texts, and files of predictions.
+
+Pieces of words and of answers, and windows over sentences and contexts that are too long for a row.
+
+Writers of files of predictions: the rows of a file, each with its prediction.
+
+Contract of a kind of task: its metrics and head, conversion of files to rows, loss, predictions and their files.
 
 A kind is one file with a subclass of `Kind`, one line in `config/registry.py`, and a test with its slow twin. A kind
 imports torch only in the methods that compute with it, because command lines read the facts.
@@ -6,26 +12,256 @@ imports torch only in the methods that compute with it, because command lines re
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
+import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.conversion.task_heads import HeadForm, Labels
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.conversion.model_code import HeadForm, Labels
+from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer
 from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import parse_json
 from megatron_ddrp.tasks.finetune.metrics import Metric, drawn_rows, metrics_of_plugins
-from megatron_ddrp.tasks.finetune.output_files import RowFile, as_text
-from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+from megatron_ddrp.tasks.finetune.table_files import Columns, Example, Task, conll_text
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ZERO_WIDTH_JOINER = "\u200d"
+
+
+def _characters(*ranges: str) -> frozenset[str]:
+    """Return the characters of some ranges, each given by its first and last character."""
+    return frozenset(chr(code) for ends in ranges for code in range(ord(ends[0]), ord(ends[1]) + 1))
+
+
+_JOINING = _characters(
+    *("\u200c\u200d", "\u1160\u11ff", "\ud7b0\ud7fb", "\uff9e\uff9f", "\U0001f3fb\U0001f3ff", "\U000e0020\U000e007f")
+)
+"""Characters other than marks that belong to the one before: joiners, Jamo, voicing, skin tones, tags of flags."""
+_PREPENDED = _characters(
+    *("\u0600\u0605", "\u06dd\u06dd", "\u070f\u070f", "\u0890\u0891", "\u08e2\u08e2", "\U000110bd\U000110bd"),
+    "\U000110cd\U000110cd",
+)
+"""Format characters that belong to the one behind, such as Arabic's number sign."""
+
+
+class Window(NamedTuple):
+    """Words of a sentence that share a row. Every word of the sentence is labelled in exactly one window."""
+
+    begin: int
+    """First word of the row."""
+    end: int
+    """End of the row's words, exclusive."""
+    own_begin: int
+    """First word that is labelled in this window; words before it are context."""
+    own_end: int
+    """End of the words that are labelled in this window, exclusive."""
+
+
+def pieces_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Join the words by blanks, tokenize the text, and return the pieces of each word.
+
+    A piece for the blank before a word belongs to the word. A word without a piece, such as one of control characters,
+    becomes [UNK].
+    """
+    lengths = np.array([len(word) + 1 for word in words])
+    begins = np.cumsum(lengths) - lengths - 1  # character of the blank before each word, -1 for the first word
+    ids, spans = tokenizer.encode_with_spans(" ".join(words))
+    owners = np.searchsorted(begins, [begin for begin, _ in spans], side="right") - 1  # [pieces]
+    pieces: list[list[int]] = [[] for _ in words]
+    for piece, word in zip(ids, owners.tolist(), strict=True):
+        pieces[word].append(piece)
+    return [own or [tokenizer.unk_id] for own in pieces]
+
+
+def windows_of(lengths: Sequence[int], room: int, overlap: int) -> list[Window]:
+    """Cover the words by windows of at most `room` pieces; neighbours share words of at most `overlap` pieces.
+
+    `lengths` has the number of pieces per word; a word of more than `room` pieces counts as `room`. The first half of
+    the shared words is labelled in the earlier window, the second half in the later one, so that words have context on
+    both sides. Without words there is no window.
+    """
+    sizes = np.minimum(np.asarray(lengths, dtype=np.int64), room)
+    ends = np.cumsum([0, *sizes])  # number of pieces before each word
+    windows: list[Window] = []
+    begin = own_begin = 0
+    while own_begin < len(sizes):
+        end = int(np.searchsorted(ends, ends[begin] + room, side="right")) - 1  # of the words that fit
+        if end == len(sizes):
+            windows.append(Window(begin, end, own_begin, end))
+            break
+        budget = min(overlap, room - int(sizes[end]))
+        shared = max(begin + 1, int(np.searchsorted(ends, ends[end] - budget)))  # windows advance
+        own_end = (shared + end + 1) // 2
+        windows.append(Window(begin, end, own_begin, own_end))
+        begin, own_begin = shared, own_end
+    return windows
+
+
+def context_windows(pieces: int, room: int, overlap: int) -> list[Span]:
+    """Return (first piece, end) of windows of at most `room` pieces; neighbours share `overlap` pieces.
+
+    The end is exclusive. A context without pieces has one empty window. `overlap` must be less than `room`.
+    """
+    begins = range(0, max(1, pieces - overlap), room - overlap)
+    return [(begin, min(begin + room, pieces)) for begin in begins]
+
+
+def pieces_of_answer(spans: np.ndarray, begin: int, end: int) -> Span | None:
+    """Return the first and the last piece, both inclusive, of characters `begin` to `end` (exclusive).
+
+    `spans`, `[pieces, 2]`, comes from `Tokenizer.encode_with_spans`. Return None if no piece has one of the characters.
+    """
+    inside = np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else None
+
+
+def text_of_pieces(context: str, spans: np.ndarray, first: int, last: int) -> str:
+    """Return the text from a row's piece `first` to `last`, with whole characters as readers see them.
+
+    Some tokenizers drop marks, or compose them with the letter before, so that they belong to no piece. The text keeps
+    them, by the rules of extended grapheme clusters (Unicode Standard Annex 29), up to the neighbouring pieces.
+    """
+    begin, end = int(spans[first, 0]), int(spans[last, 1])
+    before = spans[:first, 1]
+    after = spans[last + 1 :, 0]
+    lowest = before[before <= begin].max(initial=0)
+    highest = after[after >= end].min(initial=len(context))
+    while end < highest and (unicodedata.category(context[end])[0] == "M" or context[end] in _JOINING):
+        end += 1
+    if end == highest < len(context) and context[end - 1] == ZERO_WIDTH_JOINER:  # the pieces separate the cluster
+        end -= 1
+    while begin > lowest and context[begin - 1] in _PREPENDED:
+        begin -= 1
+    return context[begin:end].strip()
+
+
+PREDICTION = "prediction"
+"""Name of the column of predictions."""
+_BREAKS = re.compile(r"[\t\r\n]")
+
+CellText = Callable[[Any, str], str]
+"""Function from a label or prediction and the file's ending to the text of its cell, `Kind.cell_text`."""
+
+
+class RowFile(ABC):
+    """Base class of the writers of rows with their predictions to a stream of bytes."""
+
+    def __init__(self, stream: IO[bytes], ending: str, columns: Columns, cell_text: CellText):
+        self.stream, self.ending, self.columns, self.cell_text = stream, ending, columns, cell_text
+        self.count = 0
+        self.changed = 0
+        """Number of cells whose tabs and line breaks became blanks."""
+
+    def write(self, cells: dict[str, Any], prediction: Any) -> None:
+        """Write a row. Raises ValueError with the reason if the format cannot hold it."""
+        self.stream.write(self.text(cells, prediction).encode())
+        self.count += 1
+
+    @abstractmethod
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        """Return one row as text. Raises ValueError with the reason if the format cannot hold it."""
+
+    def finish(self) -> None:
+        """Write the end of the file after the last row."""
+        return None
+
+
+class JsonLinesFile(RowFile):
+    """Writer of one JSON object per row."""
+
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        told = {name: None if _is_missing(value) else value for name, value in cells.items()} | {PREDICTION: prediction}
+        try:
+            return json.dumps(told, ensure_ascii=False, default=str, allow_nan=False) + "\n"
+        except ValueError:
+            raise ValueError("a number of a cell is nan or infinite, which JSON cannot hold; write .csv") from None
+
+
+class TableFile(RowFile):
+    """Writer of comma- or tab-separated rows below a header; the first row determines the columns."""
+
+    header: list[str] | None = None
+
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        told = cells | {PREDICTION: prediction}
+        first = ""
+        if self.header is None:
+            self.header = list(told)
+            first = self._line(self.header)
+        if more := [column for column in told if column not in self.header]:
+            raise ValueError(f"column {more[0]!r} is not in the first row; write .jsonl")
+        return first + self._line([self._cell(column, told.get(column, "")) for column in self.header])
+
+    def _cell(self, column: str, value: Any) -> str:
+        """Return a cell as text, empty without a value; the kind of the task writes labels and predictions."""
+        if column == PREDICTION or (column == self.columns.label and not _is_missing(value)):
+            return self.cell_text(value, self.ending)
+        return "" if _is_missing(value) else as_text(value)
+
+    def _line(self, cells: list[str]) -> str:
+        if self.ending == ".tsv":
+            kept = [_BREAKS.sub(" ", cell) for cell in cells]
+            self.changed += sum(cell != before for cell, before in zip(kept, cells, strict=True))
+            return "\t".join(kept) + "\n"
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\r\n").writerow(cells)  # the csv module quotes the characters of this
+        return text.getvalue().removesuffix("\r\n") + "\n"
+
+
+class ConllFile(RowFile):
+    """Writer of one token and its tag per line, `_` for no prediction."""
+
+    def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
+        return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
+
+
+class SquadFile(RowFile):
+    """Writer of one JSON object from the id of each question to its answer; without ids, from its number."""
+
+    def __init__(self, stream: IO[bytes], ending: str, columns: Columns, cell_text: CellText):
+        super().__init__(stream, ending, columns, cell_text)
+        self._seen: set[str] = set()
+
+    def text(self, cells: dict[str, Any], prediction: str | None) -> str:
+        name = str(cells.get("id", self.count))
+        if name in self._seen:
+            raise ValueError(
+                f"an earlier question has the id {name!r} too, which .json cannot hold; write .jsonl or .csv"
+            )
+        self._seen.add(name)
+        before = ",\n" if self.count else "{"
+        return before + json.dumps({name: prediction or ""}, ensure_ascii=False)[1:-1]
+
+    def finish(self) -> None:
+        self.stream.write(b"}\n")
+
+
+OUTPUT_FILES: dict[str, type[RowFile]] = {".jsonl": JsonLinesFile, ".csv": TableFile, ".tsv": TableFile}
+"""Ending → writer, for every kind of task."""
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a cell has no value: null, or the nan of a Parquet file."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def as_text(value: Any) -> str:
+    """Return a cell as text: numbers, lists and objects as JSON; decimals, times and bytes of Parquet by `str`."""
+    is_json = value is None or isinstance(value, (bool, int, float, list, dict))
+    return json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)
+
 
 UNDEFINED = "nan"
 """Text of a row without a prediction in a file of predictions."""

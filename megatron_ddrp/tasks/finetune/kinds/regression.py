@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ddrp.tasks.finetune.kinds.sequences import SequenceKind
 from megatron_ddrp.tasks.finetune.metrics import PEARSON, SPEARMAN, Metric
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.table_files import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,10 +15,8 @@ from megatron_ddrp.data.dataset import indexed_dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.masked_places import count_pieces
-from megatron_ddrp.lab.analysis.models import find_snapshots
-from megatron_ddrp.lab.analysis.sentences import Sentences
-from megatron_ddrp.lab.analysis.session import Output, View
+from megatron_ddrp.lab.analysis.reports import count_pieces
+from megatron_ddrp.lab.analysis.session import Output, Sentences, View, find_snapshots
 from megatron_ddrp.model import build_model
 from tests.datasets import write_dataset
 from tests.unit.model.tiny import tiny_batch

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ddrp.lab.analysis import session
-from megatron_ddrp.lab.analysis.models import Snapshot
+from megatron_ddrp.lab.analysis.session import Snapshot
 
 SHORTENED = "short takes at most 16 tokens: the sentences of all models are cut to 16\n"
 

@@ -10,8 +10,8 @@ from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis import probe
+from megatron_ddrp.lab.analysis.figures import near_and_far, table_cosines
 from megatron_ddrp.lab.analysis.probe import measure_probe, shuffle_text
-from megatron_ddrp.lab.analysis.similarity import near_and_far, table_cosines
 from tests.reference import direction
 from tests.unit.lab.analysis.test_measures import twin_sentences
 from tests.unit.model.tiny import tiny_batch, tiny_model

@@ -9,7 +9,7 @@ import torch
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.lab.analysis.masked_places import count_found, count_pieces, frequent_pieces
+from megatron_ddrp.lab.analysis.reports import count_found, count_pieces, frequent_pieces
 from tests.unit.lab.analysis.test_analyze import is_png
 
 TOKENIZER = SimpleNamespace(special_ids=np.array([0, 1, 2, 3, 4]), mask_id=4, vocab_size=20)

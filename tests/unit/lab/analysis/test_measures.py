@@ -6,15 +6,15 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.attention_maps import (
+from megatron_ddrp.lab.analysis.figures import (
     GROUPS,
     divide_heads,
     layer_maps,
     measure_maps,
+    measure_similarity,
     measure_triangles,
     triangle_parts,
 )
-from megatron_ddrp.lab.analysis.similarity import measure_similarity
 from tests.reference import analyses, attention
 from tests.unit.model.tiny import tiny_batch, tiny_model
 from tests.unit.model.twins import twin_encode, twin_last_norm

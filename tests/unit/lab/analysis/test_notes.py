@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.checkpoint.note_files import note_tensors
-from megatron_ddrp.checkpoint.weights import Form, write_tensors
+from megatron_ddrp.checkpoint.weights import Form, note_tensors, write_tensors
 from megatron_ddrp.config import Config, ObjectiveConfig
-from megatron_ddrp.data.batches.rare_words import WordFinder
-from megatron_ddrp.data.batches.word_counts import count_rare_words
+from megatron_ddrp.data.batches.word_counts import WordFinder, count_rare_words
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.notes import analyze_notes, nearest_notes, share_of_sentences
-from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.lab.analysis.reports import analyze_notes, nearest_notes, share_of_sentences
+from megatron_ddrp.objectives.electra import NoteDictionary
 from tests.datasets import write_dataset
 from tests.integration.launch import run_program
 

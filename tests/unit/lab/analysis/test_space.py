@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.encoders.layers import layer_states
+from megatron_ddrp.encoders.huggingface import layer_states
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis import command as analyze
 from megatron_ddrp.lab.analysis import figures
-from megatron_ddrp.lab.analysis.models import Snapshot
-from megatron_ddrp.lab.analysis.sentences import TextSentences, draw_texts
-from megatron_ddrp.lab.analysis.similarity import measure_similarity
-from megatron_ddrp.lab.analysis.space import effective_rank, isoscore, measure_space
+from megatron_ddrp.lab.analysis.figures import measure_similarity
+from megatron_ddrp.lab.analysis.probe import effective_rank, isoscore, measure_space
+from megatron_ddrp.lab.analysis.session import Snapshot, TextSentences, draw_texts
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
 from tests.reference import space

@@ -9,10 +9,10 @@ import torch
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis import throughput
+from megatron_ddrp.lab.analysis import probe as throughput
 from megatron_ddrp.lab.analysis.figures import draw_throughput
-from megatron_ddrp.lab.analysis.models import find_snapshots
-from megatron_ddrp.lab.analysis.throughput import Setting, Speed, full_batch, measure_throughput
+from megatron_ddrp.lab.analysis.probe import Setting, Speed, full_batch, measure_throughput
+from megatron_ddrp.lab.analysis.session import find_snapshots
 
 SETTING = Setting(torch.device("cpu"), tokens=50, rounds=4, bf16=False, seed=1)
 
@@ -86,7 +86,7 @@ def test_batches_are_full_rows_of_pieces(run_folder):
 
 PLUGIN = """
 from pathlib import Path
-from megatron_ddrp.model.positions.nope import Nope
+from megatron_ddrp.model.positions.absolute import Nope
 
 class Mine(Nope):
     pass

@@ -10,14 +10,12 @@ import pytest
 import yaml
 
 from megatron_ddrp.config import save_config
-from megatron_ddrp.data.sealed import object_sum
+from megatron_ddrp.data.atomic import object_sum
 from megatron_ddrp.lab.compare.experiment import Experiment, Work
-from megatron_ddrp.lab.compare.jobs import Job, open_store
 from megatron_ddrp.lab.compare.measures import Measure
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.plan import Plan
-from megatron_ddrp.lab.compare.plan_file import read_plans
-from megatron_ddrp.lab.compare.runs import TrainingRun
+from megatron_ddrp.lab.compare.plan import Plan, read_plans
+from megatron_ddrp.lab.compare.runs import Job, TrainingRun, open_store
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
 

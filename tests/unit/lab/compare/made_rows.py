@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_ddrp.lab.compare.results import Results
 from megatron_ddrp.lab.compare.rows import as_run
-from megatron_ddrp.tasks.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
+from megatron_ddrp.lab.compare.tables import Results
+from megatron_ddrp.tasks.statistics import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
 RUNGS = (4_194_304, 16_777_216, 67_108_864)
 UIDS = (

@@ -9,20 +9,17 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.claims import Claim, gains
 from megatron_ddrp.lab.compare.command import parse_arguments
+from megatron_ddrp.lab.compare.figures import by_phenomenon
+from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.pictures import by_phenomenon
-from megatron_ddrp.lab.compare.recording import make_row
-from megatron_ddrp.lab.compare.results import Results
 from megatron_ddrp.lab.compare.rows import as_run
-from megatron_ddrp.tasks.finetune.predictions import write_predictions
-from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.task import Task
-from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.measures import GLUE, LOSS, MINIMAL_PAIRS
-from megatron_ddrp.tasks.minimal_pairs.results import resampled_interval
-from megatron_ddrp.tasks.statistics import student_interval
+from megatron_ddrp.lab.compare.tables import Claim, Results, gains
+from megatron_ddrp.tasks.finetune.runs import Run, write_predictions
+from megatron_ddrp.tasks.finetune.table_files import Task
+from megatron_ddrp.tasks.glue import TASKS
+from megatron_ddrp.tasks.minimal_pairs.pairs import resampled_interval
+from megatron_ddrp.tasks.statistics import GLUE, LOSS, MINIMAL_PAIRS, student_interval
 from tests.unit.lab.compare.conftest import experiment_of, finish_run, measures_of, read_plan, record, write_page
 
 PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}

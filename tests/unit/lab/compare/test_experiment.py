@@ -12,13 +12,11 @@ import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import main, parse_arguments
-from megatron_ddrp.lab.compare.experiment import Experiment
-from megatron_ddrp.lab.compare.plan_file import read_plans
-from megatron_ddrp.lab.compare.recording import Recording
+from megatron_ddrp.lab.compare.experiment import Experiment, Runner, plan_experiment
+from megatron_ddrp.lab.compare.measures import Recording
+from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.lab.compare.rows import open_rows
-from megatron_ddrp.lab.compare.running import Runner
-from megatron_ddrp.lab.compare.work import plan_experiment
-from megatron_ddrp.tasks.measures import LOSS, TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import LOSS, TRAINING_LOSS
 from tests.unit.lab.compare.conftest import finish_run, finish_similarity
 
 LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}

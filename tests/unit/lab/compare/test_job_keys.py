@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_ddrp.lab.compare.experiment import Experiment
-from megatron_ddrp.lab.compare.jobs import open_store
+from megatron_ddrp.lab.compare.runs import open_store
 from tests.unit.lab.compare.conftest import read_plan
 
 PLAN = """

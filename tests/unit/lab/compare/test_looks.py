@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_ddrp.tasks.measures import SPACE
+from megatron_ddrp.tasks.statistics import SPACE
 from tests.unit.lab.compare.conftest import experiment_of, finish_run, record, write_page
 
 

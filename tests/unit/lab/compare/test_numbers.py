@@ -10,10 +10,9 @@ import scipy
 from packaging.version import Version
 
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.rows import read_rows
+from megatron_ddrp.lab.compare.rows import read_run_rows
 from megatron_ddrp.lab.compare.tables import above_chance
-from megatron_ddrp.tasks.measures import ONSET
-from megatron_ddrp.tasks.statistics import seeds_needed
+from megatron_ddrp.tasks.statistics import ONSET, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "ladder_numbers.json").read_text(encoding="utf-8"))
@@ -24,7 +23,7 @@ FROZEN = 182
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    rows = read_rows([ROOT / "docs" / "ladder" / "rows.jsonl"])
+    rows = read_run_rows([ROOT / "docs" / "ladder" / "rows.jsonl"])
     return Page(rows[:FROZEN], tmp_path_factory.mktemp("page"))
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import main
-from megatron_ddrp.lab.compare.jobs import JobLines, log_file
+from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.recording import make_row
-from megatron_ddrp.pages.markdown import Table, code, paragraph
-from megatron_ddrp.pages.rendering import to_html
-from megatron_ddrp.tasks.measures import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
+from megatron_ddrp.lab.compare.runs import JobLines, log_file
+from megatron_ddrp.pages.markdown import Table, code, paragraph, to_html
+from megatron_ddrp.tasks.statistics import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
 from tests.unit.lab.compare.conftest import (
     experiment_of,
     finish_run,

@@ -12,8 +12,8 @@ from megatron_ddrp import __main__, compare
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import main
 from megatron_ddrp.lab.compare.page import NAMES, Page
-from megatron_ddrp.lab.compare.rows import read_rows
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.lab.compare.rows import read_run_rows
+from megatron_ddrp.tasks.glue import PAPER_TASKS
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_rows, gain_rows, make_row
 
 MTH = "MTH is better than MLM with BERT"
@@ -22,7 +22,7 @@ MTH = "MTH is better than MLM with BERT"
 @pytest.fixture
 def page_of(write_rows, tmp_path):
     """Return a function from rows to their page, without figures."""
-    return lambda rows, claims=None: Page(read_rows([write_rows(rows)]), tmp_path / "out", claims)
+    return lambda rows, claims=None: Page(read_run_rows([write_rows(rows)]), tmp_path / "out", claims)
 
 
 def text_of(page):

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ddrp.lab.compare.claims import Claim, gains
-from megatron_ddrp.lab.compare.tables import above_chance
-from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, difference, standard_error
+from megatron_ddrp.lab.compare.tables import Claim, above_chance, gains
+from megatron_ddrp.tasks.minimal_pairs.pairs import ParadigmScore, Result, difference, standard_error
 from tests.unit.lab.compare.made_rows import RUNGS, make_row, results_of
 
 

@@ -11,7 +11,7 @@ from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import parse_arguments
-from megatron_ddrp.lab.compare.plan_file import read_plans
+from megatron_ddrp.lab.compare.plan import read_plans
 from tests.unit.lab.compare.conftest import read_plan
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.plan_file import read_plans
-from megatron_ddrp.lab.compare.rows import read_rows
-from megatron_ddrp.tasks.measures import LOSS
+from megatron_ddrp.lab.compare.plan import read_plans
+from megatron_ddrp.lab.compare.rows import read_run_rows
+from megatron_ddrp.tasks.statistics import LOSS
 
 ROOT = Path(__file__).resolve().parents[4]
 LADDER = ROOT / "docs" / "ladder"
@@ -32,14 +32,14 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return Page(read_rows([LADDER / "rows.jsonl"]), tmp_path_factory.mktemp("page"))
+    return Page(read_run_rows([LADDER / "rows.jsonl"]), tmp_path_factory.mktemp("page"))
 
 
 @pytest.mark.parametrize("tables", PAGES)
 def test_the_tables_are_those_of_the_rows(tables, tmp_path):
     document, written = ROOT / "docs" / "lab" / tables, tmp_path / tables
     shutil.copy(document, written)
-    Page(read_rows([LADDER / rows for rows in PAGES[tables]]), tmp_path / "page").replace_tables(written)
+    Page(read_run_rows([LADDER / rows for rows in PAGES[tables]]), tmp_path / "page").replace_tables(written)
     assert written.read_text() == document.read_text(), "stale tables: run make ladder"
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.config.schedules import parse_phases
+from megatron_ddrp.config.training import parse_phases
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.claims import gains, model_claims
+from megatron_ddrp.lab.compare.figures import by_phenomenon
 from megatron_ddrp.lab.compare.page import missing_samples
-from megatron_ddrp.lab.compare.pictures import by_phenomenon
-from megatron_ddrp.lab.compare.results import Results, check_places
-from megatron_ddrp.lab.compare.rows import as_run, read_rows, samples_file, write_samples
+from megatron_ddrp.lab.compare.rows import as_run, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
-from megatron_ddrp.tasks.measures import ONSET, TRAINING_LOSS
+from megatron_ddrp.lab.compare.tables import Results, check_places, gains, model_claims
+from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
 LADDER = Path(__file__).resolve().parents[4] / "docs" / "ladder"
@@ -29,7 +28,7 @@ def row(model="absolute", seed=1, loss=6.0, **other):
 def test_a_later_row_of_a_run_replaces_an_earlier_one(write_rows):
     first = write_rows([row(loss=6.0), row(seed=2), row(loss=5.5)])
     second = write_rows([row(seed=2, loss=5.0)], "more.jsonl")
-    runs = read_rows([first, second])
+    runs = read_run_rows([first, second])
     assert {run.seed: run.values[LOSS] for run in runs} == {1: 5.5, 2: 5.0}
 
 
@@ -64,7 +63,7 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
 def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_rows, change, message):
     path = write_rows([row(), row(seed=2) | change])
     with pytest.raises(UserError, match=rf"rows.jsonl, line 2: {message}") as caught:
-        read_rows([path])
+        read_run_rows([path])
     assert "\n" not in str(caught.value)
 
 
@@ -85,30 +84,30 @@ def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_r
 )
 def test_runs_that_claim_one_place_are_refused(write_rows, rows, message):
     with pytest.raises(UserError, match=message):
-        check_places(read_rows([write_rows(rows)]))
+        check_places(read_run_rows([write_rows(rows)]))
     with pytest.raises(UserError, match=r"no row in .*rows.jsonl; train a run of the plan first"):
-        read_rows([write_rows([])])
+        read_run_rows([write_rows([])])
 
 
 def test_a_changed_line_and_a_missing_file(write_rows, tmp_path):
     path = write_rows([row()])
     path.write_text(path.read_text().replace("6.0", "5.0"))
     with pytest.raises(UserError, match="line 1: changed since it was written"):
-        read_rows([path])
+        read_run_rows([path])
     with pytest.raises(UserError, match="no such file; give the rows"):
-        read_rows([tmp_path / "none.jsonl"])
+        read_run_rows([tmp_path / "none.jsonl"])
     path = write_rows([row(), row(seed=2)])
     path.write_text(path.read_text()[:-9])
     with pytest.raises(UserError, match="its last line is cut off"):
-        read_rows([path])
+        read_run_rows([path])
 
 
 def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path):
     rows = [row(), row(seed=2)]
     path = write_rows(rows)
-    assert missing_samples(read_rows([path])) == []
+    assert missing_samples(read_run_rows([path])) == []
     write_samples(tmp_path, rows[0], {LOSS: np.arange(3.0)})
-    first, second = read_rows([path])
+    first, second = read_run_rows([path])
     assert [*first.samples] == [LOSS] and first.samples[LOSS].tolist() == [0, 1, 2] and second.samples == {}
     own, other = (samples_file(tmp_path, one) for one in rows)
     (line,) = missing_samples([first, second])
@@ -116,7 +115,7 @@ def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path
     for content in (own.read_bytes(), own.read_bytes()[:-9], b"junk", b""):
         other.write_bytes(content)
         with pytest.raises(UserError, match=rf"{re.escape(other.name)}: damaged, or not the samples of its run"):
-            read_rows([path])
+            read_run_rows([path])
 
 
 LEVELS = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
@@ -153,14 +152,16 @@ def test_a_baseline_on_another_text_does_not_join_a_check():
 
 def test_rows_of_the_ladder_are_of_one_text_per_file():
     for name in ("rows", "plateau", "fast", "novels"):
-        check_places(runs := read_rows([LADDER / f"{name}.jsonl"]))
+        check_places(runs := read_run_rows([LADDER / f"{name}.jsonl"]))
         assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
 
 
 def test_no_row_of_the_ladder_has_more_tokens_than_its_steps_can_hold():
     """Curves begin at step 1, at the end of the first log interval and at that of the second."""
     phased = 0
-    for run in [run for name in ("rows", "plateau", "fast", "novels") for run in read_rows([LADDER / f"{name}.jsonl"])]:
+    for run in [
+        run for name in ("rows", "plateau", "fast", "novels") for run in read_run_rows([LADDER / f"{name}.jsonl"])
+    ]:
         flags = {**run.common, **run.flags}
         if words := flags.get("seq_length_phases"):
             phased += 1
@@ -172,7 +173,7 @@ def test_no_row_of_the_ladder_has_more_tokens_than_its_steps_can_hold():
 
 
 def test_the_same_name_may_mean_another_model_in_a_check(write_rows):
-    check_places(read_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))
+    check_places(read_run_rows([write_rows([row(), row(check="rate", flags={"lr": 0.1})])]))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_budgets_are_groups_by_their_words():
 def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
     rows = [row(seed=seed) for seed in (1, 2, 3)]
     rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
-    check = Results(read_rows([write_rows(rows)]), "warm-up")
+    check = Results(read_run_rows([write_rows(rows)]), "warm-up")
     assert [(run.arm.name, run.seed, run.check) for run in check.runs] == [
         ("absolute", 2, "warm-up"),
         ("ddrp", 2, "warm-up"),
@@ -234,7 +235,7 @@ def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_ch
     in_fp32 = {"common": row()["common"] | {"bf16": False}}
     rows = [row(), row(loss=5.0, check="rate", **in_fp32), row("ddrp", check="rate", baseline="absolute", **in_fp32)]
     rows.append(row("t5", check="warm-up", baseline="absolute", **in_fp32))
-    runs = read_rows([write_rows(rows)])
+    runs = read_run_rows([write_rows(rows)])
     for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
         found = Results(runs, name).runs
         assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]

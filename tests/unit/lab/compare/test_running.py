@@ -11,10 +11,9 @@ import time
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.jobs import Job, JobLines, job_name, open_store
-from megatron_ddrp.lab.compare.running import Runner, full_command
-from megatron_ddrp.lab.compare.runs import facts_of, start_of
-from megatron_ddrp.lab.compare.scoring import make_config
+from megatron_ddrp.lab.compare.experiment import Runner, full_command
+from megatron_ddrp.lab.compare.plan import make_config
+from megatron_ddrp.lab.compare.runs import Job, JobLines, facts_of, job_name, open_store, start_of
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_a_runner_that_does_not_wait_leaves_what_others_hold(runner, folder):
 
 def test_workers_share_the_cores(runner, folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("megatron_ddrp.lab.compare.running.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("megatron_ddrp.lab.compare.experiment.os.cpu_count", lambda: 8)
     threads = "import os; open('{}', 'w').write(os.environ.get('OMP_NUM_THREADS', 'all'))"
     for workers, expected in ((4, "2"), (1, "all")):
         told = folder / f"threads-{workers}"

@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from megatron_ddrp.lab.compare.tables import format_spread
-from megatron_ddrp.tasks.measures import LOSS
 from megatron_ddrp.tasks.statistics import (
     BETTER,
+    LOSS,
     NOT_TOLD_APART,
     WORSE,
     Difference,

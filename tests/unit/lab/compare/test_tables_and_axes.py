@@ -4,7 +4,7 @@ import pytest
 
 from megatron_ddrp.lab.compare.figures import draw_curves
 from megatron_ddrp.lab.compare.tables import cost_table
-from megatron_ddrp.tasks.measures import TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import TRAINING_LOSS
 from tests.unit.lab.compare.made_rows import RUNGS, make_row, results_of
 
 

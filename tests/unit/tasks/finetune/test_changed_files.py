@@ -12,10 +12,10 @@ from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import predict, workers
 from megatron_ddrp.tasks.finetune.command import main, parse_arguments
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.finetune.task_files import read_task
-from megatron_ddrp.tasks.glue.suite import read_task as read_glue
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.workers import Sweep
+from megatron_ddrp.tasks.glue import TASKS
+from megatron_ddrp.tasks.glue import read_task as read_glue
 from tests.unit.tasks.finetune.test_own_tasks import GLANCE, rows, words
 
 CHANGED = "changed after this command had read it; finished runs are kept; run the same command again"

@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ddrp.conversion.task_heads import SEQUENCE
+from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.rows import RowWriter
-from megatron_ddrp.tasks.finetune import determinism, training
-from megatron_ddrp.tasks.finetune.heads import TaskModel
+from megatron_ddrp.tasks.finetune import training
+from megatron_ddrp.tasks.finetune import training as determinism
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.table_files import Task
+from megatron_ddrp.tasks.finetune.training import TaskModel
 
 GPU = torch.device("cuda")
 
@@ -110,7 +111,7 @@ def test_settings_are_put_back_as_they_were(before):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_at_an_operator_without_a_deterministic_form_begins_anew(precision, monkeypatch, capsys):
     expected, predicted = tune(puts=False, precision=precision)
-    monkeypatch.setattr(training, "deterministic", lambda device: determinism.deterministic(GPU))
+    monkeypatch.setattr(training, "deterministic", lambda device, real=determinism.deterministic: real(GPU))
     before = settings()
     for _ in range(2):
         with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):

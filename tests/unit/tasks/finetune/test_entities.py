@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.finetune.entities import SCHEMES, STRICT, count_entities, entities_of, rules, scheme_of
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
+from megatron_ddrp.tasks.finetune.metrics import SCHEMES, STRICT, count_entities, entities_of, rules, scheme_of
 
 CASES = json.loads((Path(__file__).parents[3] / "golden" / "seqeval.json").read_text())["cases"]
 

@@ -9,9 +9,9 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.qa import Answers
-from megatron_ddrp.tasks.finetune.task import Example, Task
-from megatron_ddrp.tasks.finetune.windows import text_of_pieces
+from megatron_ddrp.tasks.finetune.kinds.contract import text_of_pieces
+from megatron_ddrp.tasks.finetune.kinds.tokens import Answers
+from megatron_ddrp.tasks.finetune.table_files import Example, Task
 from tests.unit.tasks.finetune.tiny_encoder import SPECIAL
 
 SENTENCES = {

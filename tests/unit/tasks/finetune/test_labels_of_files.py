@@ -6,10 +6,10 @@ import json
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.runs import Cell
+from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.finetune.task_files import read_task
 
 

@@ -127,8 +127,8 @@ def test_spearman_is_pearson_of_mean_ranks():
 
 
 ELSEWHERE = {
-    ("task.py", "classification"),  # the default of a task, as in GLUE
-    ("layouts.py", "tokens"),  # the column of a CoNLL file's words
+    ("table_files.py", "classification"),  # the default of a task, as in GLUE
+    ("table_files.py", "tokens"),  # the column of a CoNLL file's words
 }
 """(file, text) of names of kinds outside their files."""
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.data.sealed import SUM, seal_object
+from megatron_ddrp.data.atomic import SUM, seal_object
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.plan import plan_text
 from megatron_ddrp.tasks.finetune.predict import load_finetuned
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task_files import read_task
+from megatron_ddrp.tasks.finetune.workers import plan_text
 from tests.unit.tasks.finetune.conftest import first_word_kind
 from tests.unit.tasks.glue.conftest import sentences
 

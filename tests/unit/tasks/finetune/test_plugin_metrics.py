@@ -13,7 +13,7 @@ from megatron_ddrp.config.registry import load_plugin, plugins_forgotten_after
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.table_files import Task
 
 PLUGIN = """
 import numpy as np

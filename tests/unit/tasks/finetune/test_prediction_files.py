@@ -11,8 +11,7 @@ from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune import predict
 from megatron_ddrp.tasks.finetune.predict import FineTuned, predict_file
-from megatron_ddrp.tasks.finetune.table_files import read_rows
-from megatron_ddrp.tasks.finetune.task import Columns, Task
+from megatron_ddrp.tasks.finetune.table_files import Columns, Task, read_rows
 
 KINDS = {
     "classification": (Columns("text", None, "label"), "A"),

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.data.tokenizers.row_form import usual_rows
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, usual_rows
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.qa import NO_ANSWER, Answers, best_spans
-from megatron_ddrp.tasks.finetune.task import Example, Task
+from megatron_ddrp.tasks.finetune.kinds.tokens import NO_ANSWER, Answers, best_spans
+from megatron_ddrp.tasks.finetune.table_files import Example, Task
 from tests.unit.tasks.finetune.tiny_encoder import SPECIAL, fine_tune, read_examples, write_bert
 
 KIND = KINDS["qa"]

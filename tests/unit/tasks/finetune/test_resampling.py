@@ -8,7 +8,7 @@ import pytest
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 ROWS, COMPARED = 40, 60

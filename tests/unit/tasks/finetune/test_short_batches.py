@@ -6,15 +6,15 @@ import numpy as np
 import torch
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.task_heads import SEQUENCE
+from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.finetune.table_files import Task
+from megatron_ddrp.tasks.finetune.training import TaskModel
 
 
 def test_a_rank_without_a_micro_batch_steps_in_fp16(monkeypatch):

@@ -13,8 +13,7 @@ from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
 from megatron_ddrp.data.preprocess.records import parse_chunk
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.layouts import conll_text
-from megatron_ddrp.tasks.finetune.table_files import columns_of, read_rows
+from megatron_ddrp.tasks.finetune.table_files import columns_of, conll_text, read_rows
 
 ROWS = [{"text": "Rain, soon.", "label": "weather"}, {"text": 'She said "no"\n\u2028twice', "label": "talk"}]
 

@@ -12,9 +12,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
-from megatron_ddrp.tasks.finetune.layouts import conll_text
-from megatron_ddrp.tasks.finetune.table_files import read_rows
-from megatron_ddrp.tasks.finetune.task import Example, Task
+from megatron_ddrp.tasks.finetune.table_files import Example, Task, conll_text, read_rows
 from tests.unit.tasks.finetune.tiny_encoder import SPECIAL, fine_tune, read_examples, write_bert
 
 KIND = KINDS["tokens"]

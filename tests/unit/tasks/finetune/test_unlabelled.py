@@ -9,12 +9,11 @@ import threading
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.command import OwnTasks, main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.output_files import JsonLinesFile, TableFile
-from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
+from megatron_ddrp.tasks.finetune.kinds.contract import JsonLinesFile, TableFile
 from megatron_ddrp.tasks.finetune.predict import FineTuned
-from megatron_ddrp.tasks.finetune.task import Columns
+from megatron_ddrp.tasks.finetune.table_files import Columns
 from tests.unit.tasks.finetune.test_own_tasks import GLANCE, words
 
 BAD_TEST = {

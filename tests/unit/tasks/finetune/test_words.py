@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.tasks.finetune.windows import Window, context_windows, pieces_of_answer, pieces_of_words, windows_of
+from megatron_ddrp.tasks.finetune.kinds.contract import (
+    Window,
+    context_windows,
+    pieces_of_answer,
+    pieces_of_words,
+    windows_of,
+)
 
 WORDS = ["Un", "##happ", "##y", "New", "York", "caf", "##é", "!", ".", "中", "文"]
 

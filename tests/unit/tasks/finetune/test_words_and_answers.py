@@ -11,8 +11,7 @@ import torch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
-from megatron_ddrp.tasks.finetune.layouts import conll_text
-from megatron_ddrp.tasks.finetune.table_files import read_rows
+from megatron_ddrp.tasks.finetune.table_files import conll_text, read_rows
 from tests.unit.tasks.glue.conftest import WORDS, write_checkpoint
 
 QUICK = ["--lr", "1e-2", "--batch-size", "16", "--epochs", "2", "--seeds", "1"]

@@ -5,12 +5,10 @@ import json
 import pytest
 import torch
 
-from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.table_files import read_rows
-from megatron_ddrp.tasks.finetune.task import Example
-from megatron_ddrp.tasks.finetune.training import finetune
+from megatron_ddrp.tasks.finetune.table_files import Example, read_rows
+from megatron_ddrp.tasks.finetune.training import build_model, finetune
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.predictions import write_predictions
-from megatron_ddrp.tasks.finetune.runs import Run, RunStore, count_undefined
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.runs import Run, RunStore, count_undefined, write_predictions
+from megatron_ddrp.tasks.glue import TASKS
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
 

@@ -5,9 +5,9 @@ import os
 import sys
 
 from megatron_ddrp.tasks.finetune.runs import RunStore
-from megatron_ddrp.tasks.finetune.sweep import Sweep
-from megatron_ddrp.tasks.glue.command import main
-from megatron_ddrp.tasks.jobs.workers import drain
+from megatron_ddrp.tasks.finetune.workers import Sweep
+from megatron_ddrp.tasks.glue import main
+from megatron_ddrp.tasks.jobs import drain
 from tests.integration.launch import TIMEOUT, exit_codes_of, fork_server, redirect_streams
 from tests.unit.tasks.glue.conftest import finished
 from tests.unit.tasks.glue.test_main import arguments, rows

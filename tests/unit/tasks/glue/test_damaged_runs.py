@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.finetune.predictions import read_predictions, write_predictions
-from megatron_ddrp.tasks.glue.command import main
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.runs import read_predictions, write_predictions
+from megatron_ddrp.tasks.glue import TASKS, main
 from tests.unit.tasks.glue.conftest import scored_folder
 
 PREDICTIONS = [[0, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.tokenizers.row_form import FIRST, SECOND, RowForm, usual_rows
+from megatron_ddrp.data.tokenizers.tokenizer import FIRST, SECOND, RowForm, usual_rows
 from megatron_ddrp.encoders.rows import dev_order, pad_batch, train_order, truncate
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.task import Example
-from megatron_ddrp.tasks.glue.suite import read_examples, read_task, read_test
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.table_files import Example
+from megatron_ddrp.tasks.glue import TASKS, read_examples, read_task, read_test
 
 
 class WordTokenizer:

@@ -6,17 +6,16 @@ import shutil
 import pytest
 import torch
 
-from megatron_ddrp.conversion.task_heads import SEQUENCE, SPAN, Labels
+from megatron_ddrp.conversion.model_code import SEQUENCE, SPAN, Labels
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
-from megatron_ddrp.data.tokenizers.row_form import usual_rows
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, usual_rows
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import PADDING_SENSITIVE, _is_decoder
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.task import Example
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.table_files import Example
+from megatron_ddrp.tasks.glue import TASKS
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]

@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.task_heads import SEQUENCE
+from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter, pad_batch
 from megatron_ddrp.engine.build import decays
 from megatron_ddrp.model import build_model
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune.heads import TaskModel
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.training import FineTuning, finetune, layer_depths, learning_rate_factor
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.training import FineTuning, TaskModel, finetune, layer_depths, learning_rate_factor
+from megatron_ddrp.tasks.glue import TASKS
 
 HIDDEN = 8
 

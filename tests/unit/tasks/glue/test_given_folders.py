@@ -7,13 +7,12 @@ import pytest
 
 from megatron_ddrp.checkpoint import choose_checkpoint
 from megatron_ddrp.checkpoint.folder import refuse_folders
-from megatron_ddrp.conversion.huggingface_folder import read_folder
+from megatron_ddrp.conversion.from_huggingface import read_folder
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.models import find_snapshots
+from megatron_ddrp.lab.analysis.session import find_snapshots
 from megatron_ddrp.lab.compare.rows import open_rows
-from megatron_ddrp.tasks.glue.suite import read_examples
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue import TASKS, read_examples
 
 
 @pytest.mark.parametrize("written", [{}, {"model_type": None}, {"model_type": 5}, {"model_type": ""}])

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
-from megatron_ddrp.tasks.finetune.predictions import Items
-from megatron_ddrp.tasks.finetune.report import write_report
-from megatron_ddrp.tasks.finetune.runs import Run, RunStore
-from megatron_ddrp.tasks.glue.suite import Glue
+from megatron_ddrp.tasks.finetune.runs import Items, Run, RunStore, best_cells
+from megatron_ddrp.tasks.finetune.tables import write_report
+from megatron_ddrp.tasks.glue import Glue
 from tests.unit.tasks.glue.conftest import scored_folder
 
 ROWS = 60
@@ -49,7 +47,7 @@ def interval(samples: np.ndarray) -> list[float]:
 def test_a_file_of_too_many_rows_has_no_interval(runs: dict[Path, RunStore], monkeypatch: pytest.MonkeyPatch) -> None:
     cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
     assert Items(Glue()).of_cell(cell)
-    monkeypatch.setattr("megatron_ddrp.tasks.finetune.predictions.MOST_RESAMPLED", ROWS - 1)
+    monkeypatch.setattr("megatron_ddrp.tasks.finetune.runs.MOST_RESAMPLED", ROWS - 1)
     assert Items(Glue()).of_cell(cell) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.command import main, parse_arguments
+from megatron_ddrp.tasks.glue import main, parse_arguments
 
 MNLI_LABELS = {"contradiction", "entailment", "neutral"}
 
@@ -87,7 +87,7 @@ def test_wrong_arguments_exit_with_2(glue_dir, tmp_path, wrong):
 
 
 def test_the_command_line_needs_no_torch():
-    code = "import sys\nfrom megatron_ddrp.tasks.glue.command import parse_arguments\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom megatron_ddrp.tasks.glue import parse_arguments\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

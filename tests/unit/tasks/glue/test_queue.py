@@ -7,7 +7,7 @@ import time
 
 from megatron_ddrp.data.points import VARIABLE
 from megatron_ddrp.tasks.finetune.runs import Run, RunStore
-from megatron_ddrp.tasks.jobs.workers import drain
+from megatron_ddrp.tasks.jobs import drain
 from tests.integration.launch import fork_server
 from tests.unit.tasks.glue.conftest import finished
 

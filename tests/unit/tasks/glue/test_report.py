@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune import report as figure
-from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
-from megatron_ddrp.tasks.finetune.predictions import Items
-from megatron_ddrp.tasks.finetune.report import page, summary, write_report
-from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains
-from megatron_ddrp.tasks.glue.suite import Glue
-from megatron_ddrp.tasks.glue.tasks import PAPER_ROWS, PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.finetune import tables as figure
+from megatron_ddrp.tasks.finetune.runs import Items, Run, best_cells, task_order
+from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains, page, summary, write_report
+from megatron_ddrp.tasks.glue import PAPER_ROWS, PAPER_TASKS, TASKS, Glue
 from megatron_ddrp.tasks.statistics import student_interval
 
 GLUE = Glue()

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.tasks.glue.command import main
-from megatron_ddrp.tasks.glue.submission import write_test_predictions
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue import TASKS, main, write_test_predictions
 from tests.unit.tasks.glue.test_main import arguments
 
 QUICK = ("--epochs", "1", "--seeds", "1", "--predict-test")

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.glue.suite import read_examples
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.glue import PAPER_TASKS, TASKS, read_examples
 
 
 def test_the_paper_averages_eight_tasks_without_wnli():

@@ -173,7 +173,7 @@ def test_a_run_that_saves_meanwhile_is_scored_at_the_checkpoint_that_was_chosen(
 
 
 def test_jobs_that_nobody_does_are_no_success(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_ddrp.tasks.minimal_pairs.work.drain", lambda *_, **__: None)
+    monkeypatch.setattr("megatron_ddrp.tasks.minimal_pairs.scoring.drain", lambda *_, **__: None)
     with pytest.raises(UserError, match=r"4 jobs are missing in .*out, and the tables are not written"):
         main(words)
     main([*words, "--no-wait"])

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.minimal_pairs import report as pair_report
-from megatron_ddrp.tasks.minimal_pairs import results as pair_results
-from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
-from megatron_ddrp.tasks.minimal_pairs.results import ParadigmScore, Result, cell, difference, resampled_means
+from megatron_ddrp.tasks.minimal_pairs import pairs as pair_results
+from megatron_ddrp.tasks.minimal_pairs import scoring as pair_report
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, ParadigmScore, Result, cell, difference, resampled_means
 
 
 def row(good, bad, pieces=((5, 5), (5, 5), (4, 5), (6, 5)), identical=1):

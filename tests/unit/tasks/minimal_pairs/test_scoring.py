@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from megatron_ddrp.data.tokenizers.row_form import usual_rows
+from megatron_ddrp.data.tokenizers.tokenizer import usual_rows
 from megatron_ddrp.encoders.masked_lm import load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
-from megatron_ddrp.tasks.minimal_pairs.rows import SCORES, masked_rows
+from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES, masked_rows, read_pairs
 from megatron_ddrp.tasks.minimal_pairs.scoring import encode_pairs, score_sentences
 from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
 

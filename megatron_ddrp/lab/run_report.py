@@ -1,0 +1,554 @@
+"""A short report of a run: its facts and curves, fine-tuning scores, the commands that made them, and versions.
+
+    megatron-ddrp report --load runs/ddrp --scores-dir runs/ddrp/glue --output-dir runs/ddrp/report
+    megatron-ddrp report --load runs/tnf --beside runs/bert --output-dir runs/tnf/report
+
+Writes report.md, losses.png (losses, perplexity, accuracies, TCD and HCD) and speed.png (learning rate, gradient norm,
+tokens per second, memory), each also as .pdf and .svg. The figure marks the unigram level: the loss of a model that
+knows how often each piece occurs and nothing else. A model with a lower masked-LM loss has learnt from context. The
+report of an ELECTRA run shows the discriminator's accuracy beside the majority: the accuracy of calling every token an
+original.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.config import Config, load_config
+from megatron_ddrp.config.reading import Section, option
+from megatron_ddrp.data.atomic import write_text
+from megatron_ddrp.data.batches.word_counts import entropy
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.errors import UserError, need_packages
+from megatron_ddrp.foreign import read_text
+from megatron_ddrp.pages.markdown import (
+    COLORS,
+    GREY,
+    Table,
+    figure_tools,
+    legend_below,
+    panel_grid,
+    remove_figure,
+    render_page,
+    run_style,
+    save_figure,
+    short_names,
+    thousands,
+    versions,
+)
+from megatron_ddrp.run.log import duration
+from megatron_ddrp.run.metrics import (
+    METRICS,
+    MetricsRow,
+    curve_of,
+    ends_in_half_a_line,
+    is_past,
+    onset,
+    read_rows,
+    stored_level,
+)
+
+MetricsRows = list[MetricsRow]
+"""Rows of one run's metrics.jsonl."""
+
+Series = list[tuple[int, float]]
+"""(iteration, value) pairs."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One axis of a figure and the numbers on it."""
+
+    label: str
+    training: str | None
+    """Key of the numbers that training logs."""
+    validation: str | None = None
+    """Key of the numbers that validations log."""
+    factor: float = 1.0
+    is_noisy: bool = False
+    """True if single steps vary so much that the training curve gets a running mean."""
+
+    def training_curve(self, rows: MetricsRows) -> Series:
+        """Return the training curve; empty where nothing was logged."""
+        return self._curve(rows, self.training)
+
+    def validation_curve(self, rows: MetricsRows) -> Series:
+        """Return the validation curve; empty where nothing was logged."""
+        return self._curve(rows, self.validation)
+
+    def _curve(self, rows: MetricsRows, key: str | None) -> Series:
+        return [(step, self.factor * value) for step, value in series(rows, key)] if key else []
+
+
+LOSS = Panel("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
+GENERATOR_LOSS = replace(LOSS, label="generator's loss [nats]")
+MIXED_LOSS = replace(LOSS, label="masked-LM loss (ELECTRA: the generator's) [nats]")
+RTD_ACCURACY = Panel("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
+LEARNING = (
+    Panel("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
+    Panel("TCD: mean cosine of tokens", "tcd_loss", "token_similarity"),
+    Panel("HCD: mean cosine of heads", "hcd_loss", "head_similarity", is_noisy=True),
+    Panel("RTD loss [nats]", "rtd_loss", "valid_rtd_loss"),
+    RTD_ACCURACY,
+    Panel("replaced tokens found [%]", "rtd_recall", "valid_rtd_recall", 100),
+    Panel("generator's accuracy [%]", "generator_accuracy", "valid_generator_accuracy", 100),
+)
+"""Panels below the loss, where a run logged their numbers."""
+SPEED = (
+    Panel("learning rate", "lr"),
+    Panel("gradient norm", "grad_norm"),
+    Panel("tokens per second", "tokens_per_second"),
+    Panel("peak memory [GiB]", "peak_memory_gib"),
+)
+
+
+_WITHOUT_PANEL = {
+    *("iteration", "consumed_samples", "consumed_tokens", "loss", "step_time", "mfu"),
+    *("replaced_share", "valid_replaced_share"),
+}
+"""Columns that no panel shows: counts, and what other panels show in another form."""
+
+
+def series(rows: MetricsRows, key: str) -> Series:
+    """Return the values of one metric, where it was logged and finite."""
+    return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def running_mean(values: Series, window: int) -> Series:
+    """Return the means of `window` neighbouring values, each at the middle one's step; `window` is odd."""
+    middle = window // 2
+    return [
+        (values[number][0], sum(value for _, value in values[number - middle : number + middle + 1]) / window)
+        for number in range(middle, len(values) - middle)
+    ]
+
+
+def logged_panels(panels: Iterable[Panel], runs: Mapping[str, MetricsRows]) -> list[Panel]:
+    """Return the panels that any run logged numbers of."""
+    return [
+        panel for panel in panels if any(panel.training_curve(r) or panel.validation_curve(r) for r in runs.values())
+    ]
+
+
+def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Panel]:
+    """Return the panels below the loss: the logged ones of `LEARNING`, and one for each column of another name.
+
+    Such columns come from callbacks and from the terms of other objectives; their names are their labels.
+    """
+    known = [LOSS, *LEARNING, *SPEED]
+    taken = {key for panel in known for key in (panel.training, panel.validation)} | _WITHOUT_PANEL
+    logged = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
+    others = dict.fromkeys(key.removeprefix("valid_") for key in logged if key not in taken)
+    return logged_panels([*LEARNING, *(Panel(name, name, f"valid_{name}") for name in others)], runs)
+
+
+def loss_panel(runs: Mapping[str, MetricsRows]) -> Panel:
+    """Return the panel of the masked-LM losses; those of a run with a detector are its generator's."""
+    detecting = [bool(logged_panels([RTD_ACCURACY], {name: rows})) for name, rows in runs.items()]
+    return GENERATOR_LOSS if all(detecting) else MIXED_LOSS if any(detecting) else LOSS
+
+
+def majority(rows: MetricsRows) -> Series:
+    """Return the accuracy in percent of calling every token an original, in each validation."""
+    return [(step, 100 * (1 - share)) for step, share in series(rows, "valid_replaced_share")]
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss): pieces that the model is as unsure between as between equally likely ones."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
+"""Inches of a figure, of the panel of the loss, and of a row of panels below it."""
+FEW_POINTS = 3
+"""Most points of a curve that are drawn as points too: their line is short, or none."""
+WINDOW = 9
+"""Rows of metrics.jsonl in a running mean."""
+MOST_DECIMALS = 4
+"""Largest number of decimals on an axis of losses or rates; smaller numbers have two or three digits."""
+
+
+def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Path) -> None:
+    """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
+    plt = figure_tools()
+    lower = learning_panels(runs)
+    columns = _columns(len(lower))
+    lines = -(-len(lower) // columns)
+    figure = plt.figure(figsize=(WIDTH, TOP + LOWER * lines), layout="constrained")
+    grid = figure.add_gridspec(1 + lines, columns, height_ratios=[TOP] + [LOWER] * lines)
+    top, looks = figure.add_subplot(grid[0, :]), _looks(runs)
+    _draw_panel(top, loss_panel(runs), runs, looks)
+    handles = _handles(plt, looks)
+    if unigram is not None:
+        handles[f"unigram level ({unigram:.2f})"] = top.axhline(unigram, color=GREY, linestyle=":", linewidth=2)
+    _add_perplexity(plt, top)
+    for number, panel in enumerate(lower):
+        axis = figure.add_subplot(grid[1 + number // columns, number % columns])
+        _draw_panel(axis, panel, runs, looks)
+        if panel.is_noisy and any(len(panel.training_curve(rows)) > WINDOW for rows in runs.values()):
+            handles[f"HCD, mean of {WINDOW} rows"] = plt.Line2D([], [], color=GREY, linewidth=2.5)
+        if panel == RTD_ACCURACY:
+            for level in filter(None, map(majority, runs.values())):
+                (line,) = axis.plot(*zip(*level, strict=True), color=GREY, linestyle=":", linewidth=2)
+                handles["majority: every token an original"] = line
+    legend_below(figure, handles)
+    save_figure(figure, path)
+
+
+def draw_speed(runs: Mapping[str, MetricsRows], path: Path) -> bool:
+    """Draw learning rate, gradient norm, speed and memory; return whether any of them was logged."""
+    panels = logged_panels(SPEED, runs)
+    remove_figure(path)
+    if not panels:
+        return False
+    plt, looks = figure_tools(), _looks(runs)
+    columns = _columns(len(panels))
+    figure, axes = panel_grid(len(panels), columns, WIDTH / columns, LOWER)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw_panel(axis, panel, runs, looks)
+    if len(runs) > 1:
+        legend_below(figure, {look.name: plt.Line2D([], [], color=look.color, linewidth=2) for look in looks})
+    save_figure(figure, path)
+    return True
+
+
+def _columns(panels: int) -> int:
+    """Return the columns that leave the fewest holes: 2 for 2 or 4 panels, else 3 at most."""
+    return 2 if panels in (2, 4) else min(3, max(1, panels))
+
+
+class _Look:
+    """Colours and marker of one run. A run alone has a colour for training and one for validation."""
+
+    def __init__(self, name: str, number: int, is_alone: bool) -> None:
+        style = run_style(number)
+        self.name, self.color, self.marker = name, style["color"], style["marker"]
+        self.validation_color = COLORS[1] if is_alone else self.color
+
+
+def _looks(runs: Mapping[str, MetricsRows]) -> list[_Look]:
+    return [_Look(name, number, len(runs) == 1) for number, name in enumerate(short_names(list(runs)))]
+
+
+def _handles(plt: Any, looks: Sequence[_Look]) -> dict[str, Any]:
+    """Return label → line: training and validation of one run, or each run's colour and the two kinds of lines."""
+    if len(looks) == 1:
+        (look,) = looks
+        return {
+            "training": plt.Line2D([], [], color=look.color, linewidth=1.4),
+            "validation": plt.Line2D([], [], color=look.validation_color, marker=look.marker, linewidth=2),
+        }
+    by_run = {look.name: plt.Line2D([], [], color=look.color, marker=look.marker, linewidth=2) for look in looks}
+    kinds = {
+        "training": plt.Line2D([], [], color=GREY, linewidth=1.2, alpha=0.6),
+        "validation": plt.Line2D([], [], color=GREY, marker="o", linewidth=2),
+    }
+    return by_run | kinds
+
+
+def _draw_panel(axis: Any, panel: Panel, runs: Mapping[str, MetricsRows], looks: Sequence[_Look]) -> None:
+    """Draw the curves of a panel: training thin, validation with markers."""
+    for rows, look in zip(runs.values(), looks, strict=True):
+        trained = panel.training_curve(rows)
+        smooth = running_mean(trained, WINDOW) if panel.is_noisy else []
+        alpha = 0.35 if smooth else 1.0 if len(looks) == 1 else 0.6
+        _plot(axis, trained, color=look.color, linewidth=1.4, alpha=alpha)
+        _plot(axis, smooth, color=look.color, linewidth=2.5)
+        _plot(
+            axis,
+            panel.validation_curve(rows),
+            color=look.validation_color,
+            linewidth=2,
+            marker=look.marker,
+            markersize=5,
+        )
+    axis.set(xlabel="step", ylabel=panel.label)
+    axis.grid(alpha=0.3)
+    axis.yaxis.set_major_formatter(lambda value, _: evenly(value, axis.yaxis.get_majorticklocs()))
+    axis.locator_params(axis="x", nbins=5)
+    axis.xaxis.set_major_formatter(lambda value, _: thousands(value))
+
+
+def evenly(value: float, ticks: Sequence[float]) -> str:
+    """Return a tick as text with as many decimals as all `ticks` of its axis need: 8.2, 8.0, 7.8."""
+    for decimals in range(MOST_DECIMALS + 1):
+        if np.allclose(np.round(ticks, decimals), ticks, rtol=0, atol=1e-6 * np.abs(ticks).max()):
+            return f"{round(value, decimals) + 0.0:,.{decimals}f}".replace("-", "−")  # + 0.0: never −0
+    return thousands(value)
+
+
+def _plot(axis: Any, values: Series, **style: Any) -> None:
+    if values:
+        marker = {"marker": "."} if len(values) <= FEW_POINTS else {}
+        axis.plot(*zip(*values, strict=True), **(marker | style))
+
+
+def _add_perplexity(plt: Any, axis: Any) -> None:
+    """Give the axis of a loss in nats a second scale at the right: exp(loss)."""
+    right = axis.secondary_yaxis("right", functions=(np.exp, lambda x: np.log(np.clip(x, 1e-300, None))))
+    ticks = perplexity_ticks(*np.exp(axis.get_ylim()))
+    right.set_yticks(ticks, [thousands(tick) for tick in ticks])
+    right.minorticks_off()
+    right.set_ylabel("perplexity")
+
+
+def perplexity_ticks(lowest: float, highest: float) -> list[float]:
+    """Return round numbers between two perplexities: the fewest of 1-2-5 series, whole digits and parts of them that
+    are three or more.
+    """
+    decades = 10.0 ** np.arange(np.floor(np.log10(lowest)), np.ceil(np.log10(highest)) + 1)
+    found: list[float] = []
+    for steps in ((1,), (1, 2, 5), range(1, 10), *(np.arange(parts, 10 * parts) / parts for parts in (2, 5, 10))):
+        found = [decade * step for decade in decades for step in steps if lowest <= decade * step <= highest]
+        if len(found) >= 3:
+            break
+    return found
+
+
+def facts(folder: Path, rows: MetricsRows) -> list[tuple[str, str]]:
+    """Return (name, value) pairs of a run: model, parameters, batch, tokens seen, speed and time.
+
+    Without config.json, only the facts of metrics.jsonl are returned.
+    """
+    config, settled = None, []
+    if (folder / "config.json").is_file():
+        try:
+            config = load_config(folder)
+            settled = list(_of_config(config))
+        except UserError as error:  # damaged, or of a plug-in that was not given
+            settled = [("model", f"unknown: {error}")]
+    return [*settled, *_of_rows(rows, config), *_of_plateau(rows, stored_level(folder))]
+
+
+def _of_config(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the facts that follow from the configuration."""
+    model, training = config.model, config.training
+    yield "model", f"{model.position_encoding} + {config.objective.objective}"
+    heads = f"{model.num_attention_heads} heads"
+    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
+    yield "size", f"{layers} x {model.hidden_size}, {heads}, {model.vocab_size:,} pieces"
+    from megatron_ddrp.model import count_parameters, on_meta_device  # here, because --help must not import torch
+
+    parameters, of_positions = count_parameters(on_meta_device(model, config.objective))
+    yield "parameters", f"{parameters:,} ({of_positions:,} for positions)"
+    tokens = training.global_batch_size * model.seq_length
+    yield "batch", f"{training.global_batch_size:,} sequences x {model.seq_length:,} tokens = up to {tokens:,} per step"
+    yield "precision", training.precision
+
+
+def _of_rows(rows: MetricsRows, config: Config | None) -> Iterator[tuple[str, str]]:
+    """Yield the facts that follow from the rows of metrics.jsonl."""
+    last = max(row["iteration"] for row in rows)
+    yield "steps", f"{last:,} of {config.training.train_iters:,}" if config else f"{last:,}"
+    tokens = [count for _, count in series(rows, "consumed_tokens")]
+    if tokens:
+        yield "tokens seen, without padding", f"{tokens[-1]:,}"
+    seconds = training_seconds(rows)
+    if tokens and seconds:
+        yield "throughput", f"{tokens[-1] / seconds:,.0f} tokens per second"
+    if seconds:
+        yield "time per step", f"{statistics.median(time for _, time in series(rows, 'step_time')):.3f} s (median)"
+        yield "time of all steps", duration(seconds)
+    memory = [gib for _, gib in series(rows, "peak_memory_gib")]
+    if memory:
+        yield "peak memory of a rank", f"{max(memory):.2f} GiB"
+
+
+def _of_plateau(rows: MetricsRows, level: float | None) -> Iterator[tuple[str, str]]:
+    """Yield when a run left the plateau near the unigram level, if the level is known."""
+    if level is not None and (curve := curve_of(rows)):
+        left = onset(curve, level)
+        resting = "never on it: it began from trained weights" if is_past(curve, level) else "not left yet"
+        yield "plateau", f"left after {left:,} tokens" if left else f"{resting} (docs/lab/plateau.md)"
+
+
+def training_seconds(rows: MetricsRows) -> float:
+    """Return the time of all steps: each row's seconds per step times the steps since the row before."""
+    total, before = 0.0, 0
+    for step, seconds in series(rows, "step_time"):
+        total += seconds * (step - before)
+        before = step
+    return total
+
+
+Facts = Mapping[str, Sequence[tuple[str, str]]]
+"""Run's name → the (name, value) pairs of its head."""
+
+
+def page(
+    runs: Mapping[str, MetricsRows],
+    facts: Facts,
+    figures: Mapping[str, str],
+    unigram: float | None = None,
+    scores: str | None = None,
+    remark: str | None = None,
+    commands: str | None = None,
+) -> str:
+    """Return the text of report.md.
+
+    `figures` are titles → files, and the first of `runs` is the report's own. `unigram` is the entropy in nats of the
+    corpus's pieces, `scores` the text of a table.md, `remark` a paragraph of Markdown above it, and `commands` are the
+    command lines that made the run.
+    """
+    valid = loss_panel(runs).validation_curve(next(iter(runs.values())))
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
+    return render_page(
+        "report.md.jinja",
+        facts=_side_by_side(facts),
+        figures=figures,
+        summary=summary(runs),
+        unigram=unigram,
+        gap=unigram - valid[-1][1] if unigram is not None and valid else None,
+        # The table's headings go down, into this page's section.
+        scores=re.sub("^#", "###", scores.strip(), flags=re.MULTILINE) if scores is not None else None,
+        remark=remark,
+        commands=commands.strip().split("\n") if commands is not None else None,
+        versions=Table(["", ""], [*versions().items(), ("machine", machine)], wordy=(1,)),
+    )
+
+
+def _side_by_side(facts: Facts) -> Table:
+    """Return the facts of the runs, one column per run."""
+    names = list(dict.fromkeys(name for pairs in facts.values() for name, _ in pairs))
+    columns = [dict(pairs) for pairs in facts.values()]
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    header = ["", *facts] if len(facts) > 1 else ["", ""]
+    return Table(header, rows, wordy=range(1, len(header)))
+
+
+def summary(runs: Mapping[str, MetricsRows]) -> Table:
+    """Return the first and last value of each curve, run by run where there are several."""
+    lines: list[list[str]] = []
+    for name, rows in runs.items():
+        of_run = f" of {name}" if len(runs) > 1 else ""
+        loss = loss_panel({name: rows})
+        losses = loss.validation_curve(rows)
+        lines += _of_panel(loss, rows, of_run)
+        lines += _ends(f"perplexity, validation{of_run}", [(step, perplexity(value)) for step, value in losses])
+        for panel in learning_panels({name: rows}):
+            lines += _of_panel(panel, rows, of_run)
+        lines += _ends(f"majority: every token an original [%]{of_run}", majority(rows))
+    return Table(["curve", "first", "last", "at step"], lines)
+
+
+def _of_panel(panel: Panel, rows: MetricsRows, of_run: str) -> list[list[str]]:
+    trained = _ends(f"{panel.label}, training{of_run}", panel.training_curve(rows))
+    return trained + _ends(f"{panel.label}, validation{of_run}", panel.validation_curve(rows))
+
+
+def _ends(label: str, values: Series) -> list[list[str]]:
+    """Return one line of the summary; none without values."""
+    if not values:
+        return []
+    label = label.replace("[", "(").replace("]", ")")  # plain in a table's source
+    return [[label, _number(values[0][1]), _number(values[-1][1]), f"{values[-1][0]:,}"]]
+
+
+def _number(value: float) -> str:
+    return thousands(value) if abs(value) >= 100 else f"{value:.3f}"
+
+
+LOSSES_FILE, SPEED_FILE = "losses.png", "speed.png"
+
+
+def read_metrics(folder: Path, flag: str = "--load") -> MetricsRows:
+    """Return the rows of metrics.jsonl. Raises `UserError` if the folder has no such file, or it is empty."""
+    path = folder / METRICS
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {flag} takes the --save folder of a pre-training run")
+    rows = read_rows(folder)
+    if not rows:
+        raise UserError(f"{path} is empty: the run has logged nothing yet")
+    if ends_in_half_a_line(folder):
+        say(f"{path}: left out the half line at its end")
+    return rows
+
+
+def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, MetricsRows]:
+    """Return folder → rows of the run and those beside it. Say which folders are left out, or have no curves."""
+    runs = {load: read_metrics(load)}
+    for folder in beside:
+        if any(folder.resolve() == other.resolve() for other in runs):
+            say(f"--beside {folder}: left out, it is in the report already")
+            continue
+        runs[folder] = read_metrics(folder, "--beside")
+    for folder, rows in runs.items():
+        if not logged_panels([LOSS], {"": rows}) and not learning_panels({"": rows}):
+            say(f"{folder / METRICS}: no losses in it; the figure has no curve of this run")
+    return runs
+
+
+def say(line: str) -> None:
+    """Print a notice on standard error."""
+    print(line, file=sys.stderr)
+
+
+def unigram_level(prefix: str) -> float:
+    """Return the entropy in nats of the pieces of a dataset, taken one by one."""
+    return entropy(IndexedDataset(prefix).piece_counts())
+
+
+def read_words(path: Path) -> str:
+    """Return the text of a file. Raises `UserError` if it is empty or not UTF-8."""
+    text = read_text(path)
+    if not text.strip():
+        raise UserError(f"{path} is empty: make it again")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """input and output"""
+
+    load: Path = option(MISSING, "--save folder of a pre-training run", metavar="DIR")
+    beside: tuple[Path, ...] = option((), "other runs to draw beside it (default: none)", nargs="+", metavar="DIR")
+    data_path: str | None = option(
+        None,
+        "its dataset's prefix, to count the unigram level of all of it (default: the run's own)",
+        metavar="P",
+    )
+    scores_dir: Path | None = option(
+        None,
+        "--output-dir of megatron-ddrp finetune or megatron-ddrp glue",
+        metavar="DIR",
+    )
+    note: str | None = option(None, "a sentence above the scores, in Markdown", metavar="TEXT")
+    commands: Path | None = option(None, "the command lines that made the run", metavar="FILE")
+    output_dir: Path = option(MISSING, "for report.md and the figures", metavar="DIR")
+
+
+SECTIONS = (Options,)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
+    need_packages("the report", "matplotlib")
+    found = read_runs(arguments.load, arguments.beside)
+    scores = read_words(arguments.scores_dir / "table.md") if arguments.scores_dir else None
+    commands = read_words(arguments.commands) if arguments.commands else None
+
+    from megatron_ddrp.run.metrics import stored_level  # these load torch
+
+    unigram = unigram_level(arguments.data_path) if arguments.data_path else stored_level(arguments.load)
+    runs = {str(folder): rows for folder, rows in found.items()}
+    output: Path = arguments.output_dir
+    output.mkdir(parents=True, exist_ok=True)
+    draw_losses(runs, unigram, output / LOSSES_FILE)
+    figures = {"Losses and accuracies": LOSSES_FILE}
+    if draw_speed(runs, output / SPEED_FILE):
+        figures["Learning rate, gradient norm, speed and memory"] = SPEED_FILE
+    head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
+    write_text(output / "report.md", page(runs, head, figures, unigram, scores, arguments.note, commands))
+    print(f"{output / 'report.md'} written")

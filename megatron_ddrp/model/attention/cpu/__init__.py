@@ -1,1 +1,0 @@
-"""Blocked attention for CPUs, in tiles that fit in the cache."""

@@ -1,0 +1,569 @@
+"""Fine-tuning on GLUE (Wang et al., arXiv:1804.07461), as in section 4.4 and appendix B of the DDRP+MTH paper.
+
+GLUE tasks, one row each: files, columns, labels and metric, in the layout of the official TSV release.
+
+Tabs alone separate cells: quotation marks are text, also QQP's doubled ones. Files have a header line except CoLA's
+train.tsv and dev.tsv; MRPC's begin with a byte-order mark. The first development file gives a task's score. The labels
+are in alphabetical order, which fixes the class numbers.
+
+Numbers and comparisons of the DDRP+MTH paper (base size). Tables show its numbers apart from our own.
+
+Suite of the GLUE tasks: files, two averages, the paper's scores, and the submission.
+
+The reader of GLUE's TSV files checks everything before training starts; errors name file, line and expectation.
+
+--predict-test: predictions for the test sets, whose labels only gluebenchmark.com has.
+
+A submission is a folder of files TASK.tsv with the columns `index` and `prediction`, and a zip of them for the server.
+
+Each folder has the predictions of one encoder; its file encoder.json says of which.
+
+A sweep keeps scores, not weights. Therefore each task's best run (the best seed at the best grid point) is repeated;
+its seed makes it the same run. At its end it predicts the test set. A task is skipped if the predictions of its best
+run on the same test set exist.
+
+`megatron-ddrp glue`: fine-tune encoders on GLUE over a grid and seeds, and report the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import statistics
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.config.reading import option, refuse
+from megatron_ddrp.data.atomic import atomic_file, write_text
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import parse_json, refuse_stand_in
+from megatron_ddrp.pages.markdown import Table, percent
+from megatron_ddrp.run.launch import first_rank_speaks
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require, sweep_sections
+from megatron_ddrp.tasks.finetune.runs import Cell, Cells, Run, Suite, best_cells
+from megatron_ddrp.tasks.finetune.table_files import Example, Examples, Task, TaskData, checked_rows, decode, tsv_rows
+from megatron_ddrp.tasks.jobs import Store, digest, one_at_a_time
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.workers import Sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueTask(Task):
+    """Row of the table `TASKS`, which states what differs from most tasks."""
+
+    metric: str = "accuracy"
+    labels: tuple[str, ...] = ("0", "1")
+    text_columns: tuple[str, ...] = ("sentence1", "sentence2")
+    """Columns of one sentence or of a pair, in the order in which they are encoded."""
+    label_column: str = "label"
+    """Column of the label."""
+    dev_examples: int
+    """Number of rows of the official (first) development file."""
+    label_range: tuple[float, float] | None = None
+    """Lowest and highest label of a regression."""
+    dev_files: tuple[str, ...] = ("dev.tsv",)
+    """Development files; the first one gives the task's score."""
+    columns: tuple[str, ...] | None = None
+    """Columns of train.tsv and dev.tsv if these have no header line; None if they have one."""
+    several_tests: dict[str, str] = field(default_factory=dict)
+    """Test file → its name in a submission, for a task with other files than test.tsv."""
+    broken_rows: int = 0
+    """Number of rows of train.tsv that may lack columns and are left out: the official QQP file has a few."""
+    in_average: bool = True
+    """True if the paper's eight-column average counts the task."""
+
+    @property
+    def submission_files(self) -> dict[str, str]:
+        """Test file → its name in a submission; a file may be in another task's folder."""
+        return self.several_tests or {"test.tsv": f"{self.name}.tsv"}
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+
+TASKS: dict[str, GlueTask] = {
+    task.name: task
+    for task in (
+        GlueTask(name="RTE", labels=_ENTAILMENT, dev_examples=277),
+        GlueTask(
+            name="STS-B",
+            metric="pearson",
+            kind="regression",
+            labels=(),
+            label_column="score",
+            label_range=(0.0, 5.0),
+            dev_examples=1500,
+        ),
+        GlueTask(name="MRPC", text_columns=("#1 String", "#2 String"), label_column="Quality", dev_examples=408),
+        GlueTask(
+            name="CoLA",
+            metric="matthews",
+            text_columns=("sentence",),
+            columns=("source", "label", "star", "sentence"),
+            dev_examples=1043,
+        ),
+        GlueTask(name="SST-2", text_columns=("sentence",), dev_examples=872),
+        GlueTask(name="QNLI", labels=_ENTAILMENT, text_columns=("question", "sentence"), dev_examples=5463),
+        GlueTask(
+            name="QQP",
+            text_columns=("question1", "question2"),
+            label_column="is_duplicate",
+            dev_examples=40430,
+            broken_rows=10,
+        ),
+        GlueTask(
+            name="MNLI",
+            labels=("contradiction", "entailment", "neutral"),
+            label_column="gold_label",
+            dev_examples=9815,
+            dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
+            several_tests={
+                "test_matched.tsv": "MNLI-m.tsv",
+                "test_mismatched.tsv": "MNLI-mm.tsv",
+                "../diagnostic/diagnostic.tsv": "AX.tsv",
+            },
+        ),
+        GlueTask(name="WNLI", dev_examples=71, in_average=False),
+    )
+}
+"""Tasks by name, in the order of the paper's tables; WNLI, which is in no average, comes last."""
+
+PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_average)
+
+
+def averaged_tasks(scores: Collection[Mapping[str, float]]) -> list[str]:
+    """Return the tasks of an average that all of `scores` (task → score) have, so that all averages are comparable."""
+    return [task for task in PAPER_TASKS if scores and all(task in found for found in scores)]
+
+
+PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
+    ("BERT (MLM) 500k steps", (68.23, 88.92, 86.74, 57.05, 91.97, 90.41, 90.74, 83.41), 82.18),
+    ("BERT (MTH) 500k steps", (71.84, 89.41, 86.76, 61.40, 92.08, 90.59, 90.76, 83.61), 83.31),
+    ("BERT (MLM) 1M steps", (70.75, 89.66, 87.50, 59.65, 92.20, 91.23, 91.00, 84.33), 83.29),
+    ("BERT-R (MLM) 1M steps", (71.84, 89.68, 87.99, 60.82, 92.66, 91.54, 91.13, 85.45), 83.89),
+    ("TUPE (MLM) 1M steps", (68.59, 89.61, 86.02, 62.82, 92.66, 91.26, 91.04, 84.88), 83.36),
+    ("DeBERTa (MLM) 1M steps", (73.28, 89.14, 87.99, 60.60, 92.66, 92.14, 91.00, 85.93), 84.09),
+    ("DDRP (MLM) 1M steps", (72.20, 90.01, 88.25, 62.82, 92.41, 92.31, 91.24, 86.02), 84.41),
+    ("BERT (MTH) 1M steps", (73.64, 90.16, 88.48, 62.31, 92.43, 91.21, 91.12, 84.67), 84.25),
+    ("BERT (MTH without HCD) 1M steps", (73.28, 90.41, 87.25, 60.85, 92.23, 91.37, 91.00, 84.22), 83.83),
+    ("DDRP (MTH) 1M steps", (75.09, 90.41, 88.72, 63.36, 92.66, 92.24, 91.22, 86.22), 85.00),
+)
+"""Rows of the paper's Tables 1 to 3: name, scores in the order of `PAPER_TASKS`, average of the eight as printed."""
+
+
+def paper_rows() -> list[list[str]]:
+    """Return a table row per row of `PAPER_ROWS`: the name, its scores and their average."""
+    return [[name, *(f"{score:.2f}" for score in (*scores, average))] for name, scores, average in PAPER_ROWS]
+
+
+def read_task(task: GlueTask, data_dir: Path) -> TaskData:
+    """Read and check train.tsv and the development files of `data_dir/task.name`.
+
+    Raises:
+        UserError: a file is missing, truncated, empty, not UTF-8, or has a wrong column or label.
+    """
+    folder = data_dir / task.name
+    names = _files(task)
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder / name}: no such file; {task.name} needs {', '.join(names)} of the GLUE release in {folder}; "
+                + _remedy(data_dir)
+            )
+    digest = hashlib.sha256()
+    found = []
+    for name in names:  # each file is read once, so that the digest is that of the rows
+        raw = (folder / name).read_bytes()
+        digest.update(raw)
+        broken_rows = task.broken_rows if name == names[0] else 0
+        found.append(Examples.of(read_examples(task, folder / name, raw, broken_rows)))
+    dev = dict(zip((Path(name).stem for name in task.dev_files), found[1:], strict=True))
+    return TaskData(task, found[0], dev, digest.hexdigest())
+
+
+def _files(task: GlueTask) -> tuple[str, ...]:
+    return ("train.tsv", *task.dev_files)
+
+
+def _complete(data_dir: Path) -> list[str]:
+    """Return the names of the tasks whose training and development files are in `data_dir`."""
+    return [
+        task.name for task in TASKS.values() if all((data_dir / task.name / name).is_file() for name in _files(task))
+    ]
+
+
+def _remedy(data_dir: Path) -> str:
+    """Return the advice for a task that `data_dir` lacks: the tasks it has, a folder nearby that has some, the site."""
+    if tasks := _complete(data_dir):
+        return f"complete there: --tasks {' '.join(tasks)}"
+    for folder in (*sorted(data_dir.glob("*/")), data_dir.parent):
+        if tasks := _complete(folder):
+            return f"use --data-dir {folder}, which has {', '.join(tasks)}"
+    return "get the files from gluebenchmark.com/tasks"
+
+
+def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
+    """Read the task's test sets; return name in a submission → examples, whose labels are nan.
+
+    A missing diagnostic set is left out.
+
+    Raises:
+        UserError: another file is missing, or a file is not as released.
+    """
+    found = {}
+    for file, name in task.submission_files.items():
+        path = data_dir / task.name / file
+        if not path.is_file():
+            if file.startswith(".."):
+                continue
+            raise UserError(f"{path}: no such file; --predict-test needs the test sets of the GLUE release")
+        found[name] = Examples.of(read_examples(task, path, path.read_bytes(), labelled=False))
+    return found
+
+
+def read_examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
+    """Return the rows of a file with the content `raw`, without up to `broken_rows` rows that lack columns.
+
+    Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
+    """
+    refuse_stand_in(raw, path)
+    lines = decode(str(path), raw).removeprefix("\ufeff").removesuffix("\n").split("\n")
+    header = task.columns or () if labelled else ()
+    columns = (*task.text_columns, *[task.label_column] * labelled)
+    return [
+        Example(
+            tuple(row.cells[name] for name in task.text_columns),
+            _parse_label(task, row.cells[task.label_column], row.where) if labelled else math.nan,
+        )
+        for row in checked_rows(str(path), tsv_rows(str(path), lines, header, broken_rows), columns)
+    ]
+
+
+def _parse_label(task: GlueTask, text: str, where: str) -> float:
+    if task.labels:
+        if text not in task.labels:
+            raise UserError(f"{where}: label {text!r}, expected one of {', '.join(task.labels)}")
+        return task.labels.index(text)
+    assert task.label_range is not None
+    lowest, highest = task.label_range
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not lowest <= value <= highest:
+        raise UserError(f"{where}: label {text!r}, expected a number from {lowest:g} to {highest:g}")
+    return value
+
+
+MISMATCHED = "dev_mismatched"
+STARTED = ("RTE", "MRPC", "STS-B")
+"""Tasks that --start-from-task starts from another task's model, as RoBERTa (arXiv:1907.11692) did from MNLI's."""
+
+
+@dataclass(frozen=True)
+class Glue(Suite):
+    """Suite of the nine GLUE tasks.
+
+    The tables have two averages, each shown only if all of its tasks are there: of 8 numbers, as the paper prints it,
+    with MNLI as one number (the matched set), and of 9, with matched and mismatched as two. The paper's scores follow
+    in a table of their own if a development set has the official size. All encoders get the same head, so that a
+    comparison measures pre-training.
+    """
+
+    tasks: tuple[str, ...] = PAPER_TASKS
+    data_dir: Path = Path()
+    """Folder of the released files."""
+    predict_test: bool = False
+    """True to predict the test sets at the end."""
+    start_from_task: str | None = None
+    """Task from whose best model those in `STARTED` start, in a second stage."""
+    made_from: Mapping[Path, str] = field(default_factory=dict)
+    """Folder of an encoder of the second stage → fingerprint of the encoder that it was made from."""
+
+    program = "megatron-ddrp glue"
+    title = "GLUE development scores"
+    about = (
+        "Each score is the last epoch's at the best grid point, the median over seeds, x 100: Matthews' correlation "
+        "for CoLA, Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is defined as in "
+        "the DDRP+MTH paper. An undefined score (a constant guess, or training that diverged) counts as 0 and is "
+        "marked."
+    )
+    head = "common"
+    known = TASKS
+    order = tuple(TASKS)
+    averages = ("average of 8", "average of 9")
+
+    @property
+    def started(self) -> tuple[str, ...]:
+        """Tasks of the second stage."""
+        first = self.start_from_task
+        return tuple(task for task in dict.fromkeys(self.tasks) if first and task in STARTED and task != first)
+
+    def read(self) -> dict[str, TaskData]:
+        """Read and check all files of this stage's tasks; with --predict-test the test sets too."""
+        first = (self.start_from_task,) if self.start_from_task else ()
+        tasks = [TASKS[name] for name in dict.fromkeys((*self.tasks, *first)) if name not in self.started]
+        tests = {task.name: read_test(task, self.data_dir) for task in tasks} if self.predict_test else {}
+        return {task.name: read_task(task, self.data_dir)._replace(tests=tests.get(task.name, {})) for task in tasks}
+
+    def task(self, row: dict[str, Any]) -> Task:
+        """Return the task of a line of runs.jsonl."""
+        return TASKS[row["task"]]
+
+    def next_stage(self, sweep: Any, store: Store) -> Any:
+        """Return the options of the sweep over tasks that start from another task's best model; None without one."""
+        from megatron_ddrp.tasks.finetune.training import better_run, model_folder  # here, because it imports torch
+
+        if self.start_from_task is None:
+            return None
+        before, data = sweep.options, sweep.data[self.start_from_task]
+        task, output = data.task, before.output_dir
+        made = {
+            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
+            for encoder in sweep.encoders.values()
+        }
+        for folder, encoder in made.items():
+            if not before.machine.dry_run and (better := better_run(store, encoder, data, folder)):
+                raise UserError(
+                    f"--start-from-task {task.name}: the best run of {encoder.name}, {better}, kept no model in "
+                    f"{folder}; delete its line in runs.jsonl to repeat it, or give another --output-dir"
+                )
+        names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
+        made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
+        started = replace(self, tasks=self.started, start_from_task=None, made_from=made_from)
+        return replace(before, suite=started, load=tuple(names), names=names, random_init=False)
+
+    def finish(self, sweep: Any, store: Store) -> list[str]:
+        """Write the submissions if --predict-test is set; return lines that name them."""
+
+        return write_submissions(sweep, store, self.made_from) if self.predict_test else []
+
+    def keeps_model(self, task: str) -> bool:
+        """Return whether other tasks start from this task's best model."""
+        return task == self.start_from_task
+
+    def means(self, cells: Cells) -> dict[str, float | None]:
+        """Return the two averages over the paper's tasks, each None if one of its scores is missing."""
+        if not cells.keys() >= set(PAPER_TASKS):
+            return dict.fromkeys(self.averages)
+        eight = [cells[task].median for task in PAPER_TASKS]
+        mismatched = cells["MNLI"].others.get(MISMATCHED)
+        nine = None if mismatched is None else statistics.fmean([*eight, statistics.median(mismatched)])
+        return dict(zip(self.averages, (statistics.fmean(eight), nine), strict=True))
+
+    def official_size(self, task: str) -> int:
+        """Return the number of rows of the released development file."""
+        return TASKS[task].dev_examples
+
+    def combined(self, cell: Cell) -> dict[str, list[float]]:
+        """Return the mean of MNLI's two development files, one value per seed."""
+        if MISMATCHED not in cell.others:
+            return {}
+        pairs = zip(cell.scores, cell.others[MISMATCHED], strict=True)
+        return {f"{cell.task} (mean of both)": [statistics.fmean(pair) for pair in pairs]}
+
+    def published_table(self, encoders: dict[str, Cells]) -> Table | None:
+        """Return a table of the paper's scores if an encoder was scored on a development set of the official size."""
+        is_official = any(
+            task in PAPER_TASKS and cell.rows[0]["dev_examples"] == TASKS[task].dev_examples
+            for cells in encoders.values()
+            for task, cell in cells.items()
+        )
+        rows = [[f"{name} (paper)", *scores] for name, *scores in paper_rows()]
+        return Table(["the paper's encoder", *PAPER_TASKS, self.averages[0]], rows) if is_official else None
+
+
+SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
+"""Files that the server wants, including those of tasks that were not run."""
+PLAIN = "submission"
+"""Name of the folder of a single encoder."""
+OWNER = "encoder.json"
+"""File of a folder that names the encoder of its predictions."""
+
+
+def write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
+    """Write a folder and a zip archive per encoder from the test sets; return lines that name them.
+
+    The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
+    encoder's predictions. `made_from` is the folder of an encoder that --start-from-task made → the fingerprint of the
+    encoder that it was made from; both share a submission. Other commands with the same output folder wait meanwhile.
+    """
+    with one_at_a_time(sweep.options.output_dir, "submission") if sweep.speaks else contextlib.nullcontext():
+        return _write_submissions(sweep, store, made_from)
+
+
+def _write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
+    store.refresh()
+    output, alone = sweep.options.output_dir, len(sweep.encoders) == 1
+    owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
+    folders = {number: _folder(output, owner, alone) for number, owner in owners.items()}
+    own = set(sweep.runs)
+    cells = best_cells(row for row in store.rows if Run.of_row(row) in own)
+    jobs: list[tuple[Path, Run]] = []
+    for tasks in cells.values():
+        for cell in tasks.values():
+            run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
+            jobs.append((folders[run.encoder], run))
+    digests = {run.task: _digest(sweep.data[run.task].tests) for _, run in jobs}
+    todo = [job for job in jobs if not _is_there(*job, digests[job[1].task])]
+    if sweep.ranks:
+        from megatron_ddrp.parallel.process_group import gather_objects  # here, because --help must not import torch
+
+        todo = gather_objects(todo)[0]  # found after the first rank has the lock, and before it writes
+    for number, (folder, run) in enumerate(todo, 1):
+        task = TASKS[run.task]
+        train, dev = sweep.encoded(run)
+        test = {name: sweep.encode(run, rows, name) for name, rows in sweep.data[run.task].tests.items()}
+        result = sweep.finetune(run, train, dev, test)
+        if not sweep.speaks:
+            continue
+        if not _says(folder / OWNER, "encoder", owners[run.encoder]):
+            _write_object(folder / OWNER, {"encoder": owners[run.encoder], "name": sweep.encoders[run.encoder].name})
+        for name in test:
+            write_test_predictions(folder / name, task, result.predictions[name])
+        score = result.scores[next(iter(dev))][-1] or 0.0  # an undefined score counts as 0
+        _write_object(_marker(folder, run), {"run": run.name, "dev_score": score, "test": digests[run.task]})
+        print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
+    lines = []
+    for folder, run in dict(jobs).items() if sweep.speaks else ():
+        missing = pack_submission(folder)
+        lacks = f"; the server also wants {', '.join(missing)}" if missing else ""
+        other = f"; {output / PLAIN} keeps those of another encoder" if alone and folder.name != PLAIN else ""
+        name = sweep.encoders[run.encoder].name
+        lines.append(f"test predictions of {name}: written to {folder / 'submission.zip'}{other}{lacks}")
+    return lines
+
+
+def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) -> None:
+    """Write one test set's file for the server, which wants numbers within the task's range.
+
+    The server refuses nan: a row without a prediction gets 0 or the first class.
+    """
+    predictions = np.nan_to_num(predictions)
+    if task.label_range is not None:
+        predictions = np.clip(predictions, *task.label_range)
+    kind = KINDS[task.kind]
+    told = enumerate(map(kind.text_of, kind.as_values(task, predictions)))
+    text = "\n".join(["index\tprediction", *(f"{index}\t{prediction}" for index, prediction in told)])
+    write_text(path, f"{text}\n")
+
+
+def pack_submission(folder: Path) -> list[str]:
+    """Zip the folder's files into submission.zip; return the names of missing files that the server wants."""
+    present = [name for name in SUBMISSION if (folder / name).is_file()]
+    with atomic_file(folder / "submission.zip") as output, zipfile.ZipFile(output, "w") as archive:
+        for name in present:
+            archive.write(folder / name, name, zipfile.ZIP_DEFLATED)
+    return [name for name in SUBMISSION if name not in present]
+
+
+def _folder(output: Path, owner: str, alone: bool) -> Path:
+    """Return the folder for an encoder's predictions. Every rank finds the same, even after rank 0 has begun to write.
+
+    Predictions in OUT/submission without encoder.json count as another encoder's.
+    """
+    plain = output / PLAIN
+    is_free = not any((plain / name).exists() for name in SUBMISSION)
+    return plain if alone and (is_free or _says(plain / OWNER, "encoder", owner)) else output / f"{PLAIN}-{owner}"
+
+
+def _marker(folder: Path, run: Run) -> Path:
+    return folder / f"{run.task}.json"
+
+
+def _is_there(folder: Path, run: Run, test: str) -> bool:
+    marker = _marker(folder, run)
+    return _says(marker, "run", run.name) and _says(marker, "test", test)
+
+
+def _digest(tests: Mapping[str, Examples]) -> str:
+    """Return the fingerprint of a task's test sets."""
+    return digest({name: [row.texts for row in rows] for name, rows in tests.items()})
+
+
+def _says(path: Path, key: str, value: str) -> bool:
+    """Return whether a file is a JSON object with this value; False for a missing or damaged file."""
+    try:
+        return bool(parse_json(path.read_bytes())[key] == value)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write_object(path: Path, facts: dict[str, Any]) -> None:
+    write_text(path, f"{json.dumps(facts)}\n")
+
+
+DESCRIPTION = """Fine-tune encoders on GLUE tasks and report the development scores.
+
+The command runs every task at every grid point with every seed. OUT/runs.jsonl has one line per finished run; a
+restarted command does only the missing runs, and several commands may share one OUT. OUT/table.md has the medians over
+seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run. Recipe and grid are
+those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Representation Confusion", appendix B).
+
+  first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
+  plan alone     … --grid paper --dry-run
+  all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
+  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, with the same scores
+  compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH
+"""
+
+
+@dataclass(frozen=True)
+class What:
+    """tasks"""
+
+    tasks: tuple[str, ...] = option(
+        PAPER_TASKS,
+        f"tasks among {', '.join(TASKS)} (default: the eight of the DDRP+MTH paper, all but WNLI)",
+        nargs="+",
+        choices=tuple(TASKS),
+        metavar="TASK",
+    )
+    data_dir: Path | None = option(None, "GLUE's folder: TASK/train.tsv, TASK/dev.tsv, … as released", metavar="DIR")
+    start_from_task: str | None = option(
+        None,
+        f"run this task (usually MNLI) first, then fine-tune {', '.join(STARTED)} from each encoder's best model of "
+        "it; tables show the result as another encoder",
+        choices=tuple(TASKS),
+        metavar="TASK",
+    )
+    predict_test: bool = option(
+        False, "at the end repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com"
+    )
+
+
+SECTIONS = sweep_sections((What,), Search)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
+    """Parse and check the command line."""
+    return parse_sweep(ArgumentParser(description=DESCRIPTION), SECTIONS, Search, _glue, arguments)
+
+
+def _glue(options: argparse.Namespace) -> Glue:
+    require(options, "data_dir")
+    first = options.start_from_task
+    suite = Glue(options.tasks, options.data_dir or Path(), options.predict_test, first)
+    if first and not suite.started:
+        others = ", ".join(task for task in STARTED if task != first)
+        refuse(f"--start-from-task {first}: --tasks must name at least one of {others}, which can start from it")
+    return suite
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the inputs, do the missing runs, and report. Return 1 if --report leaves damaged runs out."""
+    with first_rank_speaks():
+        options = parse_arguments(arguments)
+    from megatron_ddrp.tasks.finetune.workers import run  # here, because it imports torch
+
+    return run(options)
