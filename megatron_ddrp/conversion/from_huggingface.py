@@ -86,7 +86,7 @@ class ReadFolder:
 def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenizer | None = None) -> ReadFolder:
     """Read a folder of a family in the registry; for an ELECTRA, optionally also the folder of its generator.
 
-    With a `tokenizer`, the model gets its vocabulary instead of the folder's: `vocabulary_transfer.py`.
+    With a `tokenizer`, the model gets its vocabulary instead of the folder's (`tokenizer_files.py`).
 
     Raise `UserError` if its family is not in the registry, or if a weight is missing or does not fit.
     """

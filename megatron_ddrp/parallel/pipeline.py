@@ -57,9 +57,17 @@ from torch import Tensor, nn
 from megatron_ddrp.config import encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model import embeddings as similarity
 from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits, sum_of_counted
 from megatron_ddrp.model.bert import run_stages
+from megatron_ddrp.model.embeddings import (
+    content_gram,
+    content_total,
+    cosine_of_gram,
+    cosine_of_total,
+    document_mask,
+    logits_cosine,
+    logits_total,
+)
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.fused import gradient_of_input, gradients_of_parameters
 from megatron_ddrp.model.heads import DecodingStage
@@ -195,26 +203,26 @@ class CosineOfAllRanks:
 
     def _by_document(self, attending: Attending) -> Tensor:
         query, key, heads, terms = attending.query, attending.key, attending.heads, attending.terms.compared
-        documents = similarity.document_mask(attending.document_ids, attending.num_documents)
+        documents = document_mask(attending.document_ids, attending.num_documents)
         num_heads = query.shape[1] * self.ranks.tensor_size
         if len(heads) == num_heads:
             total = sum_of_ranks(self._total(attending, documents), self.ranks)
-            return similarity.cosine_of_total(total, documents, num_heads)
+            return cosine_of_total(total, documents, num_heads)
         own = torch.stack([self._own(x, heads, 1) for x in (query, key)])  # [2, b, m′, s, d]
         query, key = _wide(sum_of_ranks(own, self.ranks))
         if attending.compares_content:
-            return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
+            return cosine_of_gram(content_gram(query, key, documents, terms.scale))
         terms = self._terms_of(heads, terms, query.dtype)
-        return similarity.logits_cosine(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
+        return logits_cosine(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
 
     @staticmethod
     def _total(attending: Attending, documents: Tensor) -> Tensor:
         """Return Σ_a A_a/‖A_a‖ over this rank's heads, `[b, s, s]`."""
         query, key = _wide(attending.query), _wide(attending.key)
         if attending.compares_content:
-            return similarity.content_total(query, key, documents)
+            return content_total(query, key, documents)
         terms = attending.terms.compared.map(lambda x, _: x.to(query.dtype))
-        return similarity.logits_total(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
+        return logits_total(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
         """Return the terms of `heads`: exchanged if they are per head, else shared, with a gradient on rank 0 only."""

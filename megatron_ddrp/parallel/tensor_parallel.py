@@ -6,7 +6,7 @@ The model is initialised whole, so every layout starts from the same weights. Th
 parameters that `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows is a smaller layer and needs no
 other code. Modules that need other code are in one table, `PARALLEL`: each becomes a subclass of its own class that
 overrides the methods which exchange with other ranks. Where replicated tensors enter a cut region, their gradient is
-summed over the ranks (f in the paper, `collectives.py`); where parts of a sum leave it, they are added up (g,
+summed over the ranks (f in the paper, `pipeline.py`); where parts of a sum leave it, they are added up (g,
 `sum_of_ranks`).
 
 Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads only, so it

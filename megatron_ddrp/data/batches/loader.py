@@ -13,7 +13,7 @@ samples in one common order, as if the files had been merged.
 
 Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and takes no time.
 
-Training reads an endless stream: epoch after epoch of the samples of one corpus or of a blend (`blend.py`), each epoch
+Training reads an endless stream: epoch after epoch of the samples of one corpus or of a blend, each epoch
 in its own order. Position p of the stream gives an epoch and a sample, and these give the masks; nothing is stored. A
 global batch is `global_batch_size` consecutive positions: the same samples with the same masks for
 every number of ranks, micro-batch size and resume point.

@@ -7,7 +7,7 @@ A masking is a class with a few facts and, if its units join words, a function t
 
 Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
 
-A row holds one sample. Its n ordinary tokens fall into units, by `--masking` (`units.py`):
+A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
 - `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
   pieces is split, each piece its own unit. In vocabularies that mark the ends of words, a word starts after an end.
 - `token`: each piece is a unit.

@@ -12,7 +12,7 @@ A kill or a power cut at any moment leaves either no dataset or the whole one. W
 removed by the next command. A complete one, marked by a file in the folder, gets its names from the next command, which
 then has nothing more to do if it is the same one. A folder with any other file is refused.
 
-Token sequences on disk in Megatron's indexed format, read through a memory map (`unfinished.py` writes them).
+Token sequences on disk in Megatron's indexed format, read through a memory map.
 
     PREFIX.bin   the token ids of all sequences, one after another, little-endian
     PREFIX.idx   the begin of each sequence and document (dataset_index.py)

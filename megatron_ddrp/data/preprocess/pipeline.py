@@ -15,7 +15,7 @@ Text files → Megatron indexed datasets: one reader, many tokenizing processes,
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
 processes parse and tokenize (progress.py). So the output's bytes depend neither on the number of workers nor on time.
-The dataset appears whole or not at all (unfinished.py). All documents are stored, however short, without special tokens
+The dataset appears whole or not at all. All documents are stored, however short, without special tokens
 ([CLS] and [SEP] are added to samples).
 """
 

@@ -191,7 +191,7 @@ class Chunk(NamedTuple):
     format: str
     """Format: `json`, `values` (of JSON that is not in lines, each as a line), `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | str | None, ...]]
-    """Uncompressed bytes; for a table its rows, as in arrow_tables.py."""
+    """Uncompressed bytes; for a table its rows, as Arrow counts them."""
     read: int
     """Bytes of the file, as stored on the disk, read since the previous chunk."""
     line: int

@@ -70,8 +70,7 @@ from megatron_ddrp.pages.markdown import (
     save_figure,
     thousands,
 )
-from megatron_ddrp.tasks import statistics as measures
-from megatron_ddrp.tasks.statistics import HEAD_SIMILARITY, TOKEN_SIMILARITY
+from megatron_ddrp.tasks.statistics import HEAD_SIMILARITY, SPACE, TOKEN_SIMILARITY
 
 
 def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
@@ -287,7 +286,7 @@ def _first_state(model: Encoder) -> State:
 SPACE = {
     "token_similarity": TOKEN_SIMILARITY,
     "head_similarity": HEAD_SIMILARITY,
-    **{key: name for name, key in measures.SPACE.items()},
+    **{key: name for name, key in SPACE.items()},
 }
 """Key of a measure of hidden states in the JSON → its name in printed lines."""
 DRAWN = {

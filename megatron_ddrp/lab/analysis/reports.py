@@ -59,7 +59,7 @@ from megatron_ddrp.lab.analysis.probe import (
 from megatron_ddrp.lab.analysis.probe import PROBE_PASSES as PROBE_PASSES
 from megatron_ddrp.lab.analysis.session import Output, Session, Snapshot, View, find_snapshots
 from megatron_ddrp.model.fused import named_device
-from megatron_ddrp.pages import markdown as machine
+from megatron_ddrp.pages.markdown import hardware, versions
 
 
 def count_pieces(prefixes: Iterable[str], vocab_size: int) -> NDArray[np.int64]:
@@ -371,8 +371,8 @@ def report_throughput(arguments: argparse.Namespace) -> None:
         raise UserError("no length could be measured, for the reasons above: give shorter --lengths or fewer --tokens")
     about = {
         "analysis": arguments.command,
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        "hardware": hardware(),
+        "versions": versions(),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "precision": "bf16" if arguments.bf16 else "fp32",

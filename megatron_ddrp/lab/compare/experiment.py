@@ -41,7 +41,7 @@ from megatron_ddrp.lab.compare.plan import Plan, read_plans
 from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import Job, JobLines, TrainingRun, log_file, open_store
 from megatron_ddrp.lab.compare.tables import load_claims
-from megatron_ddrp.pages import markdown as machine
+from megatron_ddrp.pages.markdown import gpu_names, hardware, versions
 from megatron_ddrp.tasks.jobs import Row, Store, left_to_others, one_at_a_time
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,7 +159,7 @@ class Runner:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         if self.workers > 1:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.workers)))
-            if (gpus := len(machine.gpu_names())) > 1:
+            if (gpus := len(gpu_names())) > 1:
                 visible = environment.get("CUDA_VISIBLE_DEVICES")
                 names = visible.split(",") if visible else [str(number) for number in range(gpus)]
                 environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
@@ -192,8 +192,8 @@ class Runner:
             "started": running.started,
             "workers": self.workers,
             "threads": self._environment(running.slot).get("OMP_NUM_THREADS"),
-            "hardware": machine.hardware(),
-            "versions": machine.versions(),
+            "hardware": hardware(),
+            "versions": versions(),
         }
 
     def _stop(self) -> None:

@@ -1,7 +1,7 @@
 """Attention for every encoding: logits (logits.py), mask, softmax, dropout, value.
 
 Backends: `eager` stores the logits A and is the reference. `sdpa` passes all terms but Q·K to torch's fused attention
-as a dense bias. `blocked` (blocked.py) works in cache-sized tiles and is the fastest on CPUs. `triton`
+as a dense bias. `blocked` (cpu.py) works in cache-sized tiles and is the fastest on CPUs. `triton`
 (triton_attention.py) works in tiles on GPUs, with kernels of its own, and recomputes A in the backward pass. Each takes
 an `Attending` and also returns HCD's mean pairwise cosine, by its cheapest method.
 
@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ddrp.model import embeddings as similarity
 from megatron_ddrp.model.attention.cpu import blocked_attention
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.attention.logits import (
@@ -35,6 +34,7 @@ from megatron_ddrp.model.attention.logits import (
     sum_of_counted,
     tapped_cosine,
 )
+from megatron_ddrp.model.embeddings import document_mask, logits_cosine
 from megatron_ddrp.model.fused import is_nvidia
 from megatron_ddrp.model.positions.contract import PositionTerms
 
@@ -90,8 +90,8 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
         compared = logits if terms.compared is terms else attention_logits(query, key, terms.compared)
         chosen = compared.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
-        documents = similarity.document_mask(document_ids, attending.num_documents)
-        cosine = sum_of_counted(similarity.logits_cosine(chosen, allowed, documents), attending)
+        documents = document_mask(document_ids, attending.num_documents)
+        cosine = sum_of_counted(logits_cosine(chosen, allowed, documents), attending)
     return weights @ value, cosine
 
 

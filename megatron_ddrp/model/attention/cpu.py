@@ -9,7 +9,7 @@ Position terms of blocked attention: their contribution to a tile of logits, and
 A table is multiplied with queries or keys once per row of the table, R products per query or key instead of n. A tile
 then gathers the products by the clipped offset of each of its pairs.
 
-Names as in `blocked.py`.
+Names are those of the whole module.
 
 Attention for CPUs, a few query rows at a time, so that their logits stay in the cache.
 
@@ -39,8 +39,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model import embeddings as similarity
 from megatron_ddrp.model.attention.logits import Attending, sum_of_counted
+from megatron_ddrp.model.embeddings import cosine_of_gram, document_mask
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
 
 BLOCK_ELEMENTS = TILE_ELEMENTS = 3 * 2**18
@@ -500,7 +500,7 @@ class _BlockedAttention(torch.autograd.Function):
         ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
         ctx.window = attending.window
         ctx.logits_are_kept = len(heads) > 0
-        return context, by_document(products, similarity.document_mask(document_ids, attending.num_documents))
+        return context, by_document(products, document_mask(document_ids, attending.num_documents))
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
@@ -513,7 +513,7 @@ class _BlockedAttention(torch.autograd.Function):
         needed = ctx.needs_input_grad[-len(tensors) :]
         d_tensors = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(tensors, needed, strict=True)]
         both_ways = gram_gradient + gram_gradient.transpose(-1, -2)
-        d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
+        d_products = by_query(both_ways, document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # the first backward pass restored the probabilities
         ctx.logits_are_kept = False
         for block in cut(document_ids, num_heads, ctx.window):
@@ -559,4 +559,4 @@ def blocked_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Compute attention tile by tile; arguments and results are those of every backend."""
     query, key, value, terms = attending[:4]
     context, gram = _BlockedAttention.apply(attending, torch.is_grad_enabled(), query, key, value, *terms.tensors)
-    return context, sum_of_counted(similarity.cosine_of_gram(gram), attending) if len(attending.heads) else None
+    return context, sum_of_counted(cosine_of_gram(gram), attending) if len(attending.heads) else None

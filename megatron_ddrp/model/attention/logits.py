@@ -27,7 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model import embeddings as similarity
+from megatron_ddrp.model.embeddings import (
+    content_cosine_of_all,
+    content_gram,
+    cosine_of_gram,
+    document_mask,
+    logits_cosine,
+)
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.stages import Layout
 
@@ -214,14 +220,14 @@ def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTer
     """
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
-    documents = similarity.document_mask(attending.document_ids, attending.num_documents)
+    documents = document_mask(attending.document_ids, attending.num_documents)
     if attending.compares_content:
         if len(attending.heads) == attending.query.shape[1]:
-            return similarity.content_cosine_of_all(query, key, documents)
-        return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
+            return content_cosine_of_all(query, key, documents)
+        return cosine_of_gram(content_gram(query, key, documents, terms.scale))
     logits = attention_logits(query, key, terms.map(lambda x, _: x.to(query.dtype)))
     allowed = allowed_pairs(attending.document_ids, attending.window)
-    return similarity.logits_cosine(logits, allowed, documents)
+    return logits_cosine(logits, allowed, documents)
 
 
 class _TapHeads(torch.autograd.Function):

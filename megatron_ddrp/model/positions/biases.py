@@ -29,7 +29,7 @@ i = query, j = key; x₊ = max(x, 0), so m^L_h acts on keys to the left. a^L and
 them unless `--relative-table per-layer` is given. `--relative-distance` is refused.
 
 Departures: the notes give no initialisation that keeps slopes positive. Ours start at the symmetric slopes of
-`alibi.py` in both directions, and softplus keeps them above 0. Weight decay does not act on a, because a = 0 means a
+`Alibi` in both directions, and softplus keeps them above 0. Weight decay does not act on a, because a = 0 means a
 slope of ln 2, steeper than every slope that a head starts with. HCD compares logits with this bias, since it is
 learned.
 """

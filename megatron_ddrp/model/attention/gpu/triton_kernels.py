@@ -19,12 +19,11 @@ Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, T
 
 Kernels of `triton_attention.py`: the forward pass, and the gradients of queries, keys and the bias.
 
-Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; `triton_tiles.py` computes
-the tiles, their position terms and dropout. Each kernel owns a block of queries (or of keys) of one head of one
-sequence and walks over the tiles of its row (or column) of A in three runs: the band, then each clipped bin. It skips
-tiles that the block cannot reach: other documents before or after its own, and places outside the window. Every result
-has one writer and sums have a fixed order, so a run repeats to the last bit.
-"""
+Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; the first half of this
+file computes the tiles, their position terms and dropout. Each kernel owns a block of queries (or of keys) of one
+head of one sequence and walks over the tiles of its row (or column) of A in three runs: the band, then each clipped
+bin. It skips tiles that the block cannot reach: other documents before or after its own, and places outside the
+window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit. """
 
 from __future__ import annotations
 
