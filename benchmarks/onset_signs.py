@@ -33,7 +33,8 @@ from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.attention.logits import allowed_pairs
 from megatron_ddrp.pages.markdown import Table
-from megatron_ddrp.run.metrics import WINDOW, Callback, Point, StopTraining, curve_of, onset, read_rows, stored_level
+from megatron_ddrp.run.callbacks import Callback, StopTraining
+from megatron_ddrp.run.metrics import WINDOW, Point, curve_of, onset, read_rows, stored_level
 
 PLAN, *_ = read_plans(Path(__file__).resolve().parents[1] / "examples" / "compare" / "plateau.yaml")
 SETTINGS: dict[str, Any] = dict(PLAN.flags)

@@ -43,10 +43,11 @@ from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, agree_on_long_work, gather_objects, refuse_differences
+from megatron_ddrp.run.callbacks import Callback, Callbacks, callbacks_of
 from megatron_ddrp.run.launch import StopRequests, is_launched
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.loop import TrainingRun, bound_kernel_caches, keep_freed_memory
-from megatron_ddrp.run.metrics import Callback, Callbacks, PlateauWatch, callbacks_of
+from megatron_ddrp.run.metrics import PlateauWatch
 from megatron_ddrp.run.run_folder import RunFolder, find_unshared, sole_writer
 
 WithData: TypeAlias = Callable[[Config], Config]

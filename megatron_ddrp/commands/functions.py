@@ -113,9 +113,9 @@ def pretrain(*, texts: Iterable[Any] | None = None, callbacks: Sequence[Any] = (
 
     Data are a dataset on the disk (`data_path`), or `texts`: strings, or rows with a key `text`, such as a
     `datasets.Dataset`; they are preprocessed first, beside `save` or in a temporary folder.
-    `callbacks` are objects of classes derived from `megatron_ddrp.run.metrics.Callback`.
+    `callbacks` are objects of classes derived from `megatron_ddrp.run.callbacks.Callback`.
     """
-    from megatron_ddrp.run.metrics import RowList, checked_callbacks
+    from megatron_ddrp.run.callbacks import RowList, checked_callbacks
 
     words, members = given_words(settings), checked_callbacks(callbacks)
     if texts is not None and settings.get("data_path") is not None:

@@ -37,11 +37,11 @@ from megatron_ddrp.errors import ASKED_TO_STOP, UserError
 from megatron_ddrp.memory import GIB, neediest_by_zero_stage
 from megatron_ddrp.model import Encoder, count_parameters, on_meta_device
 from megatron_ddrp.model.fused import named_device
+from megatron_ddrp.run.callbacks import Callback
 from megatron_ddrp.run.devices import DEVICES, HOST, SHARE, Device, with_chosen_backend
 from megatron_ddrp.run.flops import flop_per_token, step_seconds
 from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.run.metrics import Callback
 from megatron_ddrp.train import train
 
 

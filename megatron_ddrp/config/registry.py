@@ -137,7 +137,7 @@ SCHEDULES = Table(
         for name in ("linear", "cosine", "constant", "inverse-square-root", "wsd")
     },
 )
-CALLBACKS = Table("--plugin", "megatron_ddrp.run.metrics:Callback()", {})
+CALLBACKS = Table("--plugin", "megatron_ddrp.run.callbacks:Callback()", {})
 METRICS = Table("--metric", "(labels, predictions)", {}, needs="kinds")
 """Metrics of plug-ins; the package's stand in each kind of task."""
 KINDS = Table(

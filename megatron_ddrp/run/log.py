@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.run.metrics import METRICS, Callbacks, MetricsFile
+from megatron_ddrp.run.callbacks import Callbacks
+from megatron_ddrp.run.metrics import METRICS, MetricsFile
 
 QUIET_SECONDS = 10
 """Seconds without a line after which the next step prints one, whether or not a row is due."""

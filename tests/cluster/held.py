@@ -6,7 +6,7 @@ A test can then do its harm at that step, however fast or slow the machine is.
 import time
 from pathlib import Path
 
-from megatron_ddrp.run.metrics import Callback
+from megatron_ddrp.run.callbacks import Callback
 
 
 class Held(Callback):

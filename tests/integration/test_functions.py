@@ -28,8 +28,9 @@ from megatron_ddrp import compare, finetune, minimal_pairs, preprocess, pretrain
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.experiment import stop_on_sigterm
+from megatron_ddrp.run.callbacks import Callback, StopTraining
 from megatron_ddrp.run.launch import guest
-from megatron_ddrp.run.metrics import Callback, StopTraining, read_rows
+from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
 

@@ -22,9 +22,9 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log, loop
+from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.flops import StepProfile
 from megatron_ddrp.run.launch import StopRequests
-from megatron_ddrp.run.metrics import Callbacks
 from megatron_ddrp.train import where_we_start
 
 RANKS = Ranks(0, 1, torch.device("cpu"))

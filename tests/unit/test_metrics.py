@@ -11,8 +11,9 @@ from megatron_ddrp.checkpoint import write_state
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.checkpoint import Progress, Resumed
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
-from megatron_ddrp.run.metrics import DAMAGED, METRICS, MetricsFile, TensorBoard, read_rows
+from megatron_ddrp.run.metrics import DAMAGED, METRICS, MetricsFile, read_rows
 from megatron_ddrp.train import open_log
 
 BAD_LINES = {

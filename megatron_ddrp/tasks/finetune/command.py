@@ -75,7 +75,7 @@ class OwnTasks(Suite):
 
     def finish(self, sweep: Any, store: Store) -> list[str]:
         """Predict the test files without labels; return lines that name the kept models and the predictions."""
-        from megatron_ddrp.tasks.finetune.predict import use_models  # here, because it imports torch
+        from megatron_ddrp.tasks.finetune.task_files import use_models  # here, because it imports torch
 
         return use_models(sweep, store)
 
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def predict(wanted: Prediction) -> int:
     """Label a file with a fine-tuned model."""
-    from megatron_ddrp.tasks.finetune.predict import predict_file  # here, because it imports torch
+    from megatron_ddrp.tasks.finetune.task_files import predict_file  # here, because it imports torch
     from megatron_ddrp.tasks.jobs import device_of
 
     columns = wanted.text_column, wanted.text_pair_column

@@ -14,7 +14,8 @@ from megatron_ddrp.config import CheckpointConfig, Config, ModelConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.lab.analysis.figures import layer_logits
 from megatron_ddrp.model import build_model
-from megatron_ddrp.run.metrics import StopTraining, store_level
+from megatron_ddrp.run.callbacks import StopTraining
+from megatron_ddrp.run.metrics import store_level
 
 LENGTHS = (12, 7)
 

@@ -23,7 +23,7 @@ Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positio
 file computes the tiles, their position terms and dropout. Each kernel owns a block of queries (or of keys) of one
 head of one sequence and walks over the tiles of its row (or column) of A in three runs: the band, then each clipped
 bin. It skips tiles that the block cannot reach: other documents before or after its own, and places outside the
-window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit. """
+window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit."""
 
 from __future__ import annotations
 

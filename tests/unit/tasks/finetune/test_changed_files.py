@@ -9,7 +9,8 @@ import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.tasks.finetune import predict, workers
+from megatron_ddrp.tasks.finetune import task_files as predict
+from megatron_ddrp.tasks.finetune import workers
 from megatron_ddrp.tasks.finetune.command import main, parse_arguments
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.task_files import read_task

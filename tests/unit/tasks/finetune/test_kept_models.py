@@ -13,7 +13,7 @@ from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.rows import pad_batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
-from megatron_ddrp.tasks.finetune.predict import load_finetuned
+from megatron_ddrp.tasks.finetune.task_files import load_finetuned
 from megatron_ddrp.tasks.finetune.training import read_facts
 from tests.unit.conversion.test_tokenizer_rules import make
 from tests.unit.tasks.finetune.test_own_tasks import GLANCE, model_of, words

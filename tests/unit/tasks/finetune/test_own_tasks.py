@@ -17,9 +17,8 @@ from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.predict import load_finetuned
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.task_files import read_task
+from megatron_ddrp.tasks.finetune.task_files import load_finetuned, read_task
 from megatron_ddrp.tasks.finetune.workers import plan_text
 from tests.unit.tasks.finetune.conftest import first_word_kind
 from tests.unit.tasks.glue.conftest import sentences

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune import predict
-from megatron_ddrp.tasks.finetune.predict import FineTuned, predict_file
+from megatron_ddrp.tasks.finetune import task_files as predict
 from megatron_ddrp.tasks.finetune.table_files import Columns, Task, read_rows
+from megatron_ddrp.tasks.finetune.task_files import FineTuned, predict_file
 
 KINDS = {
     "classification": (Columns("text", None, "label"), "A"),

@@ -12,8 +12,8 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import OwnTasks, main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import JsonLinesFile, TableFile
-from megatron_ddrp.tasks.finetune.predict import FineTuned
 from megatron_ddrp.tasks.finetune.table_files import Columns
+from megatron_ddrp.tasks.finetune.task_files import FineTuned
 from tests.unit.tasks.finetune.test_own_tasks import GLANCE, words
 
 BAD_TEST = {
@@ -41,7 +41,7 @@ def test_the_table_is_there_if_the_prediction_fails(topics, bert_folder, tmp_pat
     def fail(*_):
         raise UserError("no space left")
 
-    monkeypatch.setattr("megatron_ddrp.tasks.finetune.predict.predict_file", fail)
+    monkeypatch.setattr("megatron_ddrp.tasks.finetune.task_files.predict_file", fail)
     with pytest.raises(UserError, match="no space left"):
         main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", topics / "new.jsonl"))
     assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
