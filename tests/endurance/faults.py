@@ -63,6 +63,11 @@ class Fault(NamedTuple):
         return "" if times == 1 else f"{self.file} has its old text {times} times"
 
 
+def all_faults() -> list[Fault]:
+    """Return the faults of faults.yaml."""
+    return [Fault(**entry) for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
+
+
 class FirstFailure:
     """Plug-in of pytest that keeps the name of the first failed test, or of a file that cannot be collected."""
 
@@ -114,8 +119,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "faults.jsonl", help="file of results")
     parser.add_argument("--check", action="store_true", help="only check that every fault still applies")
     arguments = parser.parse_args()
-    listed = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    known = {entry["name"]: Fault(**entry) for entry in listed}
+    known = {fault.name: fault for fault in all_faults()}
     if unknown := [name for name in arguments.only or () if name not in known]:
         parser.error(f"--only {unknown[0]}: not in the list")
     faults = [known[name] for name in arguments.only or known]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.endurance.faults import all_faults
 from tests.endurance.lines import BOUNDS, ROOT, code_lines, part_of, source_files
 
 PACKAGE = "megatron_ddrp"
@@ -139,6 +140,10 @@ def test_at_most_8_loose_files_in_the_package() -> None:
 def test_the_finder_of_circles_sees_what_it_should(sources: dict[str, str], expected: set[str]) -> None:
     graph = import_graph({Path(f"{name}.py"): ast.parse(source) for name, source in sources.items()})
     assert set(circle(graph)) == expected
+
+
+def test_every_planned_fault_finds_its_line() -> None:
+    assert [f"{fault.name}: {fault.misfit}" for fault in all_faults() if fault.misfit] == []
 
 
 def test_parameters_are_counted_without_self() -> None:
