@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.model.attention.gpu import triton_attention
-from megatron_ddrp.model.attention.gpu import triton_attention as kernel_plan
 from megatron_ddrp.model.attention.logits import Attending
 
 BOUNDS = Path(__file__).with_name("kernel_bounds.json")
@@ -90,7 +89,7 @@ def launches(
     with (
         mock.patch.object(triton_attention, "launch", catch),
         mock.patch.object(triton_attention, "why_not_triton", lambda *_: None),
-        mock.patch.object(kernel_plan, "capability_of", lambda _: (capability // 10, capability % 10)),
+        mock.patch.object(triton_attention, "capability_of", lambda _: (capability // 10, capability % 10)),
     ):
         query, key, value = (leaf(3, SEQ, 4, head_dim).transpose(1, 2) for _ in range(3))
         attending = Attending(
@@ -213,7 +212,7 @@ def main() -> None:
     for name, capability, launch in cases(arguments.encodings, arguments.head_sizes, arguments.compare):
         if arguments.kernels is None or name.split(", ")[2] in arguments.kernels:
             if arguments.tile:
-                launch = launch._replace(constants=launch.constants | kernel_plan.Tile(*arguments.tile).constants)
+                launch = launch._replace(constants=launch.constants | triton_attention.Tile(*arguments.tile).constants)
             table[name] = compile_launch(launch, capability)
             print(name, table[name], flush=True)
     if arguments.write:

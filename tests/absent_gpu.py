@@ -15,7 +15,6 @@ import torch
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine import build
 from megatron_ddrp.model.attention.gpu import triton_attention
-from megatron_ddrp.model.attention.gpu import triton_attention as kernel_plan
 
 
 class Kernel:
@@ -56,7 +55,7 @@ def triton_without_gpu(compiled: Callable[[str, Any], object] = lambda name, sig
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))
-        stack.enter_context(mock.patch.object(kernel_plan, "capability_of", lambda _: (9, 0)))
+        stack.enter_context(mock.patch.object(triton_attention, "capability_of", lambda _: (9, 0)))
         stack.enter_context(mock.patch.object(triton_attention, "why_not_device", lambda *_: None))
         driver.set_active(Driver())
         forget_compilations()

@@ -263,8 +263,6 @@ def _with_rows(own: Tokenizer, theirs: Any) -> Tokenizer:
 
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
-COMPARED_PIECES = 2000
-"""Number of pieces whose text both tokenizers must split alike before the files count as equal."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_segments: int = 2) -> str:
@@ -323,7 +321,7 @@ def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
     """Return whether both split the text of the vocabulary's first pieces into the same ids."""
     special = set(tokenizer.special_ids.tolist())
     pieces = [piece for i, piece in enumerate(tokenizer.pieces) if i not in special]
-    words = [piece.replace(WORD_START, " ") for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:COMPARED_PIECES]
+    words = [piece.replace(WORD_START, " ") for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:PROBED_PIECES]
     texts = [" ".join(words[start : start + 50]) for start in range(0, len(words), 50)]
     ours = tokenizer.encode_batch(texts)
     return ours == [encoding.ids for encoding in converted.encode_batch(texts, add_special_tokens=False)]

@@ -25,7 +25,7 @@ PROTOCOLS = {protocol.name: protocol for protocol in (*RUNS, *OUTPUTS)}
 
 
 class Effort(NamedTuple):
-    """How much of a protocol is tried."""
+    """Amount of states that are tried of a protocol."""
 
     models: tuple[str, ...] = MODELS
     most: int | None = None
@@ -38,9 +38,9 @@ class Report(NamedTuple):
     name: str
     operations: int
     tried: dict[str, int]
-    """States of each model."""
+    """Model → number of its states."""
     bad: dict[str, int]
-    """Those of them with a fault."""
+    """Model → its states with a fault."""
     faults: list[str]
 
 

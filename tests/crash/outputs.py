@@ -85,7 +85,7 @@ class Preprocess(Protocol):
 
 
 class PreprocessAgain(Preprocess):
-    """The same over the datasets of another text."""
+    """Preprocessing over the datasets of another text."""
 
     name, overwrites = "preprocess --overwrite", True
 
@@ -165,7 +165,7 @@ class Export(Protocol):
 
 
 class ExportAgain(Export):
-    """The same over an older export."""
+    """An export over an older one."""
 
     name = "convert --load --overwrite"
 

@@ -1,4 +1,4 @@
-"""What a protocol of updates is: a prepared folder, the update, and what must hold after a crash in the midst of it."""
+"""Protocol of an update: a prepared folder, the update, and what must hold after a crash in the midst of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Protocol:
     is_quick = True
     """False for protocols that only the whole check tries."""
     again_every = 1
-    """The same command runs again after each so many-th kill, and after a tenth as many power cuts."""
+    """The same command runs again after one of so many kills, and after one of ten times as many power cuts."""
 
     def __init__(self, root: Path, sample: Sample) -> None:
         """Use the folder `root`, which is made and removed by the caller."""

@@ -16,7 +16,6 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint.weights import Form
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion import to_huggingface
-from megatron_ddrp.conversion import to_huggingface as finetuned
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.engine import checkpoint as engine_checkpoint
@@ -67,8 +66,7 @@ class Sample:
 
     def __init__(self, folder: Path) -> None:
         """Write the inputs. From now on this process leaves out the check of exports, which costs a second each."""
-        for module in (finetuned, to_huggingface):
-            module.check_export = lambda *_: "not checked"
+        to_huggingface.check_export = lambda *_: "not checked"
         self.folder, texts = folder, documents()[:60]
         folder.mkdir(parents=True)
         self.vocabulary = write_vocabulary(texts, folder / "vocab.txt", num_words=60)

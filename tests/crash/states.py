@@ -23,7 +23,7 @@ MODELS = ("kill", "journal", "worst")
 MOST = 300
 """Combinations of folders at one moment; of more, so many are drawn by chance."""
 LOSSES = {"journal": ("nothing", "half"), "worst": ("nothing", "half", "zeros")}
-"""What of the bytes that were not synced may be there."""
+"""Model → parts of unsynced bytes that a crash may leave."""
 
 Named = tuple[int, Operation]
 """Operation on names, with its number."""
@@ -38,7 +38,7 @@ class State:
     """Number of operations before the crash."""
     lost: tuple[str, ...]
     reported: tuple[str, ...]
-    """What the process had reported as done."""
+    """Parts of the update that the process had reported as done."""
     files: Mapping[str, bytes | None]
 
     @functools.cached_property

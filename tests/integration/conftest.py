@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from tests.conftest import TinyCorpus
+from tests.integration.hosts import Host, missing, two_hosts
 
 TINY: dict[str, Any] = {
     "num_layers": 2,
@@ -55,3 +56,13 @@ def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
         return command_line(TINY | data | changes)
 
     return tiny
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a network between them, made of namespaces."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    with two_hosts() as made:
+        yield made

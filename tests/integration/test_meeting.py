@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from torch import distributed
 
 from megatron_ddrp.parallel import rendezvous
 from megatron_ddrp.run import run_folder
-from tests.integration.hosts import INTERFACE, Host, missing, two_hosts
+from tests.integration.hosts import INTERFACE, Host
 from tests.integration.launch import Result, free_port, lines, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -28,15 +28,6 @@ SECONDS = 12
 NEW_NETWORK, NEW_MOUNTS, NEW_NAMES = 0x40000000, 0x20000, 0x4000000
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 """Flags of Linux's `unshare` and `mount`."""
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    reason = missing()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as made:
-        yield made
 
 
 def only(rank: int, **variables: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.run.metrics import read_rows
-from tests.integration.hosts import Host, ip, missing, two_hosts
+from tests.integration.hosts import Host, ip, missing
 from tests.integration.launch import SCRIPT, TIMEOUT, command_of_process, free_port, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
@@ -26,15 +26,6 @@ COURSE = {"train_iters": 60, "save_interval": 4, "keep_last": 2, "distributed_ti
 STEPS_BEFORE_DEATH = 6
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    reason = missing()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as made:
-        yield made
 
 
 def write_hostfile(hosts: tuple[Host, Host], folder: Path) -> Path:

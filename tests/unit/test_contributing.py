@@ -33,7 +33,7 @@ def test_every_added_line_is_in_the_file_that_its_diff_names():
 
 
 def test_the_encoding_is_whole():
-    """All of its class stands in the recipe."""
+    """The recipe shows the whole class."""
     shown = [line for file, line in added_lines() if file == "megatron_ddrp/model/positions/biases.py"]
     text = (ROOT / "megatron_ddrp/model/positions/biases.py").read_text(encoding="utf-8")
     (whole,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "T5")

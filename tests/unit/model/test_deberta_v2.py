@@ -10,8 +10,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.attention import cpu as blocks
-from megatron_ddrp.model.attention import cpu as positions
+from megatron_ddrp.model.attention import cpu
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.attention.logits import Attending
 from megatron_ddrp.model.positions import PositionTerms
@@ -120,8 +119,8 @@ DISTANCES = torch.arange(-99, 100).abs()
     "row", [bucket(torch.arange(-99, 100), 16, 100) + 15, DISTANCES.clamp(max=30), 30 - DISTANCES.clamp(max=30)]
 )
 def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(row, window, monkeypatch):
-    monkeypatch.setattr(positions, "RUN_OF_KEYS", 16)
-    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "RUN_OF_KEYS", 16)
+    monkeypatch.setattr(cpu, "TILE_ELEMENTS", 1)
     torch.manual_seed(0)
     tables = [torch.randn(2, 31, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     vectors = [torch.randn(2, 2, 100, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]

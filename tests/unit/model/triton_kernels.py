@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
-from megatron_ddrp.model.attention.gpu import triton_attention as plan
 from megatron_ddrp.model.attention.gpu.triton_attention import (
     DROPOUT_STEPS,
     Facts,
@@ -77,7 +76,7 @@ def test_equals_eager_in_float64(document_ids, bounds, options):
 
 def test_a_window_of_hundreds_of_places_reaches_both_its_ends(monkeypatch):
     """A tile's queries and their window together are more than the 512 places that any row is looked through for."""
-    monkeypatch.setattr(plan, "tiles", lambda *_: Tiles(*(Tile(256, 64, 4, 1),) * 4))
+    monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(256, 64, 4, 1),) * 4))
     case = make_case([[1] * 470], -4, 3, tables="q", window=200)
     with torch.no_grad():
         case.query.zero_()  # so that every key in reach counts
@@ -165,7 +164,7 @@ def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
     before = dropped_probabilities(case, 0.3, 7)
     assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
-    monkeypatch.setattr(plan, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
+    monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
 
 

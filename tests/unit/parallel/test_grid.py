@@ -7,7 +7,6 @@ import torch.distributed as dist
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel import process_group as agreement
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_rows, place_in_grid, row_counts
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_rows_of_a_sample_count_once(monkeypatch, tensor_rank, pipeline_rank, co
 
 def test_of_several_errors_the_first_ranks_is_raised(monkeypatch):
     failures = [None, ("of rank 1", 2), ("of rank 2", 1)]
-    monkeypatch.setattr(agreement, "gather_objects", lambda _: [("a", failure) for failure in failures])
+    monkeypatch.setattr(process_group, "gather_objects", lambda _: [("a", failure) for failure in failures])
     with pytest.raises(UserError, match="^of rank 1$") as caught:
         agree(lambda: None)
     assert caught.value.exit_code == 2

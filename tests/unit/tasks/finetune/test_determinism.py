@@ -8,7 +8,6 @@ from torch import nn
 from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune import training as determinism
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.finetune.training import TaskModel
@@ -27,7 +26,7 @@ def settings():
 @pytest.fixture(autouse=True)
 def settings_of_before():
     before = settings()
-    determinism._tell.cache_clear()
+    training._tell.cache_clear()
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     torch.utils.deterministic.fill_uninitialized_memory = before[2]
@@ -100,18 +99,18 @@ def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction
 def test_settings_are_put_back_as_they_were(before):
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     torch.utils.deterministic.fill_uninitialized_memory = before[2]
-    with pytest.raises(KeyError), determinism.deterministic(GPU):
+    with pytest.raises(KeyError), training.deterministic(GPU):
         assert settings() == (True, False, False)
         raise KeyError
     assert settings() == before
-    with determinism.deterministic(torch.device("cpu")):
+    with training.deterministic(torch.device("cpu")):
         assert settings() == before
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_at_an_operator_without_a_deterministic_form_begins_anew(precision, monkeypatch, capsys):
     expected, predicted = tune(puts=False, precision=precision)
-    monkeypatch.setattr(training, "deterministic", lambda device, real=determinism.deterministic: real(GPU))
+    monkeypatch.setattr(training, "deterministic", lambda device, real=training.deterministic: real(GPU))
     before = settings()
     for _ in range(2):
         with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
@@ -138,17 +137,17 @@ def test_cublas_without_a_fixed_workspace_is_named_and_other_errors_pass(capsys)
             )
         return 3
 
-    with determinism.deterministic(GPU):
-        assert determinism.with_fallback(product) == 3 and asked == [False, True]
+    with training.deterministic(GPU):
+        assert training.with_fallback(product) == 3 and asked == [False, True]
         with pytest.raises(RuntimeError, match="out of memory"):
-            determinism.with_fallback(lambda: (_ for _ in ()).throw(RuntimeError("CUDA out of memory")))
+            training.with_fallback(lambda: (_ for _ in ()).throw(RuntimeError("CUDA out of memory")))
     assert "torch's CuBLAS, with this CUBLAS_WORKSPACE_CONFIG, has no" in capsys.readouterr().err
 
 
 def test_a_workspace_of_the_user_stays(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    determinism.fix_workspace()
-    assert determinism.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    training.fix_workspace()
+    assert training.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    determinism.fix_workspace()
-    assert determinism.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    training.fix_workspace()
+    assert training.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
