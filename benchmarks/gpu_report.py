@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 from gpu_device import device_name
-from gpu_sections import SECTIONS, Section
-from gpu_training import TINY, Bench, Row, Sizes, one_line, write_corpora
+from gpu_sections import SECTIONS, ReportSection
+from gpu_training import TINY, Bench, ReportSizes, Row, one_line, write_corpora
 from measure import DEVICE, benchmark_parser
 
 from megatron_ddrp.data.atomic import write_text
@@ -54,7 +54,7 @@ FORMATS = {
 class Reporter:
     """Runs sections, and keeps the report on disk up to date after each of them."""
 
-    def __init__(self, output: Path, sizes: Sizes, minutes: float, context: Any) -> None:
+    def __init__(self, output: Path, sizes: ReportSizes, minutes: float, context: Any) -> None:
         """Go on with the report in `output` if there is one. Raises `UserError` if it is of other code or sizes."""
         self.output, self.sizes, self.context = output, sizes, context
         self.began = time.monotonic()
@@ -72,7 +72,7 @@ class Reporter:
                 )
         self.minutes_before = self.report.get("minutes", 0.0)
 
-    def run(self, sections: Sequence[Section]) -> None:
+    def run(self, sections: Sequence[ReportSection]) -> None:
         """Run the sections that are not done while there is time: those that never began, then those with faults."""
         before = {section["name"]: section for section in self.report["sections"]}
         due = [section for section in sections if section.name not in before or before[section.name]["fault"]]
@@ -94,7 +94,7 @@ class Reporter:
                 self.report["sections"] = sorted(before.values(), key=lambda s: order.get(s["name"], len(order)))
                 self._write()
 
-    def _run_apart(self, section: Section, folder: Path, seconds: float) -> dict[str, Any]:
+    def _run_apart(self, section: ReportSection, folder: Path, seconds: float) -> dict[str, Any]:
         """Run a section in a process of its own for at most so many seconds; return its part of the report."""
         rows_file, began = folder / f"{section.name}.jsonl", time.monotonic()
         rows_file.touch()
@@ -123,7 +123,7 @@ class Reporter:
         write_text(self.output / PAGE, page(self.report))
 
 
-def work(section: Section, sizes: Sizes, folder: Path, rows_file: Path, log: Path) -> None:
+def work(section: ReportSection, sizes: ReportSizes, folder: Path, rows_file: Path, log: Path) -> None:
     """Run a section in this process, which leads a group of its own; append its rows and what it fails with."""
     os.setsid()
     terminal = os.dup(1)
@@ -213,7 +213,7 @@ def main() -> None:
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
     exit_on_sigterm()
-    sizes = TINY if arguments.tiny else Sizes()
+    sizes = TINY if arguments.tiny else ReportSizes()
     reporter = Reporter(arguments.output, sizes, arguments.minutes, multiprocessing.get_context("spawn"))
     reporter.run([s for s in SECTIONS if arguments.sections is None or s.name in arguments.sections])
     names = " and ".join(str(arguments.output / name) for name in (PAGE, NUMBERS))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpu_device import DTYPES, describe_machine, kernel_seconds, precision
-from gpu_training import Arm, Bench, Row, Sizes, noted, time_steps, training, transformers_training
+from gpu_training import Bench, ReportSizes, Row, StepArm, noted, time_steps, training, transformers_training
 from measure import DEVICE, time_rounds
 from torch import Tensor, nn
 
@@ -45,7 +45,7 @@ Call = Callable[[], list[Tensor]]
 """Type of a forward pass; it returns what has a gradient."""
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """One table of the report."""
 
     name: str
@@ -61,7 +61,7 @@ def machine(bench: Bench) -> None:
         bench.write({"name": name, "value": value})
 
 
-class Recorder:
+class OutcomeRecorder:
     """A plug-in of pytest that writes a row for each test."""
 
     def __init__(self, write: Callable[[Row], None]) -> None:
@@ -85,23 +85,23 @@ def run_tests(paths: Sequence[Path], bench: Bench, processes: int = 0) -> None:
     arguments = ["-p", "no:cacheprovider", "-m", "gpu", "-c", str(settings), *map(str, paths)]
     if processes:
         arguments += ["-n", str(processes), "--dist", "load"]
-    code = pytest.main(arguments, plugins=[Recorder(bench.write)])
+    code = pytest.main(arguments, plugins=[OutcomeRecorder(bench.write)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {pytest.ExitCode(code).name}")
 
 
-def smoke(name: str, file: str, seconds: float, is_shared: bool = True) -> Section:
+def smoke(name: str, file: str, seconds: float, is_shared: bool = True) -> ReportSection:
     """Return the section that runs one file of tests/gpu, whose tests several processes may share."""
     cores = len(os.sched_getaffinity(0))
     processes = min(12, cores - 2) if is_shared and cores > 3 and importlib.util.find_spec("xdist") else 0
     run = partial(run_tests, [TESTS / file], processes=processes)  # a test mostly waits for a compiler
-    return Section(f"smoke-{name}", f"Smoke tests: {name}", seconds, run)
+    return ReportSection(f"smoke-{name}", f"Smoke tests: {name}", seconds, run)
 
 
 def graphs(bench: Bench) -> None:
     """Train the flagship, plain BERT and the flagship on packed rows without graphs, again, and with graphs."""
     length = bench.sizes.lengths[0]
-    for base in (Arm(length), Arm(length, *PLAIN), Arm(length, rows="packed")):
+    for base in (StepArm(length), StepArm(length, *PLAIN), StepArm(length, rows="packed")):
         rows: list[Row] = []
         for way in ("off", "off, again", "on"):
             start = partial(training, base._replace(graphs=way.partition(",")[0]), bench)
@@ -125,19 +125,19 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPES[precision()], requires_grad=True)
 
 
-def vectors(sizes: Sizes) -> list[Tensor]:
+def vectors(sizes: ReportSizes) -> list[Tensor]:
     """Return query, key and value `[batch, heads, seq, head_dim]`."""
     seq, heads = sizes.lengths[0], sizes.heads
     return [leaf(sizes.tokens // seq, seq, heads, sizes.hidden // heads).transpose(1, 2) for _ in range(3)]
 
 
-def torchs(sizes: Sizes) -> Call:
+def torchs(sizes: ReportSizes) -> Call:
     """Return torch's attention, which is its flash kernel in half precision on GPUs that have it."""
     query, key, value = vectors(sizes)
     return lambda: [F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)]
 
 
-def ours(encoding: str, compared: int, sizes: Sizes) -> Call:
+def ours(encoding: str, compared: int, sizes: ReportSizes) -> Call:
     """Return our attention with an encoding's terms, by the backend that a run would choose."""
     shape: dict[str, Any] = {"hidden_size": sizes.hidden, "num_attention_heads": sizes.heads}
     config = ModelConfig(position_encoding=encoding, num_layers=1, seq_length=sizes.lengths[0], **shape)
@@ -153,7 +153,7 @@ def ours(encoding: str, compared: int, sizes: Sizes) -> Call:
     return lambda: [output for output in attend(attending) if output is not None]
 
 
-CALLS: dict[str, Callable[[Sizes], Call]] = {
+CALLS: dict[str, Callable[[ReportSizes], Call]] = {
     "torch": torchs,
     "ours, ddrp": partial(ours, "ddrp", 0),
     "ours, ddrp with HCD": partial(ours, "ddrp", COMPARED),
@@ -190,12 +190,18 @@ def steps(bench: Bench) -> None:
     """Time steps of the flagship, plain BERT and DeBERTa, the last two beside transformers' models."""
     for length in bench.sizes.lengths:
         kinds = ("full", "padded", "packed") if length == bench.sizes.lengths[0] else ("full",)
-        arms = [*(Arm(length, rows=rows) for rows in kinds), Arm(length, *PLAIN), Arm(length, "deberta", "mlm")]
+        arms = [
+            *(StepArm(length, rows=rows) for rows in kinds),
+            StepArm(length, *PLAIN),
+            StepArm(length, "deberta", "mlm"),
+        ]
         for arm in arms:
             bench.write(time_steps(arm.row, partial(training, arm, bench), bench.sizes))
         for kind in ("bert", "deberta-v2"):
-            row = Arm(length).row | {"name": f"transformers: {kind}"}
-            bench.write(time_steps(row, partial(transformers_training, kind, Arm(length, *PLAIN), bench), bench.sizes))
+            row = StepArm(length).row | {"name": f"transformers: {kind}"}
+            bench.write(
+                time_steps(row, partial(transformers_training, kind, StepArm(length, *PLAIN), bench), bench.sizes)
+            )
 
 
 def resumed_run(bench: Bench) -> None:
@@ -209,7 +215,7 @@ def resumed_run(bench: Bench) -> None:
 def numbers_of(bench: Bench, name: str, stop: int | None = None) -> list[Any]:
     """Return loss and gradient norm of each step of a run of the flagship in its folder, which it resumes from."""
     folder = bench.folder / name
-    config = Arm(bench.sizes.lengths[0], rows="packed").config(bench)
+    config = StepArm(bench.sizes.lengths[0], rows="packed").config(bench)
     files: dict[str, Any] = {"save": str(folder), "load": str(folder) if folder.exists() else None}
     train(
         config.replace(
@@ -222,13 +228,13 @@ def numbers_of(bench: Bench, name: str, stop: int | None = None) -> list[Any]:
 
 
 SECTIONS = (
-    Section("machine", "The machine", 60, machine),
+    ReportSection("machine", "The machine", 60, machine),
     smoke("attention", "test_attention_gpu.py", 120),
     smoke("steps", "test_steps_gpu.py", 300),
-    Section("graphs", "CUDA graphs off and on, in the steps of the recipe", 300, graphs),
-    Section("kernels", "Attention by itself", 90, kernels),
-    Section("steps", "Steps, beside transformers", 300, steps),
-    Section("runs", "A run that saves and resumes", 60, resumed_run),
+    ReportSection("graphs", "CUDA graphs off and on, in the steps of the recipe", 300, graphs),
+    ReportSection("kernels", "Attention by itself", 90, kernels),
+    ReportSection("steps", "Steps, beside transformers", 300, steps),
+    ReportSection("runs", "A run that saves and resumes", 60, resumed_run),
     smoke("runs", "test_runs_gpu.py", 240, is_shared=False),  # its runs share one process
 )
 """The sections by importance, each in a process of its own, where a failed kernel spoils the device."""

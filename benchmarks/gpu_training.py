@@ -42,7 +42,7 @@ MEAN_TEXT = 367
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ReportSizes:
     """Sizes of the models, rows and steps of a report; the defaults are those of the paper's base model."""
 
     layers: int = 12
@@ -62,7 +62,9 @@ class Sizes:
     corpus_tokens: int = 2_000_000
 
 
-TINY = Sizes(2, 32, 4, 200, lengths=(32, 16), tokens=64, micro_batches=2, warm_up=1, steps=2, corpus_tokens=20_000)
+TINY = ReportSizes(
+    2, 32, 4, 200, lengths=(32, 16), tokens=64, micro_batches=2, warm_up=1, steps=2, corpus_tokens=20_000
+)
 """Sizes with which a report is tried out on a CPU."""
 
 
@@ -70,7 +72,7 @@ TINY = Sizes(2, 32, 4, 200, lengths=(32, 16), tokens=64, micro_batches=2, warm_u
 class Bench:
     """Gives a section of the report its sizes, its corpora and its table."""
 
-    sizes: Sizes
+    sizes: ReportSizes
     folder: Path
     """Folder of `write_corpora`."""
     write: Callable[[Row], None]
@@ -82,7 +84,7 @@ class Bench:
         return process_group.start(ParallelConfig())
 
 
-def write_corpora(folder: Path, sizes: Sizes) -> None:
+def write_corpora(folder: Path, sizes: ReportSizes) -> None:
     """Write vocab.txt and two datasets of random tokens: `long` is one text, `short` many of log-normal lengths."""
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     words = (f"w{number}" for number in range(sizes.vocabulary - len(special)))
@@ -97,7 +99,7 @@ def write_corpora(folder: Path, sizes: Sizes) -> None:
             output.publish([None])
 
 
-class Arm(NamedTuple):
+class StepArm(NamedTuple):
     """One way to train."""
 
     length: int
@@ -128,7 +130,7 @@ class Arm(NamedTuple):
         return parse_arguments(words).config
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Work of one step."""
 
     tokens: int
@@ -139,7 +141,7 @@ class Work(NamedTuple):
     """Gives a number by which two runs are compared, at the step's end."""
 
 
-Running = AbstractContextManager[Callable[[], Work]]
+Running = AbstractContextManager[Callable[[], StepWork]]
 """Type of a model in training: it gives a function that makes one optimizer step."""
 
 
@@ -151,7 +153,7 @@ def open_loader(config: Config) -> tuple[Config, BatchLoader]:
 
 
 @contextmanager
-def training(arm: Arm, bench: Bench) -> Iterator[Callable[[], Work]]:
+def training(arm: StepArm, bench: Bench) -> Iterator[Callable[[], StepWork]]:
     """Give the steps of a real engine on its loader. Their number is the gradient norm."""
     ranks = bench.ranks
     check_device(arm.config(bench), ranks.device)
@@ -159,13 +161,13 @@ def training(arm: Arm, bench: Bench) -> Iterator[Callable[[], Work]]:
     torch.manual_seed(SEED)
     engine = build_engine(allocate_model(config), config, ranks, loader.num_micro_batches)
 
-    def step() -> Work:
+    def step() -> StepWork:
         number, micro_batches = next(stream)
         result = train_step(engine, micro_batches, config, ranks, number)
         arrays = [micro_batch.arrays for micro_batch in micro_batches]
         tokens = sum(int((batch.document_ids > 0).sum()) for batch in arrays)  # the step's own counts wait for its end
         flop = flop_of_rows(config, [batch.input_ids.shape for batch in arrays])
-        return Work(tokens, flop, lambda: result.grad_norm)
+        return StepWork(tokens, flop, lambda: result.grad_norm)
 
     def prepare(batches: list[Batch], number: int) -> tuple[int, list[MicroBatch]]:
         return number + 1, training_inputs(batches, config, number + 1, ranks.device)
@@ -178,7 +180,7 @@ def training(arm: Arm, bench: Bench) -> Iterator[Callable[[], Work]]:
 
 
 @contextmanager
-def transformers_training(kind: str, arm: Arm, bench: Bench) -> Iterator[Callable[[], Work]]:
+def transformers_training(kind: str, arm: StepArm, bench: Bench) -> Iterator[Callable[[], StepWork]]:
     """Give the steps of a masked LM of transformers on an arm's rows. They have no number."""
     sizes, (_, loader) = bench.sizes, open_loader(arm.config(bench))
     batches = [on_device(batch) for batch in loader.step(0)]
@@ -186,23 +188,23 @@ def transformers_training(kind: str, arm: Arm, bench: Bench) -> Iterator[Callabl
     model = transformers_model(kind, arm.length, vocab_size=sizes.vocabulary, **shape)
     train = training_step(model, *(partial(transformers_loss, model, batch) for batch in batches))
 
-    def step() -> Work:
+    def step() -> StepWork:
         train()
-        return Work(sum(batch.input_ids.numel() for batch in batches), 0.0, lambda: 0.0)
+        return StepWork(sum(batch.input_ids.numel() for batch in batches), 0.0, lambda: 0.0)
 
     yield step
 
 
-def time_steps(row: Row, start: Callable[[], Running], sizes: Sizes) -> Row:
+def time_steps(row: Row, start: Callable[[], Running], sizes: ReportSizes) -> Row:
     """Train a model by itself; return `row` with its times, peak memory and numbers, or with its error as a note."""
     with peak_memory(row), noted(row):
         row |= figures(start, sizes)
     return row
 
 
-def figures(start: Callable[[], Running], sizes: Sizes) -> Row:
+def figures(start: Callable[[], Running], sizes: ReportSizes) -> Row:
     """Return the medians of the timed steps, the numbers of all steps, and the kernels' time in one step more."""
-    host, whole, numbers, done = list[float](), list[float](), list[float](), list[Work]()
+    host, whole, numbers, done = list[float](), list[float](), list[float](), list[StepWork]()
     with start() as step:
         for _ in range(sizes.warm_up + sizes.steps):
             began = time.perf_counter()

@@ -62,7 +62,7 @@ def body(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Options(Section):
+class BookOptions(Section):
     """input and output"""
 
     input: tuple[str, ...] = option(MISSING, "folders (or files) of .txt, also packed", nargs="+", metavar="DIR")
@@ -71,7 +71,7 @@ class Options(Section):
 
 
 def main() -> None:
-    arguments = parse_sections(ArgumentParser(description=__doc__), (Options,), None, plugins=False)
+    arguments = parse_sections(ArgumentParser(description=__doc__), (BookOptions,), None, plugins=False)
     files = find_inputs(arguments.input)
     for file in files:
         if file.ending not in ("", ".txt"):

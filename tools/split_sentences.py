@@ -56,7 +56,7 @@ def is_whole(sentence: str, max_words: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Options(Section):
+class SplitOptions(Section):
     """text"""
 
     input: tuple[str, ...] = option(MISSING, INPUT_HELP, nargs="+", metavar="FILE")
@@ -65,7 +65,7 @@ class Options(Section):
 
 
 def main() -> None:
-    arguments = parse_sections(ArgumentParser(description=__doc__), (Options,), None, plugins=False)
+    arguments = parse_sections(ArgumentParser(description=__doc__), (SplitOptions,), None, plugins=False)
     need_packages("splitting into sentences", "nltk")
     written = characters = 0
     with atomic_file(arguments.output) as stream, reading_progress(arguments.input) as bar:

@@ -25,7 +25,7 @@ import gpu_training
 import pytest
 import torch
 from gpu_sections import SECTIONS, Section
-from gpu_training import TINY, Arm, Bench, Row, write_corpora
+from gpu_training import TINY, Bench, Row, StepArm, write_corpora
 
 from megatron_ddrp.errors import FAILURE, UserError
 from tests.integration.launch import fork_server
@@ -72,7 +72,7 @@ def tables(bench: Bench) -> None:
     weights = []
     build = gpu_training.build_engine
     gpu_training.build_engine = lambda *words: noting(weights, build(*words))
-    gpu_training.time_steps({}, functools.partial(gpu_training.training, Arm(16), bench), bench.sizes)
+    gpu_training.time_steps({}, functools.partial(gpu_training.training, StepArm(16), bench), bench.sizes)
     gc.collect()
     bench.write({"section": "closed", "is_gone": [weight() is None for weight in weights]})
 
@@ -167,7 +167,7 @@ def test_a_steps_kernels_and_peak_have_their_shares(bench: Bench, monkeypatch: p
     device = types.SimpleNamespace(tflops=lambda precision, tf32: 1.0)
     monkeypatch.setattr(gpu_training, "device_named", lambda name: device)
     monkeypatch.setattr(gpu_training, "kernel_seconds", lambda run: {"one": 0.75, "other": 0.25})
-    work = gpu_training.Work(128, 5e11, lambda: 1.0)
+    work = gpu_training.StepWork(128, 5e11, lambda: 1.0)
     start = functools.partial(nullcontext, lambda: work)
     row = gpu_training.time_steps({"name": "a"}, start, SIZES)
     assert row["kernel ms"] == 500.0 and row["numbers"] == [1.0, 1.0]
