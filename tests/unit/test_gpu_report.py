@@ -24,7 +24,7 @@ import gpu_sections
 import gpu_training
 import pytest
 import torch
-from gpu_sections import SECTIONS, Section
+from gpu_sections import SECTIONS, ReportSection
 from gpu_training import TINY, Bench, Row, StepArm, write_corpora
 
 from megatron_ddrp.errors import FAILURE, UserError
@@ -90,8 +90,8 @@ def write_under(name: str, bench: Bench, row: Row) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A report with every table but the smoke tests, and with sections that go wrong; "rows" are by table."""
     folder = tmp_path_factory.mktemp("report")
-    sections = [Section("tables", "Tables", 300, tables)]
-    sections += [Section("broken", "Broken", 300, broken), Section("killed", "Killed", 300, killed)]
+    sections = [ReportSection("tables", "Tables", 300, tables)]
+    sections += [ReportSection("broken", "Broken", 300, broken), ReportSection("killed", "Killed", 300, killed)]
     gpu_report.Reporter(folder, SIZES, 5.0, fork_server()).run(sections)
     report = json.loads((folder / gpu_report.NUMBERS).read_text(encoding="utf-8"))
     by_name = {section["name"]: section for section in report["sections"]}
@@ -237,7 +237,7 @@ def test_a_second_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     calls: list[str] = []
     first, second, third, fourth = (section.name for section in SECTIONS[:4])
 
-    def run_apart(self: gpu_report.Reporter, section: Section, folder: Path, seconds: float) -> dict[str, Any]:
+    def run_apart(self: gpu_report.Reporter, section: ReportSection, folder: Path, seconds: float) -> dict[str, Any]:
         calls.append(section.name)
         fault = "Stopped for time" if section.name == second and calls.count(second) == 1 else None
         return {"name": section.name, "title": section.title, "seconds": 1.0, "fault": fault, "rows": []}
@@ -257,7 +257,7 @@ def test_a_second_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_section_without_end_is_killed(tmp_path: Path) -> None:
     reporter = gpu_report.Reporter(tmp_path, SIZES, 0.0, fork_server())
-    reporter.run([Section("endless", "Endless", 1, endless)])
+    reporter.run([ReportSection("endless", "Endless", 1, endless)])
     (section,) = reporter.report["sections"]
     assert section["fault"].startswith("Stopped for time")
 
