@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import ENCODINGS
-from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model
-from tests.unit.model.twins import twin_sums
+from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model, twin_sums
 
 BACKBONES = {
     "BERT's": {},

@@ -15,7 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.reference.positions import dot
+
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """Sum over x of left[x] · right[x]; both `[d]`, the result a scalar."""
+    assert left.shape == right.shape and left.dim() == 1
+    return (left * right).sum()
 
 
 def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
@@ -30,9 +34,8 @@ def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
             allowed = [j for j in range(seq) if document_ids[j] == document_ids[i] and document_ids[i] != 0]
             row = torch.zeros(head_dim, dtype=torch.float64)
             if allowed:
-                largest = max(
-                    scores[head, i, j].item() for j in allowed
-                )  # any constant cancels; this one cannot overflow
+                # Any constant cancels; this one cannot overflow.
+                largest = max(scores[head, i, j].item() for j in allowed)
                 weights = [torch.exp(scores[head, i, j] - largest) for j in allowed]
                 total = sum(weights, torch.zeros((), dtype=torch.float64))
                 for weight, j in zip(weights, allowed, strict=True):

@@ -1,4 +1,4 @@
-"""The judges judged: every slow twin in `tests/reference` against values worked out by hand."""
+"""The judges judged: the slow twins in `tests/reference` against values worked out by hand, and by `transformers`."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import attention, losses, mth, positions
+from tests.reference import attention, objectives, positions
 from tests.reference.tensors import seeded
 
 
@@ -99,23 +99,10 @@ class TestAttention:
             torch.stack([mat([1, 2], [5, 6]), mat([3, 4], [7, 8])]),
         )
 
-    @staticmethod
-    def layer_params(width: int = 4, inner: int = 6) -> dict[str, Tensor]:
-        names = {"query": (width, width), "key": (width, width), "value": (width, width)}
-        names |= {"attention_output": (width, width), "ffn_in": (inner, width), "ffn_out": (width, inner)}
-        params = {}
-        for seed, (name, shape) in enumerate(names.items()):
-            params[f"{name}.weight"] = seeded(*shape, seed=10 + seed)
-            params[f"{name}.bias"] = seeded(shape[0], seed=30 + seed)
-        for seed, name in enumerate(("attention_norm", "ffn_norm")):
-            params[f"{name}.weight"] = seeded(width, seed=50 + seed)
-            params[f"{name}.bias"] = seeded(width, seed=60 + seed)
-        return params
-
     @pytest.mark.parametrize("norm_first", [False, True])
     def test_bert_layer_is_the_one_of_torch(self, norm_first: bool) -> None:
         """An independent third party: torch's own encoder layer, absolute logits, one padded token."""
-        params, hidden = self.layer_params(), seeded(5, 4)
+        params, hidden = layer_params(), seeded(5, 4)
         layer = torch.nn.TransformerEncoderLayer(
             4, 2, 6, dropout=0.0, activation="gelu", norm_first=norm_first, batch_first=True, dtype=torch.float64
         )
@@ -147,76 +134,275 @@ class TestAttention:
 
 class TestMth:
     def test_tcd_of_two_known_tokens(self) -> None:
-        close(mth.tcd(mat([3, 4], [4, 3]), [0, 1]), 24 / 25)
-        close(mth.tcd(mat([1, 0], [-2, 0]), [0, 1]), -1.0)
+        close(objectives.tcd(mat([3, 4], [4, 3]), [0, 1]), 24 / 25)
+        close(objectives.tcd(mat([1, 0], [-2, 0]), [0, 1]), -1.0)
 
     def test_tcd_is_the_mean_over_pairs_of_the_sampled_tokens(self) -> None:
         hidden = mat([1, 0], [99, 7], [2, 0], [0, 5])  # token 1 is not sampled
-        close(mth.tcd(hidden, [0, 2, 3]), 1 / 3)  # cosines 1, 0, 0
-        close(mth.tcd(hidden, [3, 0, 2]), 1 / 3)
+        close(objectives.tcd(hidden, [0, 2, 3]), 1 / 3)  # cosines 1, 0, 0
+        close(objectives.tcd(hidden, [3, 0, 2]), 1 / 3)
 
     def test_hcd_of_identical_heads_is_one_and_of_orthogonal_heads_zero(self) -> None:
         head, orthogonal = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])
-        close(mth.hcd([torch.stack([head, 5 * head])], [[0, 1]], [True, True]), 1.0)
-        close(mth.hcd([torch.stack([head, orthogonal])], [[0, 1]], [True, True]), 0.0)
+        close(objectives.hcd([torch.stack([head, 5 * head])], [[0, 1]], [True, True]), 1.0)
+        close(objectives.hcd([torch.stack([head, orthogonal])], [[0, 1]], [True, True]), 0.0)
 
     def test_hcd_takes_the_sampled_heads_of_each_layer_and_the_mean_over_layers(self) -> None:
         a, b = mat([1, 0], [0, 0]), mat([0, 0], [0, 1])
         first, second = torch.stack([a, b, a]), torch.stack([-a, b, a])
-        close(mth.hcd([first, second], [[0, 2], [2, 1]], [True, True]), (1 + 0) / 2)
-        close(mth.hcd([first, second], [[0, 1, 2], [0, 2]], [True, True]), (1 / 3 - 1) / 2)
+        close(objectives.hcd([first, second], [[0, 2], [2, 1]], [True, True]), (1 + 0) / 2)
+        close(objectives.hcd([first, second], [[0, 1, 2], [0, 2]], [True, True]), (1 / 3 - 1) / 2)
 
     def test_padding_never_enters_hcd(self) -> None:
         garbage = 1e6
         a = mat([1, garbage, 2], [garbage, -garbage, garbage], [3, garbage, 4])
         b = mat([4, -garbage, 3], [garbage, garbage, 1], [-2, 5, -1])
-        close(mth.flatten_head(a, [True, False, True]), vec(1, 2, 3, 4))
-        close(mth.hcd([torch.stack([a, b])], [[0, 1]], [True, False, True]), 0.0)
+        close(objectives.flatten_head(a, [True, False, True]), vec(1, 2, 3, 4))
+        close(objectives.hcd([torch.stack([a, b])], [[0, 1]], [True, False, True]), 0.0)
 
     def test_batches_average_over_sequences_of_two_or_more_valid_tokens(self) -> None:
         valid = [[True, True], [True, False], [True, True]]
         hidden = [mat([1, 0], [1, 0]), mat([1, 0], [1, 0]), mat([3, 4], [4, 3])]
-        close(mth.tcd_batch(hidden, [[0, 1], [0], [0, 1]], valid), (1 + 24 / 25) / 2)
+        close(objectives.tcd_batch(hidden, [[0, 1], [0], [0, 1]], valid), (1 + 24 / 25) / 2)
         head, orthogonal = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])
         scores = [[torch.stack([head, head])], [torch.stack([head, head])], [torch.stack([head, orthogonal])]]
-        close(mth.hcd_batch(scores, [[0, 1]], valid), (1 + 0) / 2)
+        close(objectives.hcd_batch(scores, [[0, 1]], valid), (1 + 0) / 2)
 
     def test_a_batch_without_countable_sequences_is_zero(self) -> None:
-        close(mth.tcd_batch([seeded(2, 3)], [[0]], [[True, False]]), 0.0)
-        close(mth.hcd_batch([[seeded(2, 2, 2)]], [[0, 1]], [[True, False]]), 0.0)
+        close(objectives.tcd_batch([seeded(2, 3)], [[0]], [[True, False]]), 0.0)
+        close(objectives.hcd_batch([[seeded(2, 2, 2)]], [[0, 1]], [[True, False]]), 0.0)
 
     def test_a_sampled_padding_token_is_caught(self) -> None:
         with pytest.raises(AssertionError, match="padded token"):
-            mth.tcd_batch([seeded(3, 2)], [[0, 2]], [[True, True, False]])
+            objectives.tcd_batch([seeded(3, 2)], [[0, 2]], [[True, True, False]])
 
     def test_gradients_match_finite_differences(self) -> None:
-        assert torch.autograd.gradcheck(lambda x: mth.tcd(x, [0, 2, 3]), (seeded(4, 3),))
+        assert torch.autograd.gradcheck(lambda x: objectives.tcd(x, [0, 2, 3]), (seeded(4, 3),))
         valid = [True, False, True]
         assert torch.autograd.gradcheck(
-            lambda x, y: mth.hcd([x, y], [[0, 1], [2, 0]], valid), (seeded(3, 3, 3), seeded(3, 3, 3, seed=1))
+            lambda x, y: objectives.hcd([x, y], [[0, 1], [2, 0]], valid), (seeded(3, 3, 3), seeded(3, 3, 3, seed=1))
         )
 
 
 class TestLosses:
     def test_masked_lm_sums_over_predicted_tokens(self) -> None:
         logits = mat([0, 0, 0, 0], [9, 9, 9, 9], [0, math.log(2), 0, 0])
-        close(losses.masked_lm(logits, torch.tensor([3, -100, 1])), math.log(4) + math.log(5 / 2))
-        close(losses.masked_lm(logits, torch.tensor([-100, -100, -100])), 0.0)
+        close(objectives.masked_lm(logits, torch.tensor([3, -100, 1])), math.log(4) + math.log(5 / 2))
+        close(objectives.masked_lm(logits, torch.tensor([-100, -100, -100])), 0.0)
 
     def test_huge_logits_and_a_padded_vocabulary(self) -> None:
         logits = mat([1e4, 1e4, -math.inf]).requires_grad_()
-        loss = losses.masked_lm(logits, torch.tensor([0]))
+        loss = objectives.masked_lm(logits, torch.tensor([0]))
         close(loss, math.log(2))
         close(torch.autograd.grad(loss, logits)[0], mat([-0.5, 0.5, 0]))
 
     def test_gradient_is_softmax_minus_one_hot_on_predicted_rows_only(self) -> None:
         logits = seeded(3, 4)
-        (gradient,) = torch.autograd.grad(losses.masked_lm(logits, torch.tensor([2, -100, 0])), logits)
+        (gradient,) = torch.autograd.grad(objectives.masked_lm(logits, torch.tensor([2, -100, 0])), logits)
         expected = logits.softmax(-1) - mat([0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0])
         expected = torch.where(torch.tensor([[True], [False], [True]]), expected, 0.0)
         close(gradient, expected.detach())
 
     def test_global_mean_is_not_a_mean_of_means(self) -> None:
-        close(losses.global_mean([vec(6)[0], vec(2)[0], vec(0)[0]], [3, 1, 0]), 2.0)
-        close(losses.global_mean([vec(3)[0], vec(5)[0]], [3, 1]), 2.0)  # the mean of means would be 3
-        close(losses.global_mean([vec(0)[0]], [0]), 0.0)
+        close(objectives.global_mean([vec(6)[0], vec(2)[0], vec(0)[0]], [3, 1, 0]), 2.0)
+        close(objectives.global_mean([vec(3)[0], vec(5)[0]], [3, 1]), 2.0)  # the mean of means would be 3
+        close(objectives.global_mean([vec(0)[0]], [0]), 0.0)
+
+
+class TestBertR:
+    def test_two_rows_a_distance_and_the_zeroth_right_of_the_clip(self) -> None:
+        """r_s = 2: row 0 for i - j <= -2, 1 for -1, 2 for 0, 3 for 1 and beyond: the paper's 2·r_s rows."""
+        query, key = torch.ones(1, 9, 1).double(), torch.zeros(1, 9, 1).double()
+        scores = positions.bert_r_scores(query, key, mat([1], [10], [100], [1000]), list(range(9)))[0]
+        assert scores[4].tolist() == [1000, 1000, 1000, 1000, 100, 10, 1, 1, 1]
+
+    def test_scores_by_hand(self) -> None:
+        query, key = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
+        relative = mat([0, 0], [5, 7], [11, 13], [17, 19])  # i - j = -1 is row 1, 0 row 2, 1 row 3
+        expected = mat([4 + 11, 8 + 5], [2 * (6 + 19), 2 * (9 + 13)]) / math.sqrt(2)
+        close(positions.bert_r_scores(query, key, relative, [0, 1]), expected[None])
+
+    def test_position_numbers_and_not_indices_count(self) -> None:
+        query, key, relative = seeded(2, 4, 2), seeded(2, 4, 2, seed=1), seeded(4, 2, seed=2)
+        packed = positions.bert_r_scores(query, key, relative, [0, 1, 0, 1])
+        close(packed[:, 2:, 2:], positions.bert_r_scores(query[:, 2:], key[:, 2:], relative, [0, 1]))
+
+    def test_a_product_table_makes_it_ddrp(self) -> None:
+        """DDRP's rows written out one by one, left clip unused, are a table of BERT-R."""
+        query, key, direction, distance = seeded(2, 5, 4), seeded(2, 5, 4, seed=1), seeded(3, 4, seed=2), seeded(3, 4)
+        rows = [distance[2] * direction[1], distance[2] * direction[1], distance[1] * direction[1]]
+        rows += [distance[0] * direction[0], distance[1] * direction[2], distance[2] * direction[2]]
+        expected = positions.ddrp_scores(query, key, direction, distance, list(range(5)))
+        close(positions.bert_r_scores(query, key, torch.stack(rows), list(range(5))), expected)
+
+
+def bucket_by_counting(offset: int) -> int:
+    """T5's map without a logarithm: bucket 8 + n begins at distance 8·16^(n/8), hence distance² at 64·2^n."""
+    distance = abs(offset)
+    if distance >= 8:
+        distance = 8 + sum(distance * distance >= 64 * 2**n for n in range(1, 8))
+    return distance + (16 if offset > 0 else 0)
+
+
+UNTIED = {"norm.weight": mat([1, 1])[0], "norm.bias": mat([0, 0])[0]}
+
+
+class TestTupe:
+    def test_the_bucket_is_found_by_counting(self) -> None:
+        for offset in range(-600, 601):
+            assert positions.t5_bucket(offset) == bucket_by_counting(offset), offset
+
+    def test_the_bucket_at_known_offsets(self) -> None:
+        offsets = [0, -1, -7, -8, -11, -12, -16, -32, -64, -91, -127, -500, 1, 7, 8, 16, 90, 91, 500]
+        buckets = [0, 1, 7, 8, 8, 9, 10, 12, 14, 15, 15, 15, 17, 23, 24, 26, 30, 31, 31]
+        assert [positions.t5_bucket(offset) for offset in offsets] == buckets
+
+    def test_the_bucket_is_t5s(self) -> None:
+        modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
+        offsets = torch.arange(-600, 601)
+        theirs = modeling.T5Attention._relative_position_bucket(offsets, True, 32, 128)
+        assert [positions.t5_bucket(offset) for offset in offsets.tolist()] == theirs.tolist()
+
+    def test_rows_16_and_32_serve_cls_alone(self) -> None:
+        assert not {positions.t5_bucket(offset) for offset in range(-600, 601)} & {16, 32}
+        rows = [[positions.tupe_bucket(i, j) for j in range(4)] for i in range(4)]
+        assert rows == [[16, 16, 16, 16], [32, 0, 17, 18], [32, 1, 0, 17], [32, 2, 1, 0]]
+
+    def test_position_term_by_hand(self) -> None:
+        """LayerNorm of a pair (a > b) is (1, -1), of (a < b) (-1, 1); U^Q weighs both, U^K adds a bias."""
+        params = UNTIED | {"table": mat([9, 5], [2, 4], [7, 6], [1, 8])}  # p: (1,-1), (-1,1), (1,-1), (-1,1)
+        params |= {"query.weight": mat([3, 0], [0, 5]), "query.bias": mat([0, 0])[0]}
+        params |= {"key.weight": mat([1, 0], [0, 1]), "key.bias": mat([10, 0])[0]}
+        # asking rows: (3,-5), (-3,5), (3,-5), (-3,5); asked rows: (11,-1), (9,1), (11,-1), (9,1)
+        theta1, theta2 = 33 + 5, -27 + 5
+        expected = mat(
+            [theta1, theta1, theta1], [theta2, 33 + 5, 27 - 5], [theta2, -33 - 5, -27 + 5]
+        ) / math.sqrt(2 * 2)  # fmt: skip
+        close(positions.tupe_position_term(params, [0, 1, 2], 1, eps=0.0), expected[None])
+
+    @staticmethod
+    def params(rows: int = 8, width: int = 4) -> dict[str, Tensor]:
+        shapes: dict[str, tuple[int, ...]] = {"table": (rows, width), "norm.weight": (width,), "norm.bias": (width,)}
+        shapes |= {"query.weight": (width, width), "query.bias": (width,)}
+        shapes |= {"key.weight": (width, width), "key.bias": (width,), "buckets": (33, 2)}
+        return {name: seeded(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+    def test_both_terms_have_the_scale_of_two(self) -> None:
+        query, key, params = seeded(2, 4, 2), seeded(2, 4, 2, seed=1), self.params()
+        del params["buckets"]
+        content = positions.tupe_scores(query, key, params, [0, 1, 2, 3]) - positions.tupe_position_term(
+            params, [0, 1, 2, 3], 2
+        )
+        close(content, query @ key.mT / 2.0)  # sqrt(2 · 2)
+
+    def test_the_bias_is_added_unscaled(self) -> None:
+        query, key, params = seeded(2, 3, 2), seeded(2, 3, 2, seed=1), self.params()
+        with_bias = positions.tupe_scores(query, key, params, [0, 1, 2])
+        buckets = params.pop("buckets")
+        added = with_bias - positions.tupe_scores(query, key, params, [0, 1, 2])
+        for head in range(2):
+            b = buckets[:, head]
+            close(added[head], torch.stack([b[16], b[16], b[16], b[32], b[0], b[17], b[32], b[1], b[0]]).view(3, 3))
+
+    def test_every_document_of_a_packed_row_has_its_own_cls(self) -> None:
+        query, key, params = seeded(2, 5, 2), seeded(2, 5, 2, seed=1), self.params()
+        packed = positions.tupe_scores(query, key, params, [0, 1, 2, 0, 1])
+        close(packed[:, :3, :3], positions.tupe_scores(query[:, :3], key[:, :3], params, [0, 1, 2]))
+        close(packed[:, 3:, 3:], positions.tupe_scores(query[:, 3:], key[:, 3:], params, [0, 1]))
+
+    def test_every_row_of_the_table_counts_once_its_place_occurs(self) -> None:
+        params = self.params()
+        term = positions.tupe_position_term(params, [0, 1, 2], 2)
+        (gradient,) = torch.autograd.grad((term * seeded(2, 3, 3, seed=9)).sum(), params["table"])
+        assert gradient.abs().sum(1).gt(1e-9).tolist() == [True] * 4 + [False] * 4
+
+
+class TestDeberta:
+    PARAMS = {
+        "table": mat([1], [10], [100], [1000]),
+        "key.weight": mat([2]),
+        "query.weight": mat([3]),
+        "query.bias": mat([7])[0],
+    }
+
+    def test_both_terms_read_the_row_of_i_minus_j(self) -> None:
+        """k = 2: rows 0..3 for i - j = -2 and below, -1, 0, 1 and above."""
+        ones, zeros, places = torch.ones(1, 5, 1).double(), torch.zeros(1, 5, 1).double(), list(range(5))
+        rows = mat([100, 10, 1, 1, 1], [1000, 100, 10, 1, 1], [1000, 1000, 100, 10, 1])
+        c2p = positions.deberta_scores(ones, zeros, self.PARAMS, places)[0]
+        close(c2p[:3], 2 * rows / math.sqrt(3))
+        p2c = positions.deberta_scores(zeros, ones, self.PARAMS, places)[0]
+        close(p2c[:3], (3 * rows + 7) / math.sqrt(3))
+
+    def test_scores_by_hand(self) -> None:
+        query, key = mat([2], [5])[None], mat([11], [13])[None]
+        q_rows = {-1: 20, 0: 200, 1: 2000}
+        k_rows = {-1: 37, 0: 307, 1: 3007}
+        expected: list[list[float]] = [
+            [2 * 11 + 2 * q_rows[0] + 11 * k_rows[0], 2 * 13 + 2 * q_rows[-1] + 13 * k_rows[-1]],
+            [5 * 11 + 5 * q_rows[1] + 11 * k_rows[1], 5 * 13 + 5 * q_rows[0] + 13 * k_rows[0]],
+        ]
+        close(positions.deberta_scores(query, key, self.PARAMS, [0, 1]), mat(*expected)[None] / math.sqrt(3))
+
+    @pytest.mark.parametrize("span", [2, 3, 5, 8])
+    def test_scores_are_those_of_transformers(self, span: int) -> None:
+        """The span below, at and above the sequence: their position terms, added to the content term."""
+        modeling = pytest.importorskip("transformers.models.deberta.modeling_deberta")
+        configuration = pytest.importorskip("transformers").DebertaConfig(
+            hidden_size=12, num_attention_heads=3, relative_attention=True, max_relative_positions=span,
+            pos_att_type=["c2p", "p2c"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        theirs = modeling.DisentangledSelfAttention(configuration).double().eval()
+        params = {"table": seeded(2 * span, 12), "key.weight": theirs.pos_proj.weight}
+        params |= {"query.weight": theirs.pos_q_proj.weight, "query.bias": theirs.pos_q_proj.bias}
+        query, key = seeded(3, 6, 4), seeded(3, 6, 4, seed=1)
+        place = torch.arange(6)
+        scale = math.sqrt(3 * 4)
+        expected = (
+            theirs.disentangled_att_bias(query[None] / scale, key[None], place[:, None] - place, params["table"], 3)[0]
+            + query @ key.mT / scale
+        )
+        got = positions.deberta_scores(query, key, params, list(range(6)))
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)  # its square roots are float32
+
+    def test_the_layer_asked_by_its_own_input_is_self_attention(self) -> None:
+        params, hidden = layer_params(), seeded(4, 4)
+        for order in ("post", "pre"):
+            arguments = hidden, params, positions.absolute_scores, [1, 1, 1, 0], 2, 1e-5, order
+            close(attention.bert_layer(*arguments, queries=hidden), attention.bert_layer(*arguments))
+
+    def test_the_decoder_is_the_last_layer_twice_asked_by_places(self) -> None:
+        """In torch's words, one head, two documents and a padded place: post norm, no shortcut taken."""
+        params, hidden, absolute = layer_params(), seeded(6, 4), seeded(3, 4, seed=1)
+        documents, places = [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0]
+        got = positions.enhanced_mask_decoder(
+            hidden, absolute, params, positions.absolute_scores, documents, places, [1, 4], 1, 1e-5
+        )
+        same = torch.tensor(documents)[:, None] == torch.tensor(documents)
+
+        def linear(name: str, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+
+        def norm(name: str, x: Tensor) -> Tensor:
+            return torch.nn.functional.layer_norm(x, (4,), params[f"{name}.weight"], params[f"{name}.bias"], 1e-5)
+
+        asking = hidden + absolute[places]
+        for _ in range(2):
+            logits = linear("query", asking) @ linear("key", hidden).mT / 2.0
+            context = logits.masked_fill(~same, -math.inf).softmax(-1) @ linear("value", hidden)
+            asking = norm("attention_norm", asking + linear("attention_output", context))
+            inner = torch.nn.functional.gelu(linear("ffn_in", asking))
+            asking = norm("ffn_norm", asking + linear("ffn_out", inner))
+        close(got, asking[[1, 4]])
+
+
+def layer_params(width: int = 4, inner: int = 6) -> dict[str, Tensor]:
+    shapes = dict.fromkeys(("query", "key", "value", "attention_output"), (width, width))
+    shapes |= {"ffn_in": (inner, width), "ffn_out": (width, inner)}
+    params: dict[str, Tensor] = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        params |= {f"{name}.weight": seeded(*shape, seed=10 + seed), f"{name}.bias": seeded(shape[0], seed=30 + seed)}
+    for seed, name in enumerate(("attention_norm", "ffn_norm")):
+        params |= {f"{name}.weight": seeded(width, seed=50 + seed), f"{name}.bias": seeded(width, seed=60 + seed)}
+    return params

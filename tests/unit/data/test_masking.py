@@ -10,7 +10,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
 from tests.datasets import fake_tokenizer
-from tests.reference import masking as twin
+from tests.reference import objectives as twin
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
 VOCAB = 200

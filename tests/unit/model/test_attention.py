@@ -1,8 +1,12 @@
 """The one attention against the loop twins, and each backend against the eager one, in values and in every gradient.
 
 The synthetic terms use all that the contract allows (tables a head, key tables, biases, lopsided bounds), though no
-encoding of today asks for it.
+encoding of today asks for it. Tiles of query rows stand against whole matrices: every offset range, tile size and
+source of position terms. `spread` stands against an index gather, `collect_values` as its exact adjoint, in every
+shape, layout and precision.
 """
+
+from __future__ import annotations
 
 from dataclasses import replace
 
@@ -11,13 +15,21 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.model.attention import cpu as blocks
-from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits
+from megatron_ddrp.model.attention.backends import BACKENDS, eager_attention
+from megatron_ddrp.model.attention.cpu import blocked_attention
+from megatron_ddrp.model.attention.logits import (
+    Attending,
+    allowed_pairs,
+    attention_logits,
+    collect_values,
+    spread,
+    spread_values,
+)
 from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
-from tests.reference import mth
-from tests.reference.attention import attend, within_window
-from tests.reference.positions import clip, dot
+from tests.reference import objectives
+from tests.reference.attention import attend, dot, within_window
+from tests.reference.positions import clip
 from tests.reference.tensors import assert_same, random
 from tests.unit.model.tiny import tiny_config
 
@@ -179,7 +191,7 @@ def test_context_and_cosine_equal_the_twins(backend, kind, window):
     if not terms.biases_compared:
         logits = loop_logits(query, key, replace(terms, bias=None, offset_bias=None))
     slow = torch.stack(
-        [mth.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist(), [window]) for row, n in documents]
+        [objectives.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist(), [window]) for row, n in documents]
     )
     fast = []
     for row, n in documents:
@@ -301,3 +313,249 @@ def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
     for block in (parts[0], parts[2]):
         ids = document_ids[block.rows, : block.length]
         assert torch.equal(~block.forbidden_pairs(whole), allowed_pairs(ids))
+
+
+TILE_HEADS = 4
+
+
+@pytest.mark.parametrize("lowest, highest", [(-2, 2), (-4, 3), (0, 0), (-9, 9), (-20, 19)])
+@pytest.mark.parametrize(
+    "num_keys, tile_rows, window",
+    [
+        *((1, 1, None), (7, 3, None), (7, 1, None), (16, 8, None), (16, 2, None), (16, 5, None), (40, 5, None)),
+        *((40, 40, None), (40, 5, 7), (40, 16, 3)),
+    ],
+)
+def test_every_range_of_offsets_is_served_in_tiles_of_every_size(
+    monkeypatch, lowest, highest, num_keys, tile_rows, window
+):
+    torch.manual_seed(0)
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "SMALLEST_TILE", tile_rows)
+    inputs = [random(2, TILE_HEADS, num_keys, DIM) for _ in range(3)]
+    rows = highest - lowest + 1
+    tables = [random(TILE_HEADS, rows, DIM), random(1, rows, DIM), None]
+    terms = PositionTerms(0.5, *tables, lowest=lowest, highest=highest, offset_bias=random(TILE_HEADS, rows))
+    document_ids = torch.ones(2, num_keys, dtype=torch.long)
+    weight = torch.randn(2, TILE_HEADS, num_keys, DIM, dtype=torch.float64)
+    learned = [*inputs, *(x for x in terms.tensors if x is not None)]
+    answers = []
+    for backend in (blocked_attention, eager_attention):
+        context, cosine = backend(Attending(*inputs, terms, document_ids, torch.arange(2), window=window))
+        loss = (context * weight).sum() + (cosine.sum() if num_keys > 1 else 0)
+        answers.append((context, cosine, *torch.autograd.grad(loss, learned)))
+    for got, expected in zip(*answers, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 3, 5])
+@pytest.mark.parametrize("numbers", [[], [1, 3], [0, 1, 3]], ids=str)
+@pytest.mark.parametrize("table_heads", [1, TILE_HEADS])
+@pytest.mark.parametrize("kept_length", [0, 9], ids=["computed again", "kept"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_heads, kept_length, window):
+    torch.manual_seed(1)
+    monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "SMALLEST_TILE", tile_rows)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1)
+    document_ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
+    query, key, value = (random(2, 9, TILE_HEADS, DIM).transpose(1, 2) for _ in range(3))
+    tables = [random(table_heads, 6, DIM) for _ in range(2)]
+    bias, offset_bias = random(1, TILE_HEADS, 9, 9), random(table_heads, 6)
+    terms = PositionTerms(0.5, *tables, bias, lowest=-3, highest=2, offset_bias=offset_bias)
+    heads = torch.tensor(numbers, dtype=torch.long)
+    inputs = [query, key, value, *tables, bias, offset_bias]
+
+    def run(backend):
+        counted = torch.tensor([[1.0, 2.0], [3.0, 0.0]])  # row 1 has one document only
+        context, cosine = backend(Attending(query, key, value, terms, document_ids, heads, 0.0, counted, window=window))
+        loss = (context * (document_ids > 0)[:, None, :, None]).sin().sum()
+        if cosine is not None:
+            loss = loss + cosine
+        return loss, torch.autograd.grad(loss, inputs)
+
+    loss, gradients = run(blocked_attention)
+    expected_loss, expected = run(eager_attention)
+    torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-11)
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+def test_keys_out_of_reach_are_neither_read_nor_kept():
+    length, window, rows = 400, 20, blocks.SMALLEST_TILE
+    query, key, value = (random(1, TILE_HEADS, length, DIM) for _ in range(3))
+    kept = []
+    with torch.no_grad():
+        key[:, :, 200:], value[:, :, 200:] = torch.nan, torch.nan
+    attending = Attending(
+        query, key, value, PositionTerms(0.5), torch.ones(1, length, dtype=torch.long), torch.arange(0), window=window
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda _: None):
+        context, _ = blocked_attention(attending)
+    assert context[:, :, : 200 - rows - window].isfinite().all() and context[:, :, 200:].isnan().all()
+    inputs = 3 * TILE_HEADS * length * DIM + length
+    assert sum(kept) - inputs <= TILE_HEADS * length * (rows + 2 * window) < TILE_HEADS * length**2 // 5
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_second_backward_pass_finds_what_the_first_one_used(dropout):
+    torch.manual_seed(2)
+    document_ids, heads = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]), torch.tensor([0, 2])
+    query, key, value = (random(2, 9, TILE_HEADS, DIM).transpose(1, 2) for _ in range(3))
+    tables = [random(1, 6, DIM) for _ in range(2)]
+    terms = PositionTerms(0.5, *tables, lowest=-3, highest=2)
+    inputs = [query, key, value, *tables]
+    context, cosine = blocked_attention(
+        Attending(query, key, value, terms, document_ids, heads, dropout, torch.ones(2, 2))
+    )
+    loss = context.sin().sum() + cosine
+    once, again = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+    for first, second in zip(once, again, strict=True):
+        torch.testing.assert_close(second, first, rtol=0, atol=1e-12)
+
+
+def test_hcd_keeps_no_pairs_of_its_own():
+    length = 40
+    document_ids = torch.ones(2, length, dtype=torch.long)
+    inputs = [random(2, TILE_HEADS, length, DIM) for _ in range(3)]
+    terms = PositionTerms(0.5, random(1, 6, DIM), random(1, 6, DIM), lowest=-3, highest=2)
+
+    def kept(*numbers: int) -> int:
+        sizes: list[int] = []
+        heads = torch.tensor(numbers, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), lambda _: None):
+            blocked_attention(Attending(*inputs, terms, document_ids, heads))
+        return sum(sizes)
+
+    assert kept() > 2 * TILE_HEADS * length**2
+    assert kept(0, 2) < kept() + length**2 / 2
+
+
+def test_training_goes_on_after_scoring_in_inference_mode():
+    document_ids, heads = torch.ones(1, 9, dtype=torch.long), torch.tensor([0, 2])
+    inputs = [random(1, TILE_HEADS, 9, DIM) for _ in range(3)]
+    tables = [random(1, 6, DIM) for _ in range(2)]
+
+    def run():
+        terms = PositionTerms(0.5, *tables, lowest=-3, highest=2)
+        context, cosine = blocked_attention(Attending(*inputs, terms, document_ids, heads))
+        return context.sum() + cosine.sum()
+
+    with torch.inference_mode():
+        scored = run()
+    assert torch.equal(run(), scored)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(run(), [*inputs, *tables]))
+
+
+@pytest.mark.parametrize("kept_length, pairs", [(8, 0), (9, 2 * TILE_HEADS * 9 * 9)])
+def test_pairs_wait_for_the_backward_pass_up_to_a_length_only(monkeypatch, kept_length, pairs):
+    monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
+    inputs = [random(2, TILE_HEADS, 9, DIM) for _ in range(3)]
+    ids, none = torch.ones(2, 9, dtype=torch.long), torch.empty(0, dtype=torch.long)
+    saved = []
+
+    def run():
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            blocked_attention(Attending(*inputs, PositionTerms(0.5), ids, none))
+
+    run()
+    assert sum(x.numel() for x in saved if x.shape[-1] == 9 and x.is_floating_point()) == pairs
+    with torch.no_grad():
+        saved.clear()
+        run()
+    assert not saved
+
+
+BOUNDS = [(0, 0), (-1, 1), (-3, 3), (-4, 3), (-1, 6), (0, 5), (-5, 0), (-20, 20)]
+LENGTHS = [1, 2, 3, 7, 8, 19]
+
+
+def gather(per_offset, lowest, highest):
+    """The definition: entry (i, j) is column clip(i − j, lowest, highest) − lowest."""
+    n = per_offset.shape[-2]
+    place = torch.arange(n)
+    column = (place[:, None] - place).clamp(lowest, highest) - lowest
+    return per_offset.gather(-1, column.expand(*per_offset.shape[:-2], n, n))
+
+
+@pytest.mark.parametrize("lowest, highest", BOUNDS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_spread_equals_a_gather_in_values_and_gradients(n, lowest, highest):
+    per_offset = torch.randn(2, 3, n, highest - lowest + 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 3, n, n, dtype=torch.float64)
+    fast, slow = spread(per_offset, lowest, highest), gather(per_offset, lowest, highest)
+    assert torch.equal(fast, slow)
+    (fast_gradient,) = torch.autograd.grad((fast * weight).sum(), per_offset)
+    (slow_gradient,) = torch.autograd.grad((slow * weight).sum(), per_offset)
+    torch.testing.assert_close(fast_gradient, slow_gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lowest, highest", BOUNDS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_collect_is_the_adjoint_of_spread(n, lowest, highest):
+    num_relative = highest - lowest + 1
+    per_offset = torch.randn(4, n, num_relative, dtype=torch.float64)
+    per_pair = torch.randn(4, n, n, dtype=torch.float64)
+    left = (spread_values(per_offset, highest) * per_pair).sum()
+    right = (per_offset * collect_values(per_pair, num_relative, highest)).sum()
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("n, lowest, highest", [(5, -2, 1), (3, -6, 4), (4, 0, 0)])
+def test_gradcheck(n, lowest, highest):
+    per_offset = torch.randn(2, n, highest - lowest + 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda p: spread(p, lowest, highest), per_offset)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 6, 3, 8).transpose(1, 2),  # heads after the sequence in memory
+        lambda: torch.randn(2, 3, 8, 6).transpose(-1, -2),
+        lambda: torch.randn(2, 3, 6, 8).flip(-1)[..., ::1],
+        lambda: torch.randn(1, 1, 6, 8).expand(2, 3, 6, 8),
+        lambda: torch.randn(2, 3, 12, 16)[..., ::2, ::2],
+        lambda: torch.randn(6, 2, 3, 8).movedim(0, 2),
+    ],
+)
+def test_memory_layout_does_not_matter(make):
+    per_offset = make()
+    assert torch.equal(spread(per_offset, -4, 3), gather(per_offset, -4, 3))
+    per_pair = torch.randn(2, 6, 3, 6).transpose(1, 2)
+    assert torch.equal(collect_values(per_pair, 8, 3), collect_values(per_pair.contiguous(), 8, 3))
+
+
+def test_inputs_are_left_alone():
+    per_offset, per_pair = torch.randn(2, 6, 8), torch.randn(2, 6, 6)
+    copies = per_offset.clone(), per_pair.clone()
+    spread(per_offset, -4, 3).add_(1.0)
+    collect_values(per_pair, 8, 3).add_(1.0)
+    assert torch.equal(per_offset, copies[0]) and torch.equal(per_pair, copies[1])
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_half_precision_moves_exactly_and_sums_in_fp32(dtype, rounding):
+    per_offset = torch.randn(2, 40, 31).to(dtype)
+    assert torch.equal(spread(per_offset, -15, 15), gather(per_offset, -15, 15))
+    per_pair = torch.randn(2, 400, 400)
+    per_pair = (per_pair - per_pair.mean(-1, keepdim=True)).to(dtype)  # rows that cancel, as softmax gradients do
+    exact = collect_values(per_pair.double(), 31, 15)
+    # One rounding at the end of each sum, not a difference of rounded sums.
+    torch.testing.assert_close(collect_values(per_pair, 31, 15).double(), exact, rtol=2 * rounding, atol=1e-3)
+
+
+def test_half_precision_gives_no_gradient_to_offsets_that_do_not_occur():
+    per_pair = torch.randn(8, 40, 40).bfloat16()
+    ends = collect_values(per_pair, 2 * 60 - 1, 59)[..., [0, -1]]
+    assert ends.abs().max() < 1e-4
+
+
+def test_bounds_without_a_row_for_offset_zero_are_refused():
+    for lowest, highest in [(1, 3), (-3, -1)]:
+        with pytest.raises(AssertionError, match="offset 0"):
+            spread(torch.zeros(4, 3), lowest, highest)
+        with pytest.raises(AssertionError, match="offset 0"):
+            PositionTerms(1.0, lowest=lowest, highest=highest)
+    with pytest.raises(AssertionError):
+        spread(torch.zeros(4, 6), -3, 3)

@@ -1,9 +1,10 @@
 """Positions act, every parameter learns, and the model's names, shapes and counts are the known ones.
 
 The golden files name every parameter: a rename is a reviewed change of a file here, never a lost checkpoint.
+`layout_of`: where a micro-batch has its tokens, against a count token by token. The masked-LM head: predicted positions
+only, tied weights, a vocabulary's padding that is never predicted.
 """
 
-import importlib
 import json
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, encoding_class
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.positions import LayerPositions
-from megatron_ddrp.model.stages import Draws, Inputs
-from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, tiny_model
+from megatron_ddrp.model.stages import Draws, Inputs, layout_of
+from tests.unit.model.tiny import encode, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model, twin_sums
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 VARIANTS = {name.replace("-", "_"): {"position_encoding": name} for name in ENCODINGS}
@@ -23,8 +25,13 @@ VARIANTS |= {
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
 VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
-IN_TEST_FILES = {variant for variant in VARIANTS if not (GOLDEN / f"{variant}_params.json").is_file()}
-"""Variants whose position parameters stand in the encoding's test file."""
+OWN = {
+    "alibi": {},
+    "alibi_asym": {"left": [3], "right": [3]},
+    "deberta_v2": {"relative": [8, 12], "norm.weight": [12], "norm.bias": [12]},
+    "nope": {},
+}
+"""Variants without a golden file → the names and shapes of the position parameters in a tiny model."""
 GENERATORS = {
     "electra": ObjectiveConfig(objective="electra"),
     "electra_former": ObjectiveConfig(objective="electra", generator_embeddings="own"),
@@ -36,7 +43,7 @@ RELATIVE = [name for name in ENCODINGS if name != "absolute"]
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])
 def test_names_and_shapes_are_the_golden_ones(variant):
-    """Of an encoding without a golden file, `PARAMETERS` of its test file stands beside the parameters of a BERT."""
+    """Of an encoding without a golden file, its row of `OWN` stands beside the parameters of a BERT."""
     model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
     if variant in GENERATORS:
         model = build_model(model.config, objective=GENERATORS[variant])
@@ -46,10 +53,9 @@ def test_names_and_shapes_are_the_golden_ones(variant):
 
 def golden(variant):
     """The names of a variant's parameters → shape."""
-    if variant in IN_TEST_FILES:
+    if variant in OWN:
         bert = {name: shape for name, shape in golden("absolute").items() if name != "embeddings.absolute.weight"}
-        own = importlib.import_module(f"tests.unit.model.test_{variant}").PARAMETERS
-        return bert | {f"embeddings.position.{name}": shape for name, shape in own.items()}
+        return bert | {f"embeddings.position.{name}": shape for name, shape in OWN[variant].items()}
     return json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
 
 
@@ -63,7 +69,7 @@ def test_pre_norm_adds_one_last_norm():
 
 def test_every_variant_has_its_golden_file_and_no_other():
     assert {path.stem for path in GOLDEN.glob("*_params.json")} == {
-        f"{variant}_params" for variant in {*VARIANTS, *GENERATORS} - IN_TEST_FILES
+        f"{variant}_params" for variant in {*VARIANTS, *GENERATORS} - OWN.keys()
     }
 
 
@@ -111,7 +117,7 @@ def test_parameters_of_bert_base():
 SLOPES = ("position.left", "position.right")
 """Parameters that act through a softplus."""
 OF_THEIR_OWN = ("position.direction", *SLOPES)
-"""Parameters that start elsewhere: test_direction_init.py, test_alibi_asym.py."""
+"""Parameters that start elsewhere: test_relative_positions.py."""
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -247,3 +253,115 @@ def test_each_position_parameter_moves_the_loss(variant):
             parameter.add_(torch.randn_like(parameter) * 0.1)
             assert (model(batch, draws).sums - before).abs()[[0, 2]].gt(1e-9).all(), name
             parameter.copy_(kept)
+
+
+PADDED = tiny_batch(lengths=(7, 4, 2))
+FULL = tiny_batch(lengths=(7, 7))
+PACKED = packed_batch(tiny_batch(lengths=(7, 4, 2, 3)), [[0], [1, 2], [3]])
+PACKED_FULL = packed_batch(tiny_batch(lengths=(4, 3, 7)), [[0, 1], [2]])
+NOTHING_TO_PREDICT = tiny_batch(predicted=0)
+BATCHES = {"padded": PADDED, "full": FULL, "packed": PACKED, "packed without padding": PACKED_FULL}
+BATCHES |= {"nothing to predict": NOTHING_TO_PREDICT}
+
+
+def count(batch):
+    """The runs of a document or of padding as lists of flat places, the predicted ones, and whether a row restarts."""
+    runs, predicted, restarts = {}, [], False
+    rows, seq = batch.input_ids.shape
+    for row in range(rows):
+        for column in range(seq):
+            place = row * seq + column
+            number, position = int(batch.document_ids[row, column]), int(batch.position_ids[row, column])
+            runs.setdefault((row, number), []).append(place)
+            if number:
+                restarts = restarts or (position != column and position != 0)
+            if batch.labels[row, column] != IGNORED_LABEL:
+                predicted.append(place)
+    return list(runs.values()), predicted, restarts
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_layout_is_what_counting_gives(name):
+    batch = BATCHES[name]
+    layout = layout_of(batch)
+    runs, predicted, restarts = count(batch)
+    assert layout.predicted.tolist() == predicted
+    borders = layout.runs.tolist()
+    assert [list(range(begin, end)) for begin, end in zip(borders, borders[1:], strict=False)] == runs
+    assert layout.runs.dtype == torch.int32 and layout.longest == max(map(len, runs))
+    assert layout.full == (len(runs) == len(batch.labels) and bool(batch.document_ids.all()))
+    assert layout.restarts == restarts
+    seq = batch.input_ids.shape[1]
+    asked = (layout.queries + seq * torch.arange(len(layout.queries))[:, None]).flatten()
+    assert asked[layout.answers].tolist() == predicted
+    assert layout.queries.shape[1] == max(
+        sum(place // seq == row for place in predicted) for row in range(len(batch.labels))
+    )
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_arrays_and_tensors_have_one_layout(name):
+    batch = BATCHES[name]
+    for one, other in zip(layout_of(batch), layout_of(batch.map(torch.Tensor.numpy)), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def test_the_sum_equals_the_twin_and_counts_predicted_positions_alone(monkeypatch):
+    model, batch = tiny_model(), tiny_batch()
+    seen = []
+    original = model.head.dense.forward
+    monkeypatch.setattr(model.head.dense, "forward", lambda hidden: seen.append(hidden.shape) or original(hidden))
+    got = model(batch, Draws.none(3, 2)).sums[0]
+    torch.testing.assert_close(got, twin_sums(model, batch, Draws.none(3, 2))[0], rtol=1e-11, atol=0)
+    assert seen == [(int((batch.labels != IGNORED_LABEL).sum()), 12)]
+
+
+def test_input_and_output_embedding_share_storage():
+    model = tiny_model()
+    assert model.head.decoder.weight is model.embeddings.token.weight
+    copy = build_model(tiny_config())
+    copy.load_state_dict(model.state_dict())
+    assert copy.head.decoder.weight is copy.embeddings.token.weight
+    names = [name for name, parameter in model.named_parameters() if parameter is model.head.decoder.weight]
+    assert names == ["embeddings.token.weight"]
+
+
+def test_padding_of_the_vocabulary_is_never_predicted():
+    model = tiny_model()
+    assert model.head.decoder.out_features == 128
+    with torch.no_grad():
+        model.head.decoder.bias[11:] = 1e4  # the padding would win if it counted
+    hidden = torch.randn(5, 12, dtype=torch.float64)
+    logits = model.head.logits(hidden)
+    assert logits[:, 11:].eq(float("-inf")).all() and logits[:, :11].isfinite().all()
+    assert model.logits(hidden).shape == (5, 11)
+    batch = tiny_batch()
+    model(batch, Draws.none(3, 2)).sums[0].backward()
+    assert model.head.decoder.bias.grad[11:].eq(0).all() and model.head.decoder.bias.grad[:11].ne(0).all()
+    assert model.embeddings.token.weight.grad[11:].eq(0).all()
+
+
+def test_a_vocabulary_without_padding_has_finite_logits():
+    model = tiny_model(vocab_size=128)
+    assert model.head.logits(torch.randn(5, 12, dtype=torch.float64)).isfinite().all()
+
+
+def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
+    model = tiny_model()
+    batch = tiny_batch(predicted=0)
+    sums = model(batch, Draws.none(3, 2)).sums
+    assert torch.equal(sums, torch.zeros(4, dtype=torch.float64))
+    sums.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.eq(0).all(), name
+    assert model.head.dense.weight.grad is not None  # it took part, so every rank reduces the same tensors
+
+
+def test_a_batch_of_padding_alone_is_zero_and_finite():
+    model = tiny_model()
+    batch = tiny_batch(lengths=(0, 1), predicted=0)
+    sums = model(batch, some_draws(batch)).sums
+    assert torch.equal(sums, torch.zeros(4, dtype=torch.float64))
+    sums.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.eq(0).all(), name

@@ -1,21 +1,27 @@
-"""Each encoding's logits against its loop twin, and proofs that every row of every table serves its own pairs."""
+"""Each encoding's logits against its loop twin, and proofs that every row of every table serves its own pairs.
 
+No positions: order changes nothing, and an absolute embedding beside it makes a BERT. Rotary positions: the twin is
+judged by complex numbers, ours by transformers; only offsets count, nothing is learned. `--attention-init offsets`
+stands against loops from its formula; a test shows what it makes heads attend to.
+"""
+
+import math
 import re
 
 import pytest
 import torch
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config import ENCODINGS, encoding_class
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.backends import attend_from, eager_attention
 from megatron_ddrp.model.attention.logits import Attending, attention_logits
+from megatron_ddrp.model.encoder import GAIN
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.positions.absolute import relative_bucket
-from tests.reference.tensors import assert_same, random
-from tests.reference.tupe import t5_bucket, tupe_bucket
-from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
-from tests.unit.model.twins import twin_scores
+from megatron_ddrp.model.positions.absolute import Rope, Rotation, relative_bucket, set_theta
+from tests.reference.positions import t5_bucket, tupe_bucket, turned
+from tests.reference.tensors import assert_same, random, seeded
+from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model, twin_scores
 
 HEADS, SEQ, DIM = 3, 7, 4
 TABLED = [name for name in ENCODINGS if (own := encoding_class(name)).is_relative and own.relative_distance]
@@ -262,6 +268,40 @@ def test_an_unknown_encoding_is_refused_with_the_legal_ones_in_one_line():
     assert all(re.search(rf"['\s]{name}[',) ]", error) for name in ENCODINGS)
 
 
+WITHOUT_DISTANCE = ["alibi", "alibi-asym", "nope", "rope"]
+REFUSED = [
+    *(
+        (
+            {"position_encoding": name, "relative_distance": 64},
+            f"^--relative-distance 64 with .* {name}, .*: leave the d",
+        )
+        for name in WITHOUT_DISTANCE
+    ),
+    *(
+        ({"position_encoding": "deberta-v2", "relative_distance": number}, f"^.* deberta-v2: .*got .* {number}: choose")
+        for number in (1, 3, 255)
+    ),
+    ({"position_encoding": "rope", "hidden_size": 15, "num_attention_heads": 3}, "^--.* rope: .* heads 5 wide: choose"),
+    ({"attention_init": "offsets", "position_encoding": "ddrp"}, "give --absolute-embedding"),
+    ({"attention_init": "offsets", "position_encoding": "absolute", "embedding_size": 6}, "--embedding-size"),
+]
+
+
+@pytest.mark.parametrize("settings, message", REFUSED)
+def test_settings_that_no_encoding_can_have_are_refused_in_one_line(settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        ModelConfig(**settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", WITHOUT_DISTANCE)
+def test_a_distance_is_refused_on_the_command_line_too(encoding):
+    with pytest.raises(
+        UserError, match=f"^--relative-distance 64 with --position-encoding {encoding}, .*: leave the d"
+    ):
+        parse_arguments(["--position-encoding", encoding, "--relative-distance", "64"])
+
+
 TOO_SHORT = [("query_table", (1, 3, 4)), ("key_table", (2, 3, 4)), ("offset_bias", (2, 3))]
 
 
@@ -269,3 +309,200 @@ TOO_SHORT = [("query_table", (1, 3, 4)), ("key_table", (2, 3, 4)), ("offset_bias
 def test_a_table_whose_rows_are_not_the_offsets_is_refused(field, shape):
     with pytest.raises(ValueError, match="a table of 3 rows for the 5 offsets lowest = -2 … highest = 2"):
         PositionTerms(1.0, lowest=-2, highest=2, **{field: torch.zeros(shape)})
+
+
+def test_a_document_in_any_order_has_the_same_states():
+    model, batch = tiny_model(position_encoding="nope"), tiny_batch(lengths=(7, 4))
+    order = torch.tensor([3, 0, 2, 1, 6, 4, 5])  # of both rows, padding stays where it is
+    permuted = batch._replace(input_ids=batch.input_ids[:, order], segment_ids=batch.segment_ids[:, order])
+    states = encode(model, batch)[:, order]
+    torch.testing.assert_close(encode(model, permuted), states, rtol=0, atol=1e-12)
+    assert not [name for name in model.state_dict() if "position" in name]
+
+
+def test_with_an_absolute_embedding_it_is_bert():
+    model, bert = (
+        tiny_model(position_encoding="nope", absolute_embedding=True),
+        tiny_model(position_encoding="absolute"),
+    )
+    bert.load_state_dict(model.state_dict())
+    assert torch.equal(encode(model, tiny_batch()), encode(bert, tiny_batch()))
+
+
+ROTATION = Rotation(tiny_config(position_encoding="rope"))
+
+
+def logits(query, key, places):
+    query, key = (ROTATION.rotate(x, places.expand(len(x), -1)) for x in (query, key))
+    return attention_logits(query, key, PositionTerms(0.5))
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 511])
+def test_the_twin_turns_as_complex_numbers_do(place):
+    vector = seeded(8)
+    numbers = torch.complex(vector[:4], vector[4:]) * torch.exp(1j * place * 10000.0 ** (-torch.arange(4).double() / 4))
+    torch.testing.assert_close(turned(vector, place), torch.cat((numbers.real, numbers.imag)), rtol=0, atol=1e-12)
+
+
+def test_one_pair_by_hand():
+    """The first pair turns by a quarter at position π/2, the second, 100 times slower, hardly."""
+    states = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 2.0], dtype=torch.float64).view(1, 1, 1, 6)
+    got = ROTATION.rotate(states, torch.tensor([[torch.pi / 2]], dtype=torch.float64)).flatten()
+    slow = torch.tensor(torch.pi / 2 / 10000 ** (4 / 6), dtype=torch.float64)
+    expected = torch.stack([x.double() for x in (*torch.zeros(2), -2 * slow.sin(), *torch.eye(2)[0], 2 * slow.cos())])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_another_base_turns_as_a_model_of_that_base():
+    model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(9,))
+    wide = tiny_model(position_encoding="rope", rope_theta=160_000.0)
+    wide.load_state_dict(model.state_dict())
+    set_theta(model, 160_000.0)
+    before = encode(tiny_model(position_encoding="rope"), batch)
+    torch.testing.assert_close(encode(model, batch), encode(wide, batch), rtol=0, atol=0)
+    assert (encode(model, batch) - before).abs().max() > 1e-6
+
+
+def test_a_local_layer_keeps_a_base_of_its_own():
+    rotation = Rotation(tiny_config(position_encoding="rope", rope_theta=99.0))
+    states, places = seeded(1, 1, 5, 4), torch.arange(5)[None]
+    rotation.local_theta, rotation.is_local = 7.0, True
+    local = rotation.rotate(states, places)
+    set_theta(rotation, 5.0)
+    assert torch.equal(rotation.rotate(states, places), local)
+    rotation.is_local = False
+    expected = torch.stack([turned(vector, place, 5.0) for place, vector in enumerate(states[0, 0])])
+    torch.testing.assert_close(rotation.rotate(states, places)[0, 0], expected, rtol=0, atol=1e-12)
+
+
+def test_only_offsets_count_far_beyond_any_trained_length():
+    query, key = seeded(2, 3, 7, 4), seeded(2, 3, 7, 4, seed=1)
+    near = logits(query, key, torch.arange(7))
+    torch.testing.assert_close(logits(query, key, torch.arange(7) + 5000), near, rtol=0, atol=1e-11)
+    assert (
+        (logits(query, key, 2 * torch.arange(7)) - near).abs().amax((0, 1)).gt(1e-3).logical_xor(torch.eye(7) > 0).all()
+    )
+
+
+def test_theta_is_the_configured_one_and_that_of_local_layers_where_the_layer_is_local():
+    """Training may set another after construction."""
+    config = tiny_config(position_encoding="rope", rope_theta=100.0, local_rope_theta=9.0)
+    rotation, vector = Rotation(config), seeded(1, 1, 1, 8)
+
+    def assert_turned_by(theta):
+        got = rotation.rotate(vector, torch.tensor([[3]])).flatten()
+        torch.testing.assert_close(got, turned(vector.flatten(), 3, theta), rtol=0, atol=1e-12)
+
+    assert_turned_by(100.0)
+    rotation.theta = 7.0
+    assert_turned_by(7.0)
+    rotation.is_local = True
+    assert_turned_by(9.0)
+    rotation.local_theta = None
+    assert_turned_by(7.0)
+
+
+def test_values_are_not_turned():
+    """Attention to oneself alone gives the value as it is, wherever one stands."""
+    model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(1,))
+    moved = batch._replace(position_ids=batch.position_ids + 3)
+    torch.testing.assert_close(encode(model, moved), encode(model, batch), rtol=0, atol=1e-12)
+
+
+def test_half_split_pairs_are_those_of_modernbert():
+    modeling = pytest.importorskip("transformers.models.modernbert.modeling_modernbert")
+    query, key, places = seeded(2, 3, 50, 8).float(), seeded(2, 3, 50, 8, seed=1).float(), torch.arange(50)
+    angle = places[:, None] * 10000.0 ** (-torch.arange(4) / 4)
+    cos, sin = (torch.cat((x, x), -1).expand(2, -1, -1) for x in (angle.cos(), angle.sin()))
+    for ours, theirs in zip((query, key), modeling.apply_rotary_pos_emb(query, key, cos, sin), strict=True):
+        torch.testing.assert_close(ROTATION.rotate(ours, places.expand(2, -1)), theirs, rtol=0, atol=1e-5)
+
+
+def test_logits_are_those_of_roformer_with_each_head_in_its_order():
+    modeling = pytest.importorskip("transformers.models.roformer.modeling_roformer")
+    query, key, places = seeded(2, 3, 50, 8), seeded(2, 3, 50, 8, seed=1), torch.arange(50)
+    table = modeling.RoFormerSinusoidalPositionalEmbedding(50, 8)
+    table.weight = torch.nn.Parameter(table.create_weight(), requires_grad=False)
+    turn = modeling.RoFormerSelfAttention.apply_rotary_position_embeddings
+    theirs = attention_logits(*turn(table.weight.double()[None, None], query, key), PositionTerms(0.5))
+    halves = [0, 2, 4, 6, 1, 3, 5, 7]
+    torch.testing.assert_close(logits(query[..., halves], key[..., halves], places), theirs, rtol=0, atol=1e-4)
+    assert (logits(query, key, places) - theirs).abs().max() > 0.1
+
+
+def test_half_precision_is_turned_by_tables_in_fp32():
+    states, places = seeded(1, 2, 512, 64).bfloat16(), torch.arange(512)[None]
+    exact = ROTATION.rotate(states.double(), places)
+    got = ROTATION.rotate(states, places)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)  # one rounding of the result
+
+
+def test_nothing_is_learned_or_stored():
+    model = tiny_model(position_encoding="rope")
+    assert not [name for name in model.state_dict() if "position" in name]
+    assert (Rope.in_logits, Rope.is_relative) == (False, True)
+
+
+SIZES = {"position_encoding": "absolute", "hidden_size": 24, "num_attention_heads": 3, "seq_length": 40}
+OFFSETS = (-1, 1, -2)
+
+
+def frequency(pair: int) -> float:
+    return math.pi / 10 ** ((pair + 0.5) / 12)
+
+
+def added(head: int, offset: int) -> list[list[float]]:
+    """Return what the formula adds to the 8 rows of a head in W^Q, or with offset 0 to those in W^K."""
+    rows = [[0.0] * 24 for _ in range(8)]
+    for place, pair in enumerate(range(head, 12, 3)):
+        turn = frequency(pair) * offset
+        rows[2 * place][2 * pair], rows[2 * place][2 * pair + 1] = math.cos(turn), math.sin(turn)
+        rows[2 * place + 1][2 * pair], rows[2 * place + 1][2 * pair + 1] = -math.sin(turn), math.cos(turn)
+    return [[GAIN * x for x in row] for row in rows]
+
+
+@pytest.mark.parametrize("objective", ["mlm", "electra", "rtd"])
+def test_the_start_is_the_random_one_with_the_terms_of_the_formula(objective):
+    settings = ObjectiveConfig(objective=objective)
+    plain = tiny_model(objective=settings, **SIZES)
+    ours = tiny_model(objective=settings, attention_init="offsets", **SIZES)
+    changed = {n for n, p in plain.named_parameters() if not torch.equal(p, ours.get_parameter(n))}
+    maps = {f"layers.{n}.attention.{name}.weight" for n in range(2) for name in ("query", "key")}
+    assert changed == {"embeddings.absolute.weight", *maps}
+    table = ours.get_parameter("embeddings.absolute.weight")
+    for place in range(40):
+        for pair in range(12):
+            wave = [f(frequency(pair) * place + pair) * math.sqrt(2) * 0.4 for f in (math.sin, math.cos)]
+            assert table[place, 2 * pair : 2 * pair + 2].tolist() == pytest.approx(wave, abs=1e-5)
+    for name in maps:
+        for head, offset in enumerate(OFFSETS):
+            rows = slice(8 * head, 8 * head + 8)
+            difference = ours.get_parameter(name)[rows] - plain.get_parameter(name)[rows]
+            expected = torch.tensor(added(head, offset if "query" in name else 0), dtype=torch.float64)
+            torch.testing.assert_close(difference, expected, rtol=0, atol=1e-6)
+
+
+def test_each_head_attends_to_its_offset():
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "init_method_std": 0.05}
+    model = tiny_model(attention_init="offsets", **SIZES | sizes)
+    positions = torch.nn.functional.layer_norm(model.embeddings.absolute.weight, (128,))
+    for layer in model.layers:
+        query, key = layer.attention.query.weight, layer.attention.key.weight
+        for head, offset in enumerate((-1, 1, -2, 2)):
+            rows = slice(32 * head, 32 * head + 32)
+            logits = (positions @ query[rows].T) @ (positions @ key[rows].T).T  # [places, places]
+            places = [place for place in range(128) if 0 <= place + offset < 128]
+            assert logits[places].argmax(1).tolist() == [place + offset for place in places]
+            others = logits[places].clone()
+            others[range(len(places)), [place + offset for place in places]] = -math.inf
+            assert (others.amax(1) < 0.85 * logits[places].amax(1)).all()
+
+
+def test_any_width_has_a_start():
+    tiny_model(attention_init="offsets", **SIZES | {"hidden_size": 9, "num_attention_heads": 3})
+
+
+def test_positions_that_heads_can_read_come_from_any_absolute_embedding():
+    tiny_config(attention_init="offsets", position_encoding="ddrp", absolute_embedding=True)
+    assert Config().model.attention_init == "normal"

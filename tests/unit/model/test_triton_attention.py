@@ -1,26 +1,63 @@
-"""Triton attention where there is no GPU: its maths under Triton's interpreter, its refusals, and that it compiles."""
+"""Triton attention where there is no GPU: its maths under Triton's interpreter, its refusals, and that it compiles.
+
+How often Triton compiles each kernel over the rows of a run is counted by its own dispatch on an absent device. No
+tensor of `[batch, heads, seq, seq]` or `[batch, 1, seq, seq]` arises on the path of the kernels.
+"""
+
+from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import kernels
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.config import ENCODINGS, ModelConfig, encoding_class
+from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.backends import resolve_backend
-from megatron_ddrp.model.attention.gpu.triton_attention import Facts, plan_of, triton_attention, why_not_triton
-from megatron_ddrp.model.attention.logits import Demand
+from megatron_ddrp.model.attention.gpu import triton_attention
+from megatron_ddrp.model.attention.logits import Attending, Demand
+from tests.absent_gpu import triton_without_gpu
 from tests.unit.model.attention_cases import make_case
-from tests.unit.model.triton_interpreter import assert_checks_pass, needs_triton, run
+from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def run(arguments, **environment):
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))} | environment
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=Path(__file__).parents[3],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
 
 
 @needs_triton
 def test_maths_under_the_interpreter():
-    assert_checks_pass("triton_kernels.py", 50)
+    """All checks of triton_kernels.py pass, and there are 100 or more."""
+    checks = str(Path(__file__).with_name("triton_kernels.py"))
+    result = run(["-m", "pytest", checks, "-p", "no:cacheprovider"], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed and int(passed[1]) >= 100, result.stdout
 
 
 def test_package_needs_no_triton():
@@ -44,7 +81,7 @@ def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, mon
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = why_not_triton(Demand(torch.device(device), dtype, 0.1, head_dim))
+    reason = triton_attention.why_not_triton(Demand(torch.device(device), dtype, 0.1, head_dim))
     if expected is None:
         assert reason is None
     else:
@@ -55,11 +92,11 @@ def test_missing_triton_and_full_dropout_are_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
-    reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 1.0, 64))
+    reason = triton_attention.why_not_triton(Demand(torch.device("cpu"), torch.float32, 1.0, 64))
     assert reason is not None and "dropout below 1, got 1.0" in reason
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
     fused.missing_for_triton.cache_clear()
-    reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.0, 64))
+    reason = triton_attention.why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.0, 64))
     assert reason is not None and "needs the package triton" in reason
 
 
@@ -71,7 +108,7 @@ def test_without_a_c_compiler_auto_takes_another_backend(monkeypatch):
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     demand = Demand(torch.device("cuda"), torch.bfloat16, 0.1, 64)
-    assert "needs a C compiler" in str(why_not_triton(demand))
+    assert "needs a C compiler" in str(triton_attention.why_not_triton(demand))
     assert resolve_backend("auto", demand, True)[0] != "triton"
 
 
@@ -79,7 +116,7 @@ def test_call_where_it_cannot_serve_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = make_case([[1] * 4], -1, 1)
     with pytest.raises(ValueError, match="use another backend"):
-        triton_attention(case.attending())
+        triton_attention.triton_attention(case.attending())
 
 
 @pytest.mark.parametrize(
@@ -95,8 +132,8 @@ def test_kernels_look_through_the_places_of_a_tile_and_its_window_on_both_sides(
     The places begin a window before the tile, also where the row begins later.
     """
     shapes = ((1, 128, 64), None, None, None)
-    facts = Facts((1, seq, 1, 64), torch.bfloat16, (9, 0), 0.125, -64, 63, shapes, window, 0.0, 0)
-    assert plan_of(facts).constants["S_PAD"] == covered
+    facts = triton_attention.Facts((1, seq, 1, 64), torch.bfloat16, (9, 0), 0.125, -64, 63, shapes, window, 0.0, 0)
+    assert triton_attention.plan_of(facts).constants["S_PAD"] == covered
 
 
 COMPILED_HERE = [
@@ -148,3 +185,101 @@ def test_few_kernels_spill_and_matrices_are_multiplied_by_the_fastest_instructio
         for width in (64, 128)
     }, slow
     assert all(row["instruction"] == "mma.sync" for name, row in bounds.items() if name.endswith("sm_80"))
+
+
+LONGEST = 512
+HEADS, LAYERS, COMPARED = 12, 5, 3
+STEP = ROW_MULTIPLE["cuda"]
+PADDED = [(1 + seq % 3, seq, 1) for seq in (*range(STEP, 161, STEP), 320, LONGEST)]
+PACKED = [(rows, LONGEST, documents) for rows, documents in ((1, 16), (16, 1), (5, 7), (3, 17))]
+FULL = [(8, LONGEST, 1)]
+"""Rows, tokens per row and documents per row of micro-batches."""
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
+    """Kernel → the signatures that Triton compiled."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with triton_without_gpu(lambda name, signature: found[name].append(signature)):
+        yield found
+
+
+def attend(encoding: str, rows: int, seq: int, documents: int, dropout: float, layer: int) -> None:
+    """Launch the kernels of one layer's attention, forward and backward."""
+    config = ModelConfig(
+        position_encoding=encoding, hidden_size=HEADS * 64, num_attention_heads=HEADS, num_layers=1, seq_length=LONGEST
+    )
+    module = encoding_class(encoding)(config)
+    terms = module.terms(config, module(torch.arange(seq)[None]))
+    query, key, value = (
+        torch.zeros(rows, seq, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)
+    )
+    heads = torch.arange(LAYERS * COMPARED).view(LAYERS, COMPARED)[layer] % HEADS
+    ids, counted = torch.ones(rows, seq, dtype=torch.long), torch.ones(rows, documents)
+    context, cosine = triton_attention.triton_attention(
+        Attending(query, key, value, terms, ids, heads, dropout, counted)
+    )
+    assert cosine is not None
+    (context.sum() + cosine).backward()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("encoding", "most"), [("ddrp", 2), ("absolute", 1), ("alibi", LONGEST // triton_attention.LENGTHS)]
+)
+def test_the_variants_of_a_kernel_over_padded_packed_and_full_rows(
+    encoding: str, most: int, compilations: dict[str, list[Any]]
+) -> None:
+    for number, (rows, seq, documents) in enumerate(PADDED + PACKED + FULL):
+        attend(encoding, rows, seq, documents, 0.1, number % LAYERS)
+    assert len(compilations) >= 3 and {len(found) for found in compilations.values()} == {most}
+
+
+@needs_triton
+def test_the_least_dropout_is_no_constant(compilations: dict[str, list[Any]]) -> None:
+    # As a constant, 1 would fail to compile.
+    for dropout in (1e-5, 1e-9, 0.1):
+        attend("ddrp", 2, 64, 1, dropout, 0)
+    kinds = {signature.get("drop_below", "none") for found in compilations.values() for signature in found}
+    assert kinds == {"i32", "none"} and {len(found) for found in compilations.values()} == {1}
+
+
+BATCH, SEQ = 2, 23
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of all results."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in tree_leaves(results) if isinstance(x, torch.Tensor)}
+        return results
+
+
+def pairs_of_rows(backend, encoding, **options):
+    """Return the shapes with an entry for each pair of tokens of each row, in a training step with HCD."""
+    sizes = {"attention_dropout": 0.1, "seq_length": SEQ}
+    model = tiny_model(position_encoding=encoding, attention_backend=backend, **sizes, **options)
+    model = model.float().train()
+    batch = tiny_batch((SEQ, SEQ - 2), SEQ)
+    with Shapes() as shapes:
+        model(batch, some_draws(batch)).sums.sum().backward()
+    return {shape for shape in shapes.seen if len(shape) > 3 and shape[0] == BATCH and shape[-2:] == (SEQ, SEQ)}
+
+
+IN_LOGITS = [(name, {}) for name in ENCODINGS if encoding_class(name).in_logits]
+LOCAL = {"local_attention": 4, "global_every": 2}
+
+
+@needs_triton
+@pytest.mark.parametrize("encoding, options", [*IN_LOGITS, ("ddrp", LOCAL)])
+def test_no_logits_are_stored(encoding, options, monkeypatch):
+    monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
+    monkeypatch.setattr(triton_attention, "launch", lambda *_: None)  # the kernels work on tiles
+    assert pairs_of_rows("triton", encoding, **options) == set()
+    assert pairs_of_rows("eager", encoding, **options)

@@ -1,10 +1,22 @@
-"""The Triton kernels' attention, dropout and comparison of heads beside eager attention: run by
-test_triton_attention.py under Triton's interpreter."""
+"""Checks of Triton's kernels on a CPU, in a process of their own: test_triton_attention.py runs this file.
+
+The kernels' attention, dropout and comparison of heads beside eager attention; every encoding's terms at every length;
+the kernels in CUDA graphs. The interpreter replaces Triton's functions when they are defined, so TRITON_INTERPRET=1
+must stand before the first import of triton, and nothing compiled can be used beside it. To run a check alone:
+
+    TRITON_INTERPRET=1 python -m pytest tests/unit/model/triton_kernels.py -k deberta"""
+
+import dataclasses
+import os
+from itertools import combinations
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.model import graphs
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.triton_attention import (
@@ -19,6 +31,7 @@ from megatron_ddrp.model.attention.gpu.triton_attention import (
 from megatron_ddrp.model.attention.logits import Attending, Demand
 from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
+from tests.unit.model import test_graphs
 from tests.unit.model.attention_cases import (
     NO_HEADS,
     answer,
@@ -28,7 +41,49 @@ from tests.unit.model.attention_cases import (
     reference_with_mask,
 )
 
-pytest_plugins = ["tests.unit.model.triton_interpreter"]
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_alone_take_time():
+    """Leave out what takes the interpreter longer than the kernels' sums.
+
+    A launch gives Triton's functions their meaning on a CPU; at every call of a helper the interpreter would look
+    through all of them again, and once for each module of helpers is enough. It would also do every sum of whole
+    numbers a second time in int64, to find overflows that it reports in its debug mode alone.
+    """
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patched = set()
+    call = interpreter.InterpretedFunction.__call__
+
+    def call_helper(self, *args, **kwargs):
+        if self.fn.__module__ in patched:
+            return self.rewrite()(*args, **kwargs)
+        patched.add(self.fn.__module__)
+        return call(self, *args, **kwargs)
+
+    options = interpreter.interpreter_builder.options
+    with pytest.MonkeyPatch.context() as patch:
+        unchecked = dataclasses.replace(options, sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call_helper)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_plan_of_other_tiles():
+    """Some tests choose tiles of their own."""
+    plan_of.cache_clear()
+    yield
+    plan_of.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """Fill new memory with NaN, so that a value which a kernel does not write is noticed."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 CLOSE = {"rtol": 1.5e-5, "atol": 1.5e-5}
 """What fp32 leaves of sums over 128 dimensions and 130 tokens; sums over more are compared by their own size."""
@@ -286,3 +341,70 @@ def test_serves_no_float64_and_says_so():
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
     assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
+
+
+TILE_ROWS = 256
+LENGTHS = (1, 17, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TILE_ROWS + 1)
+HEAD_SIZES = (64, 80, 96, 128)
+LAYOUTS = {
+    "whole": lambda seq: [1] * seq,
+    "left padding": lambda seq: [0] * (seq // 3) + [1] * (seq - seq // 3),
+    "packed": lambda seq: [1] * (seq - seq // 2) + [2] * (seq // 3) + [0] * (seq // 2 - seq // 3),
+}
+
+
+def terms_of(encoding, seq, head_dim):
+    """The terms of one head of an encoding, for a row of `seq` tokens."""
+    config = ModelConfig(
+        position_encoding=encoding, num_layers=1, hidden_size=head_dim, num_attention_heads=1, seq_length=max(3, seq)
+    )
+    positions = encoding_class(encoding)(config)
+    maps = [torch.nn.Linear(head_dim, head_dim) for _ in range(2)]
+    tensors = positions.layer_part(config).of_layer(positions(torch.arange(seq)[None]), *maps)
+    return positions.terms(config, tensors)
+
+
+def kernels_of(encoding):
+    """Return the terms of an encoding and their shapes; encodings that agree in them are the same to the kernels."""
+    terms = terms_of(encoding, 17, 64).by_offset
+    return terms.lowest, terms.highest, *(None if x is None else x.shape for x in terms.tensors)
+
+
+DISTINCT = list({kernels_of(name): name for name in reversed(ENCODINGS)}.values())
+"""The first encoding of each group that is the same to the kernels."""
+
+
+def pairwise():
+    """(encoding, length, head size, layout): every encoding at every length, the rest in turns."""
+    for i, encoding in enumerate(DISTINCT):
+        for j, seq in enumerate(LENGTHS):
+            yield encoding, seq, HEAD_SIZES[(i + j) % 4], tuple(LAYOUTS)[(i + j // 2) % 3]
+
+
+def test_every_two_values_meet():
+    met = {(a, b, *pair) for row in pairwise() for (a, b) in combinations(range(4), 2) for pair in [(row[a], row[b])]}
+    values = (tuple(DISTINCT), LENGTHS, HEAD_SIZES, tuple(LAYOUTS))
+    wanted = {(a, b, x, y) for a, b in combinations(range(4), 2) for x in values[a] for y in values[b]}
+    assert met == wanted, sorted(wanted - met, key=str)
+    assert {kernels_of(name) for name in DISTINCT} == {kernels_of(name) for name in ENCODINGS}
+
+
+@pytest.mark.parametrize("encoding, seq, head_dim, layout", pairwise())
+def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeypatch):
+    """Each encoding's own terms, with random numbers in them, against eager attention in float64."""
+    monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(TILE_ROWS, TILE_ROWS, 4, 1),) * 4))
+    terms = terms_of(encoding, seq, head_dim)
+    case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
+    generator = torch.Generator().manual_seed(seq)
+    case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())
+    got, expected = answer(case, triton_attention), reference(case)
+    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+
+
+@pytest.mark.parametrize("encoding", ["ddrp", "tupe-a"])
+def test_graphs_repeat_the_kernels_to_the_last_bit(encoding, monkeypatch):
+    """On the emulator of graphs, which notes launches too."""
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    config = test_graphs.config_of(encoding, attention_backend="triton", num_layers=1)
+    test_graphs.assert_equal_with_graphs(config, [test_graphs.PADDED[1:]] * 4, [1])

@@ -12,7 +12,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis import probe
 from megatron_ddrp.lab.analysis.figures import near_and_far, table_cosines
 from megatron_ddrp.lab.analysis.probe import measure_probe, shuffle_text
-from tests.reference import direction
+from tests.reference import analyses
 from tests.unit.lab.analysis.test_measures import twin_sentences
 from tests.unit.model.tiny import tiny_batch, tiny_model
 
@@ -41,7 +41,7 @@ def random_sentences(number, length, vocab, seed=0):
 
 
 def check_against_the_loops(model, batch, windows):
-    accuracy, error, by_layer, by_distance = direction.probe(twin_sentences(model, batch)[1], windows)
+    accuracy, error, by_layer, by_distance = analyses.probe(twin_sentences(model, batch)[1], windows)
     found = measure_probe(model, lambda: cut(batch, 3))
     assert found.by_layer == [value if value is None else pytest.approx(value) for value in by_layer]
     assert found.by_distance == [value if value is None else pytest.approx(value) for value in by_distance]
@@ -212,7 +212,7 @@ def twin_rows(model, k):
 @pytest.mark.parametrize("tables", ["shared", "per-layer"])
 def test_cosines_are_those_of_the_loops(encoding, tables):
     model = tiny_model(position_encoding=encoding, relative_table=tables).eval()
-    expected = [[direction.cosine(*pair) for pair in twin_rows(model, k)] for k in (1, 2, 3)]
+    expected = [[analyses.cosine_of_numbers(*pair) for pair in twin_rows(model, k)] for k in (1, 2, 3)]
     assert table_cosines(model) == [pytest.approx(sum(values) / len(values)) for values in expected]
 
 
@@ -232,7 +232,7 @@ def test_cosines_count_only_distances_that_occur():
     assert len(table_cosines(tiny_model(position_encoding="deberta-v2", relative_distance=16).eval())) == 6
     assert table_cosines(tiny_model(position_encoding="bert-r", relative_distance=1).eval()) == []
     local = tiny_model(position_encoding="deberta", local_attention=4, global_every=2).eval()
-    expected = [[direction.cosine(*pair) for pair in twin_rows(local, k)] for k in (1, 2, 3)]
+    expected = [[analyses.cosine_of_numbers(*pair) for pair in twin_rows(local, k)] for k in (1, 2, 3)]
     expected[2] = expected[2][:3]  # the second layer sees two tokens to either side
     assert table_cosines(local) == [pytest.approx(sum(values) / len(values)) for values in expected]
 

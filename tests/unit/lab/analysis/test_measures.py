@@ -16,8 +16,7 @@ from megatron_ddrp.lab.analysis.figures import (
     triangle_parts,
 )
 from tests.reference import analyses, attention
-from tests.unit.model.tiny import tiny_batch, tiny_model
-from tests.unit.model.twins import twin_encode, twin_last_norm
+from tests.unit.model.tiny import tiny_batch, tiny_model, twin_encode, twin_last_norm
 
 LENGTHS = (7, 4, 2)
 

@@ -15,7 +15,7 @@ from megatron_ddrp.lab.analysis.probe import effective_rank, isoscore, measure_s
 from megatron_ddrp.lab.analysis.session import Snapshot, TextSentences, draw_texts
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
-from tests.reference import space
+from tests.reference import analyses
 from tests.unit.model.tiny import encode, tiny_batch, tiny_model
 
 CLS, SEP = 9, 10
@@ -52,13 +52,13 @@ def test_every_layer_is_that_of_the_loops(changes):
         states = text_states(model, layer.layer)
         assert [len(each) for each in states] == [4, 2, 3, 4, 1]
         assert (found.tokens, layer.hidden_size) == (14, 12)
-        assert layer.cosine_within == pytest.approx(space.within(states), rel=1e-9)
-        assert layer.cosine_between == pytest.approx(space.between(states), rel=1e-9)
-        assert layer.centred_cosine_within == pytest.approx(space.within(space.centred(states)), rel=1e-9)
-        assert layer.centred_cosine_between == pytest.approx(space.between(space.centred(states)), rel=1e-9)
-        assert layer.isoscore == pytest.approx(space.isoscore(states), rel=1e-9)
-        assert layer.effective_rank == pytest.approx(space.effective_rank(states), rel=1e-9)
-        share, kurtosis = space.first_component(states)
+        assert layer.cosine_within == pytest.approx(analyses.within(states), rel=1e-9)
+        assert layer.cosine_between == pytest.approx(analyses.between(states), rel=1e-9)
+        assert layer.centred_cosine_within == pytest.approx(analyses.within(analyses.centred(states)), rel=1e-9)
+        assert layer.centred_cosine_between == pytest.approx(analyses.between(analyses.centred(states)), rel=1e-9)
+        assert layer.isoscore == pytest.approx(analyses.isoscore(states), rel=1e-9)
+        assert layer.effective_rank == pytest.approx(analyses.effective_rank(states), rel=1e-9)
+        share, kurtosis = analyses.first_component(states)
         assert layer.first_component == pytest.approx(share, rel=1e-6)
         assert layer.first_component_kurtosis == pytest.approx(kurtosis, rel=1e-6)
 
@@ -91,8 +91,8 @@ def test_mean_cosine_and_isotropy_disagree_by_design():
     generator = torch.Generator().manual_seed(0)
     cloud = torch.randn(400, 4, generator=generator, dtype=torch.float64)
     far, line = cloud + 50.0, cloud * torch.tensor([1.0, 0.01, 0.01, 0.01])
-    assert space.within([far[:30]]) > 0.99 and isoscore(far.T.cov()) > 0.95
-    assert abs(space.within([line[:30]])) < 0.2 and isoscore(line.T.cov()) < 0.01
+    assert analyses.within([far[:30]]) > 0.99 and isoscore(far.T.cov()) > 0.95
+    assert abs(analyses.within([line[:30]])) < 0.2 and isoscore(line.T.cov()) < 0.01
     assert effective_rank(far.T.cov()) > 3.9 and effective_rank(line.T.cov()) < 1.01
 
 

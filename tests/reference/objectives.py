@@ -1,0 +1,390 @@
+"""Slow twins of the objectives: their losses, what they draw and what they read.
+
+Everything is torch.float64 and differentiable, but for masking, which is lists of numbers.
+
+The masked-LM loss and the reduction over the global batch (MLM in eq. 19). For a predicted token with logits z and
+label y:  loss = log(sum_v exp(z_v)) - z_y. MLM over a batch = sum over the predicted tokens of the global batch ÷ their
+global count, however they were split into micro-batches or ranks; never a mean of means.
+
+The MTH regularisers ("Better Pre-Training by Reducing Representation Confusion", eq. 17-18):
+
+Eq. 17: L_TCD = 2 / (n'(n'-1))    sum_{i<j} cos(h_i, h_j)             over n' sampled tokens' last hidden states
+Eq. 18: L_HCD = 2 / (L m'(m'-1))  sum_l sum_{i<j} cos(a^l_i, a^l_j)   over m' sampled heads of each of L layers
+
+"Attention weights" a are the pre-softmax logits (the paper's footnote): scaled, with their position terms, before the
+padding mask; a head flattened is the vector of its valid×valid entries. With all tokens and heads taken these are
+eq. 15 and 16. Over a batch: the sum over sequences with at least 2 valid tokens ÷ their count. Valid = not padding;
+specials are valid. For a packed row, `valid` marks the sequence in question, so that each packed one counts as its own.
+Samples are given, not drawn. A zero vector has no cosine: the twins then return nan.
+
+ELECTRA's replaced-token detection and generator's input (Clark et al., arXiv:2003.10555). The generator's input, as in
+the authors' code: word + segment + absolute position embedding of the discriminator, where it has the last; its
+LayerNorm; then a linear map to the generator's width. A token counts as replaced where the discriminator's input
+differs from the original. For a token with logit z, p = 1 / (1 + exp(−z)) is the probability of "replaced", and the
+loss is −log p if it was, −log(1 − p) if it was not, summed over every token that is not padding.
+
+DeBERTaV3's replaced-token detection (He et al., arXiv:2111.09543, section 3, and its released code). Token embeddings
+of the discriminator: E_D = sg(E_G) + E_Δ, here as the table it stands for. The head:
+y_t = W₂ · gelu(W₁ · LN(h_[CLS] + h_t)), [CLS] being the first token of t's own document.
+
+SimCTG's contrastive loss (arXiv:2202.06417, eq. 2), over the n tokens of each sequence with hidden states h:
+    1/(n (n − 1)) Σ_i Σ_{j≠i} max(0, margin − cos(h_i, h_i) + cos(h_i, h_j))
+0 for a sequence of fewer than two tokens.
+
+Head disagreement (Li et al., arXiv:1810.10183), of one layer and one document:
+
+    D_subspace = −1/h² Σ_a Σ_b cos(V^a, V^b)
+    D_output   = −1/h² Σ_a Σ_b cos(O^a, O^b)
+    D_position = −1/h² Σ_a Σ_b |P^a ⊙ P^b|
+
+with the h heads' values V, outputs O = P V and attention probabilities P; |·| sums all entries, of non-negative
+matrices. A cosine is the mean over the document's tokens of the cosine of their two vectors. Pairs of a head with
+itself are in the sums.
+
+Taking Notes on the Fly (Wu et al., arXiv:2008.01466): the note, the dictionary's update, the input. A word has any
+hashable name; an occurrence is where its pieces lie in one sequence.
+
+Masking, written from the rule: one row, one word, one piece at a time. The random numbers are arguments, one of each
+kind for every column, so that the twin and the code under test can be given the same ones and must then agree exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.reference.attention import dot, gelu, layer_norm, linear
+
+IGNORED_LABEL = -100
+"""Label of a token that is not predicted."""
+
+
+def log_sum_exp(row: Tensor) -> Tensor:
+    """log(sum_v exp(row[v])), `[V]` to a scalar; entries of -inf (a padded vocabulary) count as nothing."""
+    largest = max(logit.item() for logit in row)
+    total = torch.zeros((), dtype=torch.float64)
+    for logit in row:
+        if logit.item() != float("-inf"):
+            total = total + torch.exp(logit - largest)
+    return largest + torch.log(total)
+
+
+def masked_lm(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropies of the predicted tokens: logits `[N, V]`, labels `[N]` (-100 = not predicted)."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, label in zip(logits, labels.tolist(), strict=True):
+        if label != IGNORED_LABEL:
+            loss = loss + log_sum_exp(row) - row[label]
+    return loss
+
+
+def global_mean(sums: list[Tensor], counts: list[int]) -> Tensor:
+    """Sum of the per-sequence (or micro-batch, or rank) sums ÷ sum of their counts; 0 where nothing was counted."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for part, n in zip(sums, counts, strict=True):
+        total, count = total + part, count + n
+    return total / max(count, 1)
+
+
+def cosine(left: Tensor, right: Tensor) -> Tensor:
+    """left · right / (|left| |right|), both `[n]`; a scalar."""
+    return dot(left, right) / (torch.sqrt(dot(left, left)) * torch.sqrt(dot(right, right)))
+
+
+def mean_pairwise_cosine(vectors: list[Tensor], power: int = 1) -> Tensor:
+    """The mean cosine, to a power, over the n(n-1)/2 unordered pairs of n >= 2 vectors; a scalar."""
+    n = len(vectors)
+    assert n >= 2, f"a pair needs two vectors, got {n}"
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(n - 1):
+        for j in range(i + 1, n):
+            total = total + cosine(vectors[i], vectors[j]) ** power
+    return 2.0 / (n * (n - 1)) * total
+
+
+def tcd(hidden: Tensor, tokens: list[int], power: int = 1) -> Tensor:
+    """Eq. 17 for one sequence: hidden `[S, D]`, the last hidden states; tokens, the sampled indices (at least 2).
+
+    With power 2, ours: the mean squared cosine.
+    """
+    return mean_pairwise_cosine([hidden[token] for token in tokens], power)
+
+
+def flatten_head(scores: Tensor, valid: list[bool], window: int | None = None) -> Tensor:
+    """The valid×valid entries of one head's logits `[S, S]`, row by row: `[n·n]` for n valid tokens.
+
+    With a window only those that the head attends to, |i − j| <= window.
+    """
+    kept = [index for index, is_valid in enumerate(valid) if is_valid]
+    return torch.stack([scores[i, j] for i in kept for j in kept if window is None or abs(i - j) <= window])
+
+
+def hcd(
+    scores_per_layer: list[Tensor],
+    heads_per_layer: list[list[int]],
+    valid: list[bool],
+    windows: list[int | None] | None = None,
+) -> Tensor:
+    """Eq. 18 for one sequence, the mean over its layers; a scalar.
+
+    scores_per_layer: L logits `[heads, S, S]`. heads_per_layer: each layer's own sample, at least 2 heads.
+    valid: S flags, False for padding. windows: each layer's window, None for a layer without.
+    """
+    windows = [None] * len(scores_per_layer) if windows is None else windows
+    total = torch.zeros((), dtype=torch.float64)
+    for scores, heads, window in zip(scores_per_layer, heads_per_layer, windows, strict=True):
+        total = total + mean_pairwise_cosine([flatten_head(scores[head], valid, window) for head in heads])
+    return total / len(scores_per_layer)
+
+
+def mean_over_sequences(losses: list[Tensor]) -> Tensor:
+    """The mean of the losses of the sequences that count; 0 where none does."""
+    total = torch.zeros((), dtype=torch.float64)
+    for loss in losses:
+        total = total + loss
+    return total / max(len(losses), 1)
+
+
+def tcd_batch(hidden: list[Tensor], tokens: list[list[int]], valid: list[list[bool]]) -> Tensor:
+    """TCD of a batch: the mean over its sequences with at least 2 valid tokens.
+
+    One item a sequence: hidden `[S, D]`, its sampled tokens (all of them valid), its S validity flags.
+    """
+    losses = []
+    for states, sample, flags in zip(hidden, tokens, valid, strict=True):
+        assert all(flags[token] for token in sample), "a padded token was sampled"
+        if sum(flags) >= 2:
+            losses.append(tcd(states, sample))
+    return mean_over_sequences(losses)
+
+
+def hcd_batch(
+    scores_per_layer: list[list[Tensor]], heads_per_layer: list[list[int]], valid: list[list[bool]]
+) -> Tensor:
+    """HCD of a batch: the mean over layers and over its sequences with at least 2 valid tokens.
+
+    scores_per_layer: for each sequence its L logits `[heads, S, S]`. heads_per_layer: the step's sample, the same for
+    all sequences. valid: S flags a sequence.
+    """
+    losses = []
+    for scores, flags in zip(scores_per_layer, valid, strict=True):
+        if sum(flags) >= 2:
+            losses.append(hcd(scores, heads_per_layer, flags))
+    return mean_over_sequences(losses)
+
+
+def generator_input(
+    params: dict[str, Tensor], tokens: list[int], segments: list[int], places: list[int], eps: float = 1e-12
+) -> Tensor:
+    """`[S, generator's width]` from `token` `[vocab, D]`, `segment` `[2, D]`, `norm.weight`, `norm.bias` `[D]`.
+
+    `absolute` `[max length, D]` may be there; `projection.weight` is `[out, in]`, `projection.bias` `[out]`.
+    """
+    rows = []
+    for token, segment, place in zip(tokens, segments, places, strict=True):
+        vector = params["token"][token] + params["segment"][segment]
+        rows.append(vector + params["absolute"][place] if "absolute" in params else vector)
+    normalised = layer_norm(torch.stack(rows), params["norm.weight"], params["norm.bias"], eps)
+    return linear(normalised, params["projection.weight"], params["projection.bias"])
+
+
+def replaced_token_detection(
+    logits: Tensor, discriminator_ids: list[list[int]], original_ids: list[list[int]], valid: list[list[bool]]
+) -> tuple[Tensor, int, int, int]:
+    """(sum of the losses, tokens judged rightly, replaced tokens, replaced tokens found), logits `[batch, seq]`."""
+    loss = torch.zeros((), dtype=torch.float64)
+    right = replaced = found = 0
+    for row, is_valid in enumerate(valid):
+        for column, counts in enumerate(is_valid):
+            if not counts:
+                continue
+            was_replaced = discriminator_ids[row][column] != original_ids[row][column]
+            probability = 1 / (1 + torch.exp(-logits[row, column]))
+            loss = loss - torch.log(probability if was_replaced else 1 - probability)
+            says_replaced = probability.item() > 0.5
+            right += says_replaced == was_replaced
+            replaced += was_replaced
+            found += was_replaced and says_replaced
+    return loss, right, replaced, found
+
+
+def discriminator_table(generators: Tensor, difference: Tensor) -> Tensor:
+    """`[vocab, D]` each: row by row the constant that the generator's row is, plus the difference."""
+    pairs = zip(generators, difference, strict=True)
+    return torch.stack([torch.tensor(row.tolist(), dtype=torch.float64) + change for row, change in pairs])
+
+
+def contextual_logits(hidden: Tensor, documents: list[int], params: dict[str, Tensor], eps: float = 1e-12) -> Tensor:
+    """Last hidden states of a row `[S, D]` and its document numbers (0: padding) → `[S]`, 0 at padding.
+
+    `params` are `norm.weight`, `norm.bias` `[D]`, `dense.weight` `[D, D]`, `dense.bias`, `output.weight` `[1, D]`,
+    `output.bias` `[1]`.
+    """
+    logits = []
+    for place, document in enumerate(documents):
+        if document == 0:
+            logits.append(torch.zeros((), dtype=torch.float64))
+            continue
+        summed = (hidden[documents.index(document)] + hidden[place]).unsqueeze(0)  # [1, D]
+        normed = layer_norm(summed, params["norm.weight"], params["norm.bias"], eps)
+        inner = gelu(linear(normed, params["dense.weight"], params["dense.bias"]))
+        logits.append(linear(inner, params["output.weight"], params["output.bias"])[0, 0])
+    return torch.stack(logits)
+
+
+def contrast(hidden: Tensor, tokens: list[int], margin: float) -> Tensor:
+    """The mean hinge of one sequence: hidden `[S, d]`, of which `tokens` are its own."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i in tokens:
+        for j in tokens:
+            if i != j:
+                hinge = margin - cosine(hidden[i], hidden[i]) + cosine(hidden[i], hidden[j])
+                if hinge.item() > 0:
+                    total = total + hinge
+    return total / max(1, len(tokens) * (len(tokens) - 1))
+
+
+def of_vectors(heads: Tensor, tokens: list[int]) -> Tensor:
+    """D of values or outputs `[heads, S, d]` over the tokens of a document."""
+    num_heads, total = len(heads), torch.zeros((), dtype=torch.float64)
+    for a in range(num_heads):
+        for b in range(num_heads):
+            for token in tokens:
+                total = total + cosine(heads[a, token], heads[b, token]) / len(tokens)
+    return -total / num_heads**2
+
+
+def of_maps(probabilities: Tensor, tokens: list[int]) -> Tensor:
+    """D of attention maps `[heads, S, S]` over the pairs of a document's tokens."""
+    num_heads, total = len(probabilities), torch.zeros((), dtype=torch.float64)
+    for a in range(num_heads):
+        for b in range(num_heads):
+            for i in tokens:
+                for j in tokens:
+                    total = total + probabilities[a, i, j] * probabilities[b, i, j]
+    return -total / num_heads**2
+
+
+def probabilities(logits: Tensor, tokens: list[int], window: int | None = None) -> Tensor:
+    """softmax over a document's keys, with a window those at most so far away: `[heads, S, S]` to the same.
+
+    0 outside of the document.
+    """
+    rows, zero = [], torch.zeros((), dtype=torch.float64)
+    for head in logits:
+        for i in range(len(head)):
+            keys = [j for j in tokens if i in tokens and (window is None or abs(i - j) <= window)]
+            weights = [torch.exp(head[i, j]) if j in keys else zero for j in range(len(head))]
+            rows.append(torch.stack(weights) / (sum(weights) if keys else 1))
+    return torch.stack(rows).view_as(logits)
+
+
+def note(hidden: Tensor, first: int, last: int, k: int) -> Tensor:
+    """Mean of the last hidden states from k tokens before the word `[first, last]` to k after it: `[seq, D]` → `[D]`.
+
+    The window ends with the sequence, whose tokens alone `hidden` holds; the number of states in it divides.
+    """
+    total, count = torch.zeros_like(hidden[0]), 0
+    for place in range(first - k, last + k + 1):
+        if 0 <= place < len(hidden):
+            total, count = total + hidden[place], count + 1
+    return total / count
+
+
+def update(dictionary: dict, notes: list[tuple], gamma: float) -> dict:
+    """NoteDict(w) ← (1 − γ)·NoteDict(w) + γ·(mean of w's notes in the global batch); a first note enters unblended.
+
+    `notes` are pairs (word, note) of all occurrences in the global batch.
+    """
+    updated = dict(dictionary)
+    for word in {word for word, _ in notes}:
+        own = [vector for name, vector in notes if name == word]
+        total = torch.zeros_like(own[0])
+        for vector in own:
+            total = total + vector
+        mean = total / len(own)
+        updated[word] = (1 - gamma) * dictionary[word] + gamma * mean if word in dictionary else mean
+    return updated
+
+
+def mixed_input(embedded: Tensor, words: list, masked: list[bool], dictionary: dict, mix: float) -> Tensor:
+    """(1 − λ)·(token + position) + λ·NoteDict(w) at the pieces of rare words, `[seq, D]`.
+
+    `words` names the rare word that each token is a piece of, and its occurrence, as a pair, or None; no piece of an
+    occurrence with any piece `masked` reads its note, and a word without a note reads none.
+    """
+    rows = []
+    for place, vector in enumerate(embedded):
+        reads = words[place] is not None and words[place][0] in dictionary
+        for other, is_masked in enumerate(masked):
+            if reads and is_masked and words[other] == words[place]:
+                reads = False
+        rows.append((1 - mix) * vector + mix * dictionary[words[place][0]] if reads else vector)
+    return torch.stack(rows)
+
+
+def words_of(ids, selectable, starts_word):
+    """Lists of columns: the words."""
+    words: list[list[int]] = []
+    previous_selectable = False
+    for column, token in enumerate(ids):
+        if selectable[column]:
+            if starts_word[token] or not previous_selectable:
+                words.append([])
+            words[-1].append(column)
+        previous_selectable = selectable[column]
+    return words
+
+
+def units_of(words, masking, budget, word_counts):
+    """Lists of columns that are masked together: tokens, words, or n-grams of as many words as drawn for their first
+    column; the pieces of words of more than four pieces stay single."""
+    if masking == "token":
+        return [[column] for word in words for column in word]
+    units = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if len(word) > 4:
+            units.extend([column] for column in word)
+            continue
+        unit = [word]
+        while masking == "ngram" and len(unit) < word_counts[word[0]] and words:
+            neighbour = words[0][0] == unit[-1][-1] + 1
+            if len(words[0]) > 4 or not neighbour or len(sum(unit, [])) + len(words[0]) > budget:
+                break
+            unit.append(words.pop(0))
+        units.append(sum(unit, []))
+    return units
+
+
+def words_drawn(number):
+    """Words of an n-gram, p(n) proportional to 1/n for n up to 3, from a number in [0, 1)."""
+    return 1 if number < 6 / 11 else 2 if number < 9 / 11 else 3
+
+
+def select(ids, selectable, starts_word, order_numbers, mask_prob, masking="whole-word", ngram_numbers=None):
+    """Columns to predict. Units in the order of their first column's number, each taken if it fits the budget."""
+    budget = max(1, round(mask_prob * sum(selectable)))
+    word_counts = None if ngram_numbers is None else [words_drawn(number) for number in ngram_numbers]
+    units = units_of(words_of(ids, selectable, starts_word), masking, budget, word_counts)
+    units.sort(key=lambda unit: (order_numbers[unit[0]], unit[0]))
+    if not units:
+        return []
+    selected: list[int] = []
+    for unit in units:
+        if len(selected) + len(unit) <= budget:
+            selected.extend(unit)
+    return sorted(selected or units[0])
+
+
+def corrupt(ids, selected, mask_id, action_numbers, random_pieces):
+    """Input ids after masking and labels, as lists: 80 % [MASK], 10 % a random piece, 10 % kept."""
+    masked, labels = list(ids), [-100] * len(ids)
+    for column in selected:
+        labels[column] = ids[column]
+        if action_numbers[column] < 0.8:
+            masked[column] = mask_id
+        elif action_numbers[column] < 0.8 + 0.1:
+            masked[column] = random_pieces[column]
+    return masked, labels

@@ -1,0 +1,470 @@
+"""Masked LM, the MTH regularisers, disagreement of heads and contrast of tokens against their loop twins.
+
+TCD and HCD in closed form: sampled and whole, with padding, short rows and zero vectors. Disagreement: each part, all
+layers of a model, packing, and where it is off. Contrast, as an objective: options, weight, padding and packing.
+"""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import Part, activation_bytes
+from megatron_ddrp.model import build_model
+from megatron_ddrp.model import embeddings as similarity
+from megatron_ddrp.model.attention.logits import Attended, Attending
+from megatron_ddrp.model.heads import masked_lm_sum
+from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.objectives import contract
+from megatron_ddrp.objectives.contract import Rate, Term, losses_of, make_objective
+from megatron_ddrp.objectives.masked import PARTS, MaskedLM, agreement, contrast_sum, document_lengths
+from tests.reference import objectives as twin
+from tests.reference.tensors import assert_same, random
+from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model
+
+
+def test_sum_equals_the_twin_in_values_and_gradients():
+    torch.manual_seed(0)
+    logits = (torch.randn(6, 9, dtype=torch.float64) * 5).requires_grad_()
+    labels = torch.tensor([0, 8, IGNORED_LABEL, 3, 3, IGNORED_LABEL])
+    fast, slow = masked_lm_sum(logits, labels), twin.masked_lm(logits, labels)
+    torch.testing.assert_close(fast, slow, rtol=1e-13, atol=0)
+    (got,), (expected,) = torch.autograd.grad(fast, logits), torch.autograd.grad(slow, logits)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("as_rate", [False, True])
+def test_two_terms_or_rates_of_one_name_are_refused(as_rate, monkeypatch):
+    class Twice(MaskedLM):
+        rates = (*MaskedLM.rates, Rate("lm_loss", "lm_loss", "predicted")) if as_rate else MaskedLM.rates
+
+        @property
+        def terms(self):
+            return super().terms if as_rate else (*super().terms, Term("lm_loss", "predicted", "mlm", 0.5))
+
+    monkeypatch.setattr(contract, "objective_class", lambda name: Twice)
+    with pytest.raises(
+        UserError, match="^--objective mlm: 2 of its terms and rates are named 'lm_loss': rename one, or"
+    ):
+        contract.make_objective.__wrapped__(ObjectiveConfig(objective="mlm"))
+
+
+def test_minus_infinity_at_padding_counts_as_nothing():
+    logits = torch.randn(4, 6, dtype=torch.float64)
+    padded = torch.cat((logits, torch.full((4, 3), float("-inf"), dtype=torch.float64)), 1)
+    labels = torch.tensor([0, 5, 2, 2])
+    torch.testing.assert_close(masked_lm_sum(padded, labels), twin.masked_lm(logits, labels), rtol=1e-13, atol=0)
+
+
+def test_no_predicted_position_is_zero():
+    logits = torch.randn(0, 6, requires_grad=True)
+    loss = masked_lm_sum(logits, torch.empty(0, dtype=torch.long))
+    loss.backward()
+    assert loss == 0 and logits.grad.shape == (0, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_fp32(dtype):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4000, 5).to(dtype), torch.randint(5, (4000,))
+    loss = masked_lm_sum(logits, labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), masked_lm_sum(logits.double(), labels), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_accuracy_counts_the_predicted_tokens_whose_likeliest_piece_is_the_label(right):
+    torch.manual_seed(0)
+    batch = tiny_batch()
+    model = build_model(tiny_config(), objective=ObjectiveConfig(objective="mlm"))
+    places = (batch.labels != IGNORED_LABEL).nonzero().tolist()
+    assert len(places) > 3
+    for number, (row, column) in enumerate(places):
+        best = int(model.head.logits(encode(model, batch)[row, column]).argmax())
+        batch.labels[row, column] = best if number < right else (best + 1) % model.head.vocab_size
+    sums = named_sums(model, batch, some_draws(batch))
+    assert sums["lm_correct"] == right
+    row = losses_of(
+        {**{name: x.item() for name, x in sums.items()}, "predicted": len(places), "sequences": 1, "tokens": 9},
+        model.head.objective,
+    )
+    assert row["lm_accuracy"] == pytest.approx(right / len(places))
+
+
+pytestmark = pytest.mark.usefixtures("torch_seed")
+LENGTHS = (7, 4, 2, 1, 0)
+COUNTED = 3
+"""Rows of `LENGTHS` with at least two valid tokens."""
+SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
+VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
+WHOLE = VALID.unsqueeze(1)
+COSINES = {1: similarity.token_cosine, 2: partial(similarity.token_cosine, squared=True)}
+ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
+
+
+def loop_hcd(query, key, heads, scale=1.0):
+    """The twin on the logits of rows that count: `[COUNTED]`."""
+    logits = query @ key.transpose(-1, -2) * scale
+    return torch.stack([twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)])
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 50])
+@pytest.mark.parametrize("power", [1, 2])
+def test_tcd_equals_the_twin(tokens, power):
+    hidden = random(len(LENGTHS), SEQ, HIDDEN)
+    token_mask = VALID.long()
+    if tokens < 50:  # the last ones, so that the sample is not simply a prefix
+        token_mask = token_mask * (VALID.flip(-1).cumsum(-1).flip(-1) <= tokens)
+    fast = COSINES[power](hidden, token_mask.unsqueeze(1)).squeeze(1)
+    assert fast.shape == (len(LENGTHS),) and fast[COUNTED:].eq(0).all()
+    samples = [token_mask[row].nonzero().flatten().tolist() for row in range(COUNTED)]
+    slow = torch.stack([twin.tcd(hidden[row], samples[row], power) for row in range(COUNTED)])
+    assert_same(fast[:COUNTED], slow, [hidden], atol=1e-12)
+    # Rows with fewer than two tokens and tokens outside the sample get no gradient at all.
+    (gradient,) = torch.autograd.grad(fast.sum(), hidden)
+    marked = (token_mask > 0) & (torch.tensor(LENGTHS) >= 2)[:, None]
+    assert gradient.isfinite().all() and gradient[~marked].eq(0).all() and gradient[marked].abs().sum(-1).gt(0).all()
+
+
+@pytest.mark.parametrize("heads", [[0, 1], [1, 3], [0, 2, 3], [0, 1, 2, 3]], ids=str)
+def test_hcd_of_content_by_grams_equals_the_twin(heads):
+    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
+    gram = similarity.content_gram(query[:, heads], key[:, heads], WHOLE, 0.3).squeeze(1)
+    assert_same(similarity.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key], atol=1e-12)
+    logits = query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3
+    inner = logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(gram, inner, rtol=0, atol=1e-12)
+
+
+def test_hcd_of_all_content_heads_equals_the_twin():
+    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
+    fast = similarity.content_cosine_of_all(query, key, WHOLE).squeeze(1)
+    assert_same(fast[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key], atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [[1, 3], [0, 1, 2, 3]], ids=str)
+def test_hcd_of_logits_equals_the_twin(heads):
+    logits = random(len(LENGTHS), HEADS, SEQ, SEQ)
+    fast = similarity.logits_cosine(logits[:, heads], ALLOWED, WHOLE).squeeze(1)
+    slow = [twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)]
+    assert_same(fast[:COUNTED], torch.stack(slow), [logits], atol=1e-12)
+
+
+def test_the_three_closed_forms_agree():
+    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
+    by_gram = similarity.cosine_of_gram(similarity.content_gram(query, key, WHOLE, 0.7)).squeeze(1)
+    by_sum = similarity.content_cosine_of_all(query, key, WHOLE).squeeze(1)
+    by_logits = similarity.logits_cosine(query @ key.transpose(-1, -2), ALLOWED, WHOLE).squeeze(1)
+    torch.testing.assert_close(by_sum[:4], by_gram[:4], rtol=0, atol=1e-12)  # one token still has a 1×1 head
+    torch.testing.assert_close(by_logits[:4], by_gram[:4], rtol=0, atol=1e-12)
+
+
+def test_known_values():
+    same, opposite = torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3) * torch.tensor([1.0, -2.0])[:, None, None]
+    everything = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    one_document = torch.ones(1, 1, 3, dtype=torch.bool)
+    assert similarity.logits_cosine(same, everything, one_document) == pytest.approx(1)
+    assert similarity.logits_cosine(opposite, everything, one_document) == pytest.approx(-1)
+    hidden = torch.tensor([[[1.0, 0], [0, 2], [3, 0]]])
+    assert similarity.token_cosine(hidden, torch.ones(1, 1, 3, dtype=torch.long)) == pytest.approx(1 / 3)
+    assert similarity.token_cosine(hidden, torch.tensor([[[1, 1, 0]]])) == pytest.approx(0)
+
+
+def test_squared_cosines_know_two_poles_from_an_even_spread():
+    def both(vectors):
+        vectors = torch.tensor(vectors, dtype=torch.float64).unsqueeze(0)
+        everything = torch.ones(1, 1, vectors.shape[1], dtype=torch.long)
+        return [cosine(vectors, everything).item() for cosine in COSINES.values()]
+
+    assert both([[1.0, 0], [-1, 0], [1, 0], [-1, 0]]) == pytest.approx([-1 / 3, 1])  # least, and most
+    assert both([[1.0, 0], [-1, 0], [0, 1], [0, -1]]) == pytest.approx([-1 / 3, (4 - 2) / (2 * 3)])  # Welch's bound
+    assert both([[2.0, 0, 0], [0, 3, 0], [0, 0, -4]]) == pytest.approx([0, 0])  # fewer tokens than dimensions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_vectors_give_finite_values_and_gradients(dtype):
+    hidden = torch.zeros(2, 4, 3, dtype=dtype, requires_grad=True)
+    query = torch.zeros(2, 2, 4, 3, dtype=dtype, requires_grad=True)
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    allowed = (valid.unsqueeze(-1) & valid.unsqueeze(-2)).unsqueeze(1)
+    documents = valid.unsqueeze(1)
+    values = [
+        similarity.token_cosine(hidden, documents.long()),
+        similarity.token_cosine(hidden, documents.long(), squared=True),
+        similarity.cosine_of_gram(similarity.content_gram(query, query, documents, 1.0)),
+        similarity.content_cosine_of_all(query, query, documents),
+        similarity.logits_cosine(query @ query.transpose(-1, -2), allowed, documents),
+    ]
+    for value in values:
+        assert value.isfinite().all()
+        value.sum().backward()
+    assert hidden.grad.isfinite().all() and query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power", [1, 2])
+def test_half_precision_is_reduced_in_fp32(dtype, power):
+    hidden = (torch.randn(2, 300, 64) * 30).to(dtype)  # squares beyond fp16
+    mask = torch.ones(2, 1, 300, dtype=torch.long)
+    got = COSINES[power](hidden, mask)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), COSINES[power](hidden.double(), mask), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cosine", COSINES.values())
+def test_scale_of_the_vectors_does_not_matter(cosine):
+    hidden = random(2, SEQ, HIDDEN)
+    mask = torch.ones(2, 1, SEQ, dtype=torch.long)
+    factors = torch.rand(2, SEQ, 1, dtype=torch.float64) * 100 + 0.01
+    torch.testing.assert_close(cosine(hidden * factors, mask), cosine(hidden, mask))
+
+
+def test_documents_of_a_packed_row_count_as_rows_of_their_own():
+    """Documents of 4 and 3 tokens in one row, and the same two in rows of their own: every form, with gradients."""
+    lengths, seq = (4, 3), 8
+    document_ids = torch.tensor([[1] * 4 + [2] * 3 + [0]])
+    documents = similarity.document_mask(document_ids, 2)  # [1, 2, seq]
+    allowed = (documents.unsqueeze(-1) & documents.unsqueeze(-2)).any(1, keepdim=True)
+    hidden, query, key = random(1, seq, HIDDEN), random(1, HEADS, seq, DIM), random(1, HEADS, seq, DIM)
+
+    def forms(hidden, query, key, documents, allowed):
+        some = slice(0, 2)
+        logits = query @ key.transpose(-1, -2)
+        return torch.stack(
+            (
+                similarity.token_cosine(hidden, documents.long()),
+                similarity.token_cosine(hidden, documents.long(), squared=True),
+                similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0)),
+                similarity.content_cosine_of_all(query, key, documents),
+                similarity.logits_cosine(logits[:, some], allowed, documents),
+            )
+        )  # [forms, batch, documents]
+
+    packed = forms(hidden, query, key, documents, allowed)[:, 0]  # [forms, 2]
+    alone, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        ones = torch.ones(1, 1, length, dtype=torch.bool)
+        everything = torch.ones(1, 1, length, length, dtype=torch.bool)
+        alone.append(forms(hidden[:, part], query[:, :, part], key[:, :, part], ones, everything)[:, 0, 0])
+        start += length
+    assert_same(packed, torch.stack(alone, dim=1), [hidden, query, key], atol=1e-12)
+
+
+ALL = ObjectiveConfig(objective="head-disagreement", objective_options=("value=0.5", "attention=2"))
+DOCUMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 2, 0, 0, 0]])
+"""The last document is a single token, which does not count."""
+TOKENS = {(0, 1): [0, 1, 2], (0, 2): [3, 4], (1, 1): [0, 1]}
+
+
+def drawn(batch, objective=ALL):
+    draws = Draws.none(len(batch.input_ids), 2)
+    return draws._replace(own=make_objective(objective).draw_own(batch.map(lambda x: x.numpy()), 1234, 1))
+
+
+def own_sums(model, batch):
+    sums = named_sums(model, batch, drawn(batch))
+    return {part: sums[f"{part}_disagreement_loss"] for part in PARTS}
+
+
+def test_lengths_are_those_of_documents_of_two_tokens_or_more():
+    assert document_lengths(DOCUMENTS.numpy()).tolist() == [[3, 3, 3, 2, 2, 0], [2, 2, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_and_its_gradient_are_those_of_the_loops(part):
+    torch.manual_seed(0)
+    query, key, value, context = (torch.randn(2, 3, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    bias = torch.randn(1, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    terms = PositionTerms(0.5, bias=bias)
+    attending = Attending(query, key, value, terms, DOCUMENTS, torch.empty(0, dtype=torch.long))
+    lengths = torch.from_numpy(document_lengths(DOCUMENTS.numpy()))
+    fast = agreement(part, Attended(attending, context, lambda x: x.mean(1)), lengths)
+    slow = torch.zeros((), dtype=torch.float64)
+    for (row, _), tokens in TOKENS.items():
+        if part == "attention":
+            maps = twin.probabilities(0.5 * query[row] @ key[row].transpose(1, 2) + bias[0], tokens)
+            slow = slow - twin.of_maps(maps, tokens)
+        else:
+            slow = slow - twin.of_vectors((context if part == "output" else value)[row], tokens)
+    assert_same(fast, slow, {"attention": [query, key, bias], "output": [context], "value": [value]}[part])
+    assert slow > 0
+
+
+def test_heads_that_are_alike_give_1_per_document_and_zeros_no_nan():
+    alike = torch.randn(2, 1, 6, 4).expand(-1, 3, -1, -1)
+    lengths = torch.from_numpy(document_lengths(DOCUMENTS.numpy()))
+    attended = Attended(SimpleNamespace(value=alike), alike, lambda x: x.mean(1))
+    torch.testing.assert_close(agreement("value", attended, lengths), torch.tensor(3.0))
+    zeros = torch.zeros(2, 3, 6, 4, requires_grad=True)
+    agreement("output", attended._replace(context=zeros), lengths).backward()
+    assert zeros.grad is not None and zeros.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("encoding, local", [("absolute", None), ("ddrp", None), ("rope", 2)])
+def test_a_model_sums_its_layers(encoding, local):
+    """From each layer's own logits and values, by loops; with local attention, which the second layer has."""
+    settings = {"position_encoding": encoding, "local_attention": local}
+    model, batch = tiny_model(objective=ALL, **settings), tiny_batch(lengths=(7, 4, 1))
+    ours = own_sums(model, batch)
+    expected = dict.fromkeys(PARTS, torch.zeros((), dtype=torch.float64))
+    state = model.embeddings(Inputs.of(batch, drawn(batch)))
+    for layer in model.layers:
+        logits, values = layer.logits(state), layer.attention.split(layer.attention.value(state.hidden))
+        for row, tokens in enumerate((range(7), range(4))):
+            maps = twin.probabilities(logits[row], list(tokens), model.config.window(layer.number))
+            parts = {"value": values[row], "output": maps @ values[row]}
+            for part, vectors in parts.items():
+                expected[part] = expected[part] - twin.of_vectors(vectors, list(tokens))
+            expected["attention"] = expected["attention"] - twin.of_maps(maps, list(tokens))
+        state = layer(state)
+    for part in PARTS:
+        torch.testing.assert_close(ours[part], expected[part])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_row_of_several_documents_gives_the_sums_of_one_each(encoding):
+    model = tiny_model(objective=ALL, position_encoding=encoding, seq_length=16)
+    batch = tiny_batch(lengths=(7, 4, 5))
+    torch.testing.assert_close(own_sums(model, packed_batch(batch, [[0, 2], [1]])), own_sums(model, batch))
+
+
+def test_recomputed_layers_give_the_same_gradients():
+    batch = tiny_batch()
+    found = []
+    for recomputes in (False, True):
+        model = tiny_model(objective=ALL)
+        model.checkpoint_activations = recomputes
+        sum(own_sums(model, batch).values()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_each_part_teaches_what_it_should():
+    model, batch = tiny_model(objective=ALL, num_layers=1), tiny_batch()
+    attention = dict(model.layers[0].attention.named_parameters())
+    maps = ("query", "key", "value", "output")
+    for part, taught in {
+        "value": {"value"},
+        "output": {"query", "key", "value"},
+        "attention": {"query", "key"},
+    }.items():
+        loss = own_sums(model, batch)[part]
+        found = torch.autograd.grad(loss, [attention[f"{name}.weight"] for name in maps], allow_unused=True)
+        assert {name for name, g in zip(maps, found, strict=True) if g is not None and g.any()} == taught
+
+
+def test_weights_choose_the_parts_and_nothing_is_computed_without():
+    default = make_objective(ObjectiveConfig(objective="head-disagreement"))
+    assert default.parts == ("output",) and default.looks_inside and default.kept_maps == 0
+    terms = {term.name: (term.weight, term.per) for term in make_objective(ALL).terms}
+    assert {name: terms[f"{name}_disagreement_loss"] for name in PARTS} == {
+        "value": (0.5, "sequences"),
+        "output": (1.0, "sequences"),
+        "attention": (2.0, "sequences"),
+    }
+    none = ObjectiveConfig(objective="head-disagreement", objective_options=("output=0",))
+    plain, without = tiny_model(), tiny_model(objective=none)
+    assert without.layers[0].attention.judge is None
+    batch = tiny_batch()
+    assert torch.equal(without(batch, drawn(batch, none)).sums, plain(batch, Draws.none(3, 2)).sums)
+
+
+def test_the_dry_run_counts_the_maps_that_are_kept():
+    part = Part(((0,), (0,)), (12, 12), has_head=True, in_flight=1, moments=0, moments_per_element=2)
+    model, training = tiny_config(), TrainingConfig(micro_batch_size=4)
+    of_outputs = Config(model, ObjectiveConfig(objective="head-disagreement"), training=training)
+    less, more = (activation_bytes(part, c, 4) for c in (of_outputs, replace(of_outputs, objective=ALL)))
+    assert more - less == 2 * (4 * 3 * 7 * 7) * 4  # layers x maps x bytes
+
+
+def test_an_encoder_is_not_looked_into(monkeypatch):
+    model, batch = tiny_model(objective=ALL), tiny_batch()
+    plain = encode(tiny_model(), batch)
+    monkeypatch.setattr("megatron_ddrp.objectives.masked.agreement", None)
+    assert torch.equal(encode(model, batch), plain)
+
+
+def test_a_weight_below_0_is_refused():
+    with pytest.raises(UserError, match="output is -1.0: it must be at least 0"):
+        ObjectiveConfig(objective="head-disagreement", objective_options=("output=-1",))
+
+
+CONTRAST = ObjectiveConfig(objective="token-contrast")
+
+
+def contrasting_model(objective=CONTRAST):
+    torch.manual_seed(0)
+    return build_model(tiny_config(seq_length=16), objective=objective).double()
+
+
+@pytest.mark.parametrize("margin", [0.9, 1.2, 2.0])
+def test_the_sum_and_its_gradient_are_those_of_the_loops(margin):
+    torch.manual_seed(1)
+    hidden = torch.randn(3, 6, 5, dtype=torch.float64, requires_grad=True)
+    documents = torch.zeros(3, 2, 6, dtype=torch.bool)
+    own = {(0, 0): [0, 1, 2, 3], (0, 1): [4, 5], (1, 0): [0, 1, 2], (1, 1): [3], (2, 0): [0]}  # the rest is padding
+    for (row, document), tokens in own.items():
+        documents[row, document, tokens] = True
+    fast = contrast_sum(hidden, documents, margin)
+    slow = sum(twin.contrast(hidden[row], tokens, margin) for (row, _), tokens in own.items())
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
+    got, expected = (torch.autograd.grad(x, hidden, retain_graph=True)[0] for x in (fast, slow))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    assert expected[0].any() and not expected[2].any()
+
+
+def test_equal_tokens_reach_the_margin_and_zero_vectors_give_no_nan():
+    documents = torch.ones(1, 1, 3, dtype=torch.bool)
+    assert contrast_sum(torch.ones(1, 3, 4), documents, 0.5).item() == pytest.approx(0.5)
+    zeros = torch.zeros(1, 3, 4, requires_grad=True)
+    contrast_sum(zeros, documents, 1.5).backward()
+    assert zeros.grad is not None and zeros.grad.isfinite().all()
+
+
+def test_the_model_gives_it_beside_masked_lm_and_packing_changes_nothing():
+    model, batch = contrasting_model(), tiny_batch(lengths=(7, 4, 2))
+    none = Draws.none(3, 2)
+    sums = named_sums(model, batch, none)
+    hidden = model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+    expected = sum(twin.contrast(row, list(range(n)), 0.5) for row, n in zip(hidden, (7, 4, 2), strict=True))
+    torch.testing.assert_close(sums["contrast_loss"], expected)
+    assert sums["lm_loss"] > 0 and sums["contrast_loss"] > 0
+    packed = packed_batch(batch, [[0, 2], [1]])
+    draws = Draws(torch.empty(2, 2, 0, dtype=torch.long), none.heads)
+    torch.testing.assert_close(named_sums(model, packed, draws), sums)
+
+
+def test_options_are_read_and_act():
+    changed = ObjectiveConfig(objective="token-contrast", objective_options=("weight=0.2", "margin=0.9"))
+    weak, strong = (contrasting_model(objective) for objective in (CONTRAST, changed))
+    assert {term.name: term.weight for term in strong.head.objective.terms}["contrast_loss"] == 0.2
+    batch = tiny_batch()
+    sums = [named_sums(model, batch, Draws.none(3, 2)) for model in (weak, strong)]
+    assert sums[1]["contrast_loss"] > sums[0]["contrast_loss"] and sums[1]["lm_loss"] == sums[0]["lm_loss"]
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (("margn=1",), "takes weight, margin"),
+        (("margin=wide",), "'wide' is not a number; give margin=0.5"),
+        (("margin=3",), "must lie in"),
+        (("margin",), "'' is not a number"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(words, line):
+    with pytest.raises(UserError, match=line):
+        ObjectiveConfig(objective="token-contrast", objective_options=words)
+
+
+def test_an_objective_without_options_takes_none():
+    with pytest.raises(UserError, match="--objective mlm has no options"):
+        ObjectiveConfig(objective="mlm", objective_options=("margin=1",))
