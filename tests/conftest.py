@@ -71,7 +71,7 @@ def write_vocabulary(texts: list[str], path: Path, num_words: int = NUM_WORDS) -
 def coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw each figure into its .png, with few dots: text and fonts of three full files cost a second a figure.
 
-    `tests/unit/pages/test_plotting.py` writes them as a user's command does.
+    `tests/unit/pages/test_markdown.py` writes them as a user's command does.
     """
     render = plotting.render
 

@@ -1,11 +1,38 @@
-"""Names in Markdown: shown as they stand by a renderer, and never markup or a column."""
+"""Pages: names in Markdown, tables as files, figures, and the machine as pages and rows describe it.
 
+A renderer shows names as they stand, and never as markup or a column. What other programs and LaTeX read in a table's
+file is what the page shows. Names and numbers in figures are short, told apart, and right.
+"""
+
+from __future__ import annotations
+
+import csv
 import html
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_ddrp.pages.markdown import Table, code, escape
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages import markdown
+from megatron_ddrp.pages.markdown import (
+    FORMATS,
+    Table,
+    as_csv,
+    as_latex,
+    code,
+    escape,
+    figure_tools,
+    latex,
+    remove_figure,
+    run_style,
+    save_figure,
+    short_names,
+    thousands,
+    wrap_title,
+    write_tables,
+)
 
 NAMES = ["runs/a_b-c.1", "<script>alert(1)</script>", "a|b", "`x`", r"c:\d\|e", "*x* & [y](javascript:z)", "&lt;b&gt;"]
 
@@ -27,3 +54,161 @@ def test_tables_and_code():
     assert str(table) == "| a | b | c |\n| --- | ---: | --- |\n| 1 | 2 |  |"
     assert str(Table(["a"], [["1"], [""]], "of *b*", is_paper=True)) == "of *b*\n\n| a |\n| --- |\n| *1* |\n|  |"
     assert code(["a", "```", "<b>"]) == "````\na\n```\n<b>\n````"
+
+
+TABLE = Table(["model", "gain ± error", "verdict"], [["runs/a_b", "−1.20", "50 % & more"], ["[x]", "", ""]], wordy=[2])
+
+
+def test_latex_is_a_tabular_with_the_alignment_of_the_page() -> None:
+    assert as_latex(TABLE).splitlines() == [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{tabular}{lrl}",
+        r"\toprule",
+        r"model & gain $\pm$ error & verdict \\",
+        r"\midrule",
+        r"runs/a\_b & $-$1.20 & 50 \% \& more \\",
+        r"{[}x] &  &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_a_papers_numbers_are_in_italics_and_a_caption_is_a_comment() -> None:
+    lines = as_latex(Table(["a", "b"], [["1", ""]], "of 3\nseeds", is_paper=True)).splitlines()
+    assert lines[1] == "% of 3 seeds" and lines[6] == r"\emph{1} &  \\"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("-0.24…5.16", r"$-$0.24\dots{}5.16"),
+        ("(−3.87 to +3.63)", "($-$3.87 to +3.63)"),
+        ("a–b", r"a\textendash{}b"),
+        ("--kind bert-r 1e-05", "{-}-kind bert-r 1e-05"),
+        (r"c:\d^~{x}$#", r"c:\textbackslash{}d\textasciicircum{}\textasciitilde{}\{x\}\$\#"),
+        ("2 < 3 | *", "2 $<$ 3 $|$ *"),
+        ("*bold*\n\x1b", "{*}bold* "),
+        ("naïve", "naïve"),
+    ],
+)
+def test_latex_prints_what_the_cell_says(text: str, expected: str) -> None:
+    assert latex(text) == expected
+
+
+def test_csv_is_read_back_and_its_numbers_are_numbers() -> None:
+    table = Table(["a,b", 'say "x"'], [["−1.5", "bert-r"], ["", "two\nlines"]])
+    assert list(csv.reader(as_csv(table).splitlines())) == [["a,b", 'say "x"'], ["-1.5", "bert-r"], ["", "two lines"]]
+
+
+def test_a_table_without_rows_has_no_files_and_loses_its_old_ones(tmp_path: Path) -> None:
+    write_tables(tmp_path / "tables", {"scores": TABLE, "gains": TABLE, "paper": None})
+    write_tables(tmp_path / "tables", {"scores": TABLE, "gains": Table(["a"], []), "paper": None})
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["scores.csv", "scores.tex"]
+    assert (tmp_path / "tables" / "scores.tex").read_text(encoding="utf-8") == as_latex(TABLE)
+
+
+def test_the_numbered_files_of_an_earlier_page_go(tmp_path: Path) -> None:
+    write_tables(tmp_path / "tables", {"scores-1": TABLE, "scores-2": TABLE, "mine": TABLE})
+    (tmp_path / "tables" / "other-1.csv").write_text("of somebody else")
+    write_tables(tmp_path / "tables", {"scores": None, "scores-1": TABLE})
+    names = {path.name for path in (tmp_path / "tables").iterdir()}
+    assert names == {"scores-1.csv", "scores-1.tex", "mine.csv", "mine.tex", "other-1.csv"}
+
+
+@pytest.fixture(autouse=True)
+def coarse_figures() -> None:
+    """Take the place of the fixture of this name: figures here are written in full."""
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["/data/a/hf/", "/data/b/hf"], ["a", "b"]),
+        (["/data/a/b/m", "/data/a/c/n"], ["b/m", "c/n"]),
+        (["/data/x", "/data/x/y"], ["x", "x/y"]),
+        (["runs/ddrp/checkpoint"], ["ddrp/checkpoint"]),
+        (["bert", "counts alone"], ["bert", "counts alone"]),
+        (["a", "runs/a", "runs/b"], ["a", "runs/a", "runs/b"]),  # else two would be called a
+        ([], []),
+    ],
+)
+def test_folders_are_named_by_what_tells_them_apart(names: list[str], short: list[str]) -> None:
+    assert short_names(names) == short
+
+
+def test_forty_nine_runs_look_different_without_lines() -> None:
+    looks = {(style["color"], style["marker"]) for style in map(run_style, range(49))}
+    assert len(looks) == 49
+
+
+def test_an_axis_has_the_number_that_is_there() -> None:
+    assert [thousands(x) for x in (65_000.0, 312.0, 62.5, 5.75, -0.003)] == ["65,000", "312", "62.5", "5.75", "−0.003"]
+
+
+def test_a_long_title_keeps_all_its_words() -> None:
+    title = "Development scores of eleven encoders on all of the tasks of GLUE at the best grid point"
+    lines = wrap_title(title, 4.0).split("\n")
+    assert " ".join(lines) == title and max(map(len, lines)) <= 36
+
+
+def save(path: Path) -> dict[str, bytes]:
+    """Save one figure, and return the content of its files by ending."""
+    plt = figure_tools()
+    figure, axis = plt.subplots(figsize=(3, 2), layout="constrained")
+    axis.plot([0, 1], [0, -1], label="ddrp & mth")
+    axis.set(title="σ of 3 seeds", xlabel="tokens")
+    axis.legend()
+    save_figure(figure, path)
+    return {file.suffix: file.read_bytes() for file in path.parent.iterdir() if file.stem == path.stem}
+
+
+def test_a_figure_has_a_png_a_pdf_and_an_svg_whose_text_stays_text(tmp_path: Path) -> None:
+    files = save(tmp_path / "losses.png")
+    assert files.keys() == FORMATS.keys()
+    assert files[".png"].startswith(b"\x89PNG")
+    assert files[".pdf"].startswith(b"%PDF") and b"/FontFile2" in files[".pdf"] and b"/Type3" not in files[".pdf"]
+    assert all(f">{text}</text>".encode() in files[".svg"] for text in ("ddrp &amp; mth", "σ of 3 seeds", "tokens"))
+
+
+def test_the_same_figure_has_the_same_bytes_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(tmp_path / "a.png")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    assert save(tmp_path / "b.png") == first
+
+
+def test_pyplot_and_its_figures_stay_the_users(tmp_path: Path) -> None:
+    import matplotlib
+    from matplotlib import pyplot as users
+
+    before = matplotlib.get_backend()
+    users.switch_backend("svg")
+    drawn = users.figure()
+    try:
+        save(tmp_path / "a.png")
+        assert matplotlib.get_backend() == "svg" and users.get_fignums() == [drawn.number]
+    finally:
+        users.close(drawn)
+        users.switch_backend(before)
+
+
+def test_a_removed_figure_leaves_no_file_and_others_alone(tmp_path: Path) -> None:
+    save(tmp_path / "speed.png")
+    (tmp_path / "speed.json").write_text("{}")
+    remove_figure(tmp_path / "speed.png")
+    remove_figure(tmp_path / "speed.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
+
+
+def test_a_figure_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "losses.pdf").mkdir()
+    with pytest.raises(UserError, match="losses.pdf: cannot be written: it is a folder"):
+        save(tmp_path / "losses.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.pdf"]
+
+
+@pytest.mark.parametrize(("found", "end"), [("AVX2", "Some CPU with AVX2"), ("DEFAULT", "Some CPU")])
+def test_the_hardware_has_the_vector_instructions_of_a_cpu(found, end, monkeypatch):
+    monkeypatch.setattr(markdown, "_cpu_name", lambda: "Some CPU")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: found)
+    assert markdown.hardware.__wrapped__().endswith(end)

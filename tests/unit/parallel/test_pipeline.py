@@ -1,14 +1,37 @@
-"""What parts of a pipeline send each other: every bit, every shape, and gradients the same way back."""
+"""Parts of a pipeline, maps that share an input, and parameters cut for tensor parallelism.
+
+Parts send each other every bit, every shape, and gradients the same way back. Maps that share an input have the
+gradients of plain linear maps, one exchange for all, behind the weights' products. Parts of parameters are disjoint,
+equal, complete, and go by attention heads.
+"""
 
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
+from megatron_ddrp.model.encoder import SelfAttention
 from megatron_ddrp.model.stages import Inputs, NoteInputs, State
-from megatron_ddrp.parallel.pipeline import HEADER, Courier, PipelinePart, split_stages
+from megatron_ddrp.parallel.pipeline import (
+    HEADER,
+    Courier,
+    Entrance,
+    PipelinePart,
+    column_map,
+    column_maps,
+    local_parameters,
+    name_parameters,
+    own_part,
+    split_dimension,
+    split_stages,
+)
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.tensor_parallel import PARALLEL, SelfAttentionOfRanks, own_randomness, specialise
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
 
@@ -113,3 +136,172 @@ def test_each_micro_batch_is_seeded_by_its_number() -> None:
     part.eval()
     take_one()
     assert seen == [0, 1, 0, 1]
+
+
+PRODUCTS = ("mm", "addmm_", "addmm")
+
+
+class Order(TorchDispatchMode):
+    """Notes matrix products, and what is noted by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        name = function.overloadpacket.__name__
+        if name in PRODUCTS:
+            self.events.append(name)
+        return function(*arguments, **(named or {}))
+
+
+def noting(events):
+    """An entrance of one rank, whose exchange doubles the gradient at the end."""
+
+    def back(gradient):
+        events.append("start")
+
+        def wait():
+            events.append("wait")
+            return gradient * 2
+
+        return wait
+
+    return Entrance(lambda x: x.view_as(x), back)
+
+
+def some_maps(count):
+    torch.manual_seed(0)
+    return [nn.Linear(5, out, bias=out != 4).double() for out in range(3, 3 + count)]
+
+
+def test_gradients_are_those_of_linear_maps_and_the_inputs_passes_the_exchange():
+    maps, x = some_maps(3), torch.randn(2, 4, 5, dtype=torch.double, requires_grad=True)
+    parameters = [parameter for each in maps for parameter in each.parameters()]
+    targets = [torch.randn(2, 4, each.out_features, dtype=torch.double) for each in maps]
+
+    def gradients(outputs):
+        loss = sum((output * target).sum() for output, target in zip(outputs, targets, strict=True))
+        return torch.autograd.grad(loss, [x, *parameters])
+
+    of_input, *expected = gradients([each(x) for each in maps])
+    exchanged, *own = gradients(column_maps(x, noting([]), maps))
+    torch.testing.assert_close(exchanged, 2 * of_input)
+    torch.testing.assert_close(own, expected)
+
+
+def test_one_exchange_runs_while_all_weight_gradients_are_computed():
+    maps, x = some_maps(3), torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    order = Order()
+    loss = sum(output.sum() for output in column_maps(x, noting(order.events), maps))
+    with order:
+        loss.backward()
+    assert order.events == ["mm", "addmm_", "addmm_", "start", "mm", "mm", "mm", "wait"]
+
+
+def test_an_output_that_nobody_reads_adds_nothing():
+    maps, x = some_maps(2), torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    column_maps(x, noting([]), maps)[1].sum().backward()
+    torch.testing.assert_close(x.grad, 2 * maps[1].weight.sum(0).expand(4, 5).detach())
+    assert not maps[0].weight.grad.any()
+
+
+def test_a_map_without_its_bias():
+    each, x = some_maps(1)[0], torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    torch.testing.assert_close(column_map(x, noting([]), each.weight, None), x @ each.weight.T)
+
+
+def test_weights_that_zero_3_takes_apart_are_used_by_their_modules():
+    maps, x = some_maps(2), torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    called = []
+    for each in maps:
+        each.weight.ds_id = 0
+        each.register_forward_hook(lambda *_: called.append(1))
+    sum(output.sum() for output in column_maps(x, noting([]), maps)).backward()
+    assert len(called) == 2
+    torch.testing.assert_close(x.grad, 2 * sum(each.weight.sum(0) for each in maps).expand(4, 5).detach())
+
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+
+
+def rank_of(tensor_rank: int, tensor_size: int) -> Ranks:
+    return Ranks(tensor_rank, tensor_size, torch.device("cpu"), tensor_rank=tensor_rank, tensor_size=tensor_size)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
+def test_parts_make_up_the_whole(encoding: str, relative_table: str) -> None:
+    config = tiny_config(position_encoding=encoding, relative_table=relative_table, **SIZES)
+    for name, whole in build_model(config).named_parameters():
+        parts = [own_part(name, whole, config.position_encoding, rank_of(rank, 4)) for rank in range(4)]
+        dimension = split_dimension(name, config.position_encoding)
+        if dimension is None:
+            assert all(part is whole for part in parts), name
+        else:
+            assert len({part.shape for part in parts}) == 1, name
+            assert torch.equal(torch.cat(parts, dimension), whole), name
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_matrix_of_a_layer_is_cut_and_what_all_heads_share_is_not(encoding: str) -> None:
+    config = tiny_config(position_encoding=encoding, **SIZES)
+    whole = {
+        name
+        for name, _ in build_model(config).named_parameters()
+        if split_dimension(name, config.position_encoding) is None
+    }
+    assert not [n for n in whole if n.startswith("layers.") and n.endswith("weight") and "norm" not in n]
+    assert "embeddings.token.weight" not in whole
+    assert {"layers.0.attention.output.bias", "layers.1.feed_forward.output.bias", "head.dense.weight"} <= whole
+    tables = {
+        "bert-r": {"embeddings.position.relative"},
+        "ddrp": {"embeddings.position.direction", "embeddings.position.distance"},
+        "deberta": {"embeddings.position.relative"},
+        "deberta-v2": {f"embeddings.position.{name}" for name in ("relative", "norm.weight", "norm.bias")},
+        "tupe-a": {"embeddings.position.table"},
+        "tupe-r": {"embeddings.position.table"},
+    }
+    assert tables.get(encoding, set()) <= whole
+    assert ("embeddings.position.relative" in whole) == (encoding in ("bert-r", "deberta", "deberta-v2"))
+
+
+def test_a_rank_alone_holds_everything() -> None:
+    weight = torch.ones(4, 4)
+    assert own_part("layers.0.attention.query.weight", weight, tiny_config().position_encoding, rank_of(0, 1)) is weight
+
+
+def test_names_of_the_whole_model_survive_cutting_it_into_stages() -> None:
+    model = build_model(tiny_config(position_encoding="ddrp"))
+    name_parameters(model)
+    stage = torch.nn.ModuleList(model.stages()[2:])
+    names = local_parameters(stage)
+    assert "layers.1.attention.query.weight" in names and "layers.0.attention.query.weight" not in names
+    assert names["embeddings.token.weight"] is model.embeddings.token.weight, "the head's tied matrix"
+    assert local_parameters(build_model(tiny_config())).keys() == dict(model.named_parameters()).keys()
+
+
+def test_draws_inside_differ_by_rank_and_those_outside_do_not() -> None:
+    def draws(rank: int) -> tuple[float, float, float]:
+        torch.manual_seed(3)
+        before = float(torch.rand(()))
+        with own_randomness(rank_of(rank, 2)):
+            inside = float(torch.rand(()))
+        return before, inside, float(torch.rand(()))
+
+    (before, inside, after), (other_before, other_inside, other_after) = draws(0), draws(1)
+    assert (before, after) == (other_before, other_after)
+    assert inside != other_inside and inside != after
+    assert draws(1) == (other_before, other_inside, other_after), "recomputing a layer draws the same again"
+
+
+def test_a_models_own_subclass_meets_the_other_ranks_too() -> None:
+    class Mine(SelfAttention):
+        factor = 3
+
+    model = build_model(tiny_config())
+    model.layers[0].attention.__class__ = Mine
+    specialise(model, PARALLEL, ranks="ranks")
+    first, second = (layer.attention for layer in model.layers)
+    assert isinstance(first, SelfAttentionOfRanks) and isinstance(first, Mine) and first.factor == 3
+    assert type(second) is SelfAttentionOfRanks and second.ranks == "ranks"
