@@ -1,43 +1,59 @@
-"""tools/dataset.py as its users meet it: what it prints, what it exits with."""
+"""tools/dataset.py as its users meet it: what it prints, what it exits with; and the tools that make texts into files.
 
+Books become one document each, and so do sentences.
+"""
+
+from __future__ import annotations
+
+import gzip
 import json
 import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.commands import dataset as tool
+from megatron_ddrp.commands import dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import run_command
+from tools import books_to_jsonl, split_sentences
+from tools.books_to_jsonl import body
+from tools.split_sentences import is_whole, sentences
 
-TOOL = Path(tool.__file__)
+TOOL = Path(dataset.__file__)
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """`command(words…)` → (exit code, stdout, stderr)."""
+def run_tool(monkeypatch, capsys):
+    """`run_tool(module, words…)` → (exit code, stdout, stderr)."""
 
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["dataset.py", *map(str, words)])
+    def run(module, *words):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
         with pytest.raises(SystemExit) as caught:
-            run_command(tool.main)
+            run_command(module.main)
         return (caught.value.code, *capsys.readouterr())
 
     return run
 
 
+@pytest.fixture
+def command(run_tool):
+    """`command(words…)` → (exit code, stdout, stderr) of tools/dataset.py."""
+    return partial(run_tool, dataset)
+
+
 def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
-    dataset = IndexedDataset(tiny_corpus.prefix)
-    lengths = sorted(map(len, dataset))
+    indexed = IndexedDataset(tiny_corpus.prefix)
+    lengths = sorted(map(len, indexed))
     flags = ("--vocab-file", tiny_corpus.vocab_file, "--documents", 2)
     code, out, err = command("inspect", tiny_corpus.prefix, *flags, "--output", tmp_path / "counts.json")
     assert code == 0 and not err
-    assert f"600 documents, 600 sequences, {dataset.num_tokens:,} tokens as uint16" in out
+    assert f"600 documents, 600 sequences, {indexed.num_tokens:,} tokens as uint16" in out
     assert f"shortest {lengths[0]}" in out and f"50% {lengths[300]}" in out and f"longest {lengths[-1]}" in out
     first = json.loads(tiny_corpus.text_file.read_text(encoding="utf-8").splitlines()[0])["text"].lower()
     shown = out.split("document 0, ")[1].split(": ", 1)[1].split("\n")[0]
@@ -47,7 +63,7 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
     for low, high, count in counts["histogram"]:
         assert count == sum(low <= length <= high for length in lengths)
     assert sum(count for _, _, count in counts["histogram"]) == counts["documents"] == 600
-    ids = " ".join(map(str, dataset[0][:3]))
+    ids = " ".join(map(str, indexed[0][:3]))
     moved = tmp_path / tiny_corpus.prefix.name
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(f"{tiny_corpus.prefix}{suffix}", f"{moved}{suffix}")
@@ -180,3 +196,130 @@ def test_shuffle_prints_what_it_wrote(tiny_corpus, command, tmp_path):
     assert sorted(first) == sorted(second) and first != second
     code, _, err = command("shuffle", tmp_path / "none", "--output-prefix", tmp_path / "more")
     assert code != 0 and len(err.splitlines()) == 1 and "none.bin" in err
+
+
+def test_a_book_is_one_document_whatever_its_blank_lines(run_tool, tmp_path):
+    books = tmp_path / "books"
+    (books / "more").mkdir(parents=True)
+    (books / "b.txt").write_text("\ufeffOne day\nit rained.\n\n  \n\nThen not.\n", encoding="utf-8")
+    (books / "more" / "a.txt.gz").write_bytes(gzip.compress(b"Ein Tag."))
+    (books / "empty.txt").write_text(" \n\n")
+    code, out, err = run_tool(books_to_jsonl, "--input", books, "--output", tmp_path / "out.jsonl")
+    assert code == 0, err
+    documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [d["text"] for d in documents] == ["One day\nit rained.\nThen not.", "Ein Tag."]
+    assert "2 books" in out and "1 empty left out" in out
+
+
+def test_project_gutenbergs_header_and_licence_are_left_out():
+    start, end = "*** START OF THIS PROJECT GUTENBERG EBOOK X ***", "*** END OF THE PROJECT GUTENBERG EBOOK X ***"
+    text = f"Head\n{start}\nStory.\n{end}\nTail"
+    assert body(text).strip() == "Story."
+    assert body("A book *** START of nothing.") == "A book *** START of nothing."
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("mark", "story"),
+    [
+        ("FRANKENSTEIN;\nOR, THE MODERN PROMETHEUS ***\nStory.", "Story."),
+        ("A\n B\nC ***  \n\nStory ***\n***\nMore.", "Story ***\n***\nMore."),
+        ("A ***\nB ***\nStory.", "B ***\nStory."),
+        ("A\nB\nC\nD ***\nStory.", "B\nC\nD ***\nStory."),  # no mark: it ends too late
+        ("A\n\nStory. ***", "Story. ***"),
+        ("A\nStory.\n***\nMore.", "Story.\n***\nMore."),
+        ("A", ""),
+    ],
+)
+def test_a_start_mark_may_take_three_lines(mark, story, line_break):
+    end = "*** END OF THE PROJECT GUTENBERG EBOOK A\nB ***\nTail"
+    text = f"Head\n*** START OF THE PROJECT GUTENBERG EBOOK {mark}\n{end}\n".replace("\n", line_break)
+    assert body(text).strip() == story.replace("\n", line_break)
+
+
+def test_a_file_of_several_books_is_refused(run_tool, tmp_path):
+    book = "*** START OF THE PROJECT GUTENBERG EBOOK {0} ***\n{0}.\n*** END OF THE PROJECT GUTENBERG EBOOK {0} ***\n"
+    (tmp_path / "two.txt").write_text(book.format("One") + book.format("Two"))
+    code, out, err = run_tool(books_to_jsonl, "--input", tmp_path, "--output", tmp_path / "o.jsonl")
+    assert code == 1 and "two.txt: holds 2 books, by its *** START lines, expected one" in err
+    assert len(err.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
+
+
+def test_a_book_that_is_not_utf8_stops_or_is_counted(run_tool, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "good.txt").write_text("tea")
+    words = ("--input", tmp_path, "--output", tmp_path / "o.jsonl")
+    code, out, err = run_tool(books_to_jsonl, *words)
+    assert code == 1 and "bad.txt: byte 4 is not UTF-8" in err
+    assert len(err.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
+    code, out, err = run_tool(books_to_jsonl, *words, "--on-error", "skip")
+    assert code == 0 and "1 books, " in out and "1 not UTF-8 left out" in out
+
+
+def test_other_kinds_of_files_are_refused(run_tool, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    code, out, err = run_tool(books_to_jsonl, "--input", tmp_path, "--output", tmp_path / "o.jsonl")
+    assert code == 2 and "expected .txt, one book a file" in err
+
+
+DAYS = "At noon Mr. Hall, our guest {}, came to eat at noon. Nobody had seen Mr. Lane that day! Had they met?"
+
+
+def test_every_whole_sentence_is_a_document(run_tool, tmp_path):
+    text = "\n".join(["CHAPTER ONE", *(DAYS.format(day) for day in range(40)), "and so on."])
+    (tmp_path / "novel.jsonl").write_text(
+        json.dumps({"text": text}) + "\n" + json.dumps({"text": "It rained all day."})
+    )
+    code, out, err = run_tool(split_sentences, "--input", tmp_path / "novel.jsonl", "--output", tmp_path / "out.jsonl")
+    assert code == 0, err
+    found = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found[:3] == [
+        "At noon Mr. Hall, our guest 0, came to eat at noon.",
+        "Nobody had seen Mr. Lane that day!",
+        "Had they met?",
+    ]
+    assert found[-1] == "It rained all day." and len(found) == 121
+    assert "121 sentences, 0.0 million characters" in out
+
+
+def test_abbreviations_are_those_of_the_text():
+    """The sentences before Punkt has learned are split like those behind them."""
+    with_it = list(sentences((DAYS.format(day) for day in range(40)), 80))
+    assert (
+        "At noon Mr. Hall, our guest 0, came to eat at noon." in with_it
+        and "At noon Mr. Hall, our guest 39, came to eat at noon." in with_it
+    )
+    assert list(sentences(iter(["He left. Mr. Hall stayed there."]), 80)) == ["Hall stayed there."]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("She saw him.", True),
+        ("“Did she see him?”", True),
+        ("12 of them came.", True),
+        ("She saw.", False),
+        ("and she saw him.", False),
+        ("History of the town", False),
+        ("Two of them came.", True),
+        ("Two of them came here.", False),
+        ("", False),
+    ],
+)
+def test_what_a_whole_sentence_is(text, kept):
+    assert is_whole(text, max_words=4) is kept
+
+
+def test_longer_sentences_are_left_out(run_tool, tmp_path):
+    (tmp_path / "novel.txt").write_text("She saw him. He did not see her.\n")
+    _, out, _ = run_tool(
+        split_sentences, "--input", tmp_path / "novel.txt", "--output", tmp_path / "out.jsonl", "--max-words", 4
+    )
+    assert "1 sentences" in out and json.loads((tmp_path / "out.jsonl").read_text())["text"] == "She saw him."
+
+
+def test_a_text_without_sentences_is_named(run_tool, tmp_path):
+    (tmp_path / "titles.txt").write_text("A town\n\nAnother town\n")
+    code, out, err = run_tool(split_sentences, "--input", tmp_path / "titles.txt", "--output", tmp_path / "out.jsonl")
+    assert code == 1 and "titles.txt: no sentence of 3 to 80 words" in err
+    assert len(err.splitlines()) == 1 and not (tmp_path / "out.jsonl").exists()
