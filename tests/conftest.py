@@ -67,6 +67,16 @@ def write_vocabulary(texts: list[str], path: Path, num_words: int = NUM_WORDS) -
     return path
 
 
+def write_corpus(folder: Path) -> TinyCorpus:
+    """Write the documents, their vocabulary and the dataset that is made of both into a folder."""
+    texts = documents()
+    text_file = folder / "corpus.jsonl"
+    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    vocab_file = write_vocabulary(texts, folder / "vocab.txt")
+    config = PreprocessConfig((str(text_file),), str(folder / "corpus"), "BertWordPieceLowerCase", str(vocab_file))
+    return TinyCorpus(text_file, vocab_file, Path(preprocess(config).prefixes[0]))
+
+
 @pytest.fixture(autouse=True)
 def coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw each figure into its .png, with few dots: text and fonts of three full files cost a second a figure.
@@ -92,18 +102,7 @@ def torch_seed() -> None:
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     """Written once a test process; treat it as read-only."""
-    folder = tmp_path_factory.mktemp("corpus")
-    texts = documents()
-    text_file = folder / "corpus.jsonl"
-    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    vocab_file = write_vocabulary(texts, folder / "vocab.txt")
-    config = PreprocessConfig(
-        input=(str(text_file),),
-        output_prefix=str(folder / "corpus"),
-        tokenizer_type="BertWordPieceLowerCase",
-        vocab_file=str(vocab_file),
-    )
-    return TinyCorpus(text_file, vocab_file, Path(preprocess(config).prefixes[0]))
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,8 @@ import venv
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.endurance.lines import ROOT
+
 NEEDS_AN_IMAGE = ("apt-get ", "useradd ")
 
 

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.jobs import digest
+from tests.endurance.lines import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ENOUGH = 0.95
 """Share of the faults that the tests must catch."""
 CAUGHT, SURVIVED, TIMEOUT = "caught", "survived", "out of time"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,9 +25,8 @@ from tqdm import tqdm
 
 from benchmarks.pages import write_table
 from megatron_ddrp.config import ENCODINGS
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.pages.markdown import Table
-from tests.conftest import documents, write_vocabulary
+from tests.conftest import write_corpus
 from tests.integration.conftest import TINY, command_line
 from tests.integration.training_runs import Rows, largest_differences, train_runs
 
@@ -73,11 +71,8 @@ def layouts(world_sizes: list[int]) -> list[Layout]:
 
 def make_corpus(folder: Path) -> dict[str, Path]:
     """The tests' tiny corpus, as flags."""
-    texts = documents()
-    vocab_file, text_file = write_vocabulary(texts, folder / "vocab.txt"), folder / "corpus.jsonl"
-    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    config = PreprocessConfig((str(text_file),), str(folder / "corpus"), "BertWordPieceLowerCase", str(vocab_file))
-    return {"data_path": Path(preprocess(config).prefixes[0]), "vocab_file": vocab_file}
+    corpus = write_corpus(folder)
+    return {"data_path": corpus.prefix, "vocab_file": corpus.vocab_file}
 
 
 def measure(

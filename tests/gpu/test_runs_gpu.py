@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_ddrp.arguments import parse_arguments
-from tests.gpu.cases import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
+from tests.gpu.conftest import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
 from tests.integration.graph_steps import train_emulated
 from tests.integration.launch import armed, start_ranks
 from tests.integration.test_precision import allow_fp16_on_the_cpu

@@ -22,7 +22,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.objectives.contract import count, make_objective
-from tests.gpu.cases import half_precision, on_devices
+from tests.gpu.conftest import half_precision, on_devices
 
 LOSS, NORM = 1e-3, 0.1
 """Relative tolerances of the loss and of gradient norms. SDPA in bf16 on a CPU is off by 2e-4 and 0.031 at most."""

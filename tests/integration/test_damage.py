@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.endurance.damage.kinds import KINDS, all_cases, some_cases
-from tests.endurance.damage.readers import READERS, result_of
-from tests.endurance.damage.running import Ended
+from tests.endurance.damage.readers import READERS, Ended, result_of
 from tests.endurance.damage.verdict import (
     HANG,
     HARMLESS,

@@ -25,8 +25,7 @@ from tqdm import tqdm
 from benchmarks.pages import write_table
 from megatron_ddrp.pages.markdown import Table
 from tests.endurance.damage.kinds import Case, all_cases, some_cases
-from tests.endurance.damage.readers import READERS, SAVED, result_of
-from tests.endurance.damage.running import Command, run_all
+from tests.endurance.damage.readers import READERS, SAVED, Command, result_of, run_all
 from tests.endurance.damage.sample import make_sample
 from tests.endurance.damage.verdict import FAULTS, VERDICTS, Healthy, Outcome, judge, plain_lines
 

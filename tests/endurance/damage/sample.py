@@ -33,8 +33,7 @@ from megatron_ddrp.data.atomic import check_object, seal_object
 from megatron_ddrp.lab.compare.rows import write_samples
 from megatron_ddrp.tasks.statistics import MINIMAL_PAIRS
 from tests.conftest import documents, write_vocabulary
-from tests.endurance.damage.readers import CLOCK, DATASET, FINETUNE, PREPROCESS, READERS, RUN, SAVED
-from tests.endurance.damage.running import Command, run_one
+from tests.endurance.damage.readers import CLOCK, DATASET, FINETUNE, PREPROCESS, READERS, RUN, SAVED, Command, run_one
 from tests.integration.conftest import command_line
 from tests.unit.lab.compare.made_rows import gain_rows
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.endurance.damage.kinds import Case
-from tests.endurance.damage.readers import READERS, result_of
-from tests.endurance.damage.running import Ended
+from tests.endurance.damage.readers import READERS, Ended, result_of
 
 REFUSED, TOLD, HARMLESS = "refused", "reported", "harmless"
 UNDETECTABLE = "undetectable"
