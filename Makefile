@@ -24,7 +24,7 @@ VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint docs test check lock floors docker-steps endurance cluster gpu-report
+.PHONY: help setup quickstart lint docs test test-times check lock floors docker-steps endurance cluster gpu-report
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,11 +54,14 @@ lint: $(STAMP) ## lint, format and types
 docs: $(STAMP) ## the documentation as a site, in site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: $(STAMP) ## the whole test suite, 13 to 30 minutes on 2 cores
+test: $(STAMP) ## all tests that a machine without a GPU can run
 	$(PYTEST) $(TESTS)
 
-check: lint docs ## lint, format, types, the documentation's links and the fast tests
-	$(PYTEST) -m 'not slow'
+test-times: $(STAMP) ## the same, and CPU seconds and waits of each test in build/test-times.csv
+	$(PYTEST) -p tests.times $(TESTS)
+
+check: lint docs ## lint, format, types, the documentation's links and the tests of what changed since main
+	$(PYTEST) $$($(BIN)/python -m tests.changed)
 
 lock: $(STAMP) ## write requirements-lock.txt anew: the newest versions that pyproject.toml allows, for every Python
 	$(BIN)/python -m pip install --quiet uv

@@ -98,8 +98,8 @@ def test_the_image_runs_the_command_and_not_as_root() -> None:
 
 def test_integration_runs_every_test_once_and_the_workflow_runs_integration() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "make check\n" in script and "make test TESTS='-m slow'\n" in script
-    assert "\n\t$(PYTEST) -m 'not slow'\n" in MAKEFILE and "\n\t$(PYTEST) $(TESTS)\n" in MAKEFILE
+    assert re.findall(r"\bmake .*", script.split("set -euo pipefail")[1]) == ["make lint docs", "make test"]
+    assert "\n\t$(PYTEST) $(TESTS)\n" in MAKEFILE and "\ncheck: lint docs " in MAKEFILE
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     tests = workflow["jobs"]["tests"]
