@@ -86,27 +86,64 @@ def test_a_host_may_keep_its_copy_of_the_data_elsewhere(flags: Flags, tiny_corpu
     start_ranks(flags(train_iters=2), 2, last_arguments=["--data-path", tmp_path / "copy"]).check()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_size": 33}, ("--hidden-size 33", "--num-attention-heads 4")),
-        ({"fp16": True, "zero_stage": 0}, ("--fp16", "--zero-stage 0", "1 or higher")),
-        ({"bf16": True, "fp16": True}, ("--bf16", "--fp16")),
-        ({"global_batch_size": 10}, ("--global-batch-size is 10", "8 or 12")),
-        ({"hcd_heads": 5}, ("--hcd-heads 5", "--num-attention-heads 4")),
-        ({"position_encoding": "sinusoidal"}, ("sinusoidal", "absolute", "ddrp")),
-        ({"train_iters": "many"}, ("--train-iters", "many")),
-        ({"split": "90,-1"}, ("--split", "90,-1")),
-        ({"hidden_sizes": 32}, ("--hidden-sizes", "did you mean --hidden-size?")),
-        ({"lr": -1.0}, ("--lr is -1.0", "at least 0")),
-        ({"seed": 2**70}, ("--seed is 1180591620717411303424", "below 2^63")),
-        ({"data_path": None}, ("--data-path is missing",)),
-        ({"vocab_file": ""}, ("--vocab-file: got '', expected some text",)),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_wrong_arguments(changes: dict[str, Any], words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:
-    refuse(flags, tmp_path, changes, WRONG_ARGUMENTS, *words)
+class Text(str):
+    """Text of a file: the flag is given its path."""
+
+
+IN_ZERO_1 = {"zero_stage": 1, "bf16": True}
+REFUSALS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+    ({"hidden_size": 33}, WRONG_ARGUMENTS, ("--hidden-size 33", "--num-attention-heads 4")),
+    ({"fp16": True, "zero_stage": 0}, WRONG_ARGUMENTS, ("--fp16", "--zero-stage 0", "1 or higher")),
+    ({"bf16": True, "fp16": True}, WRONG_ARGUMENTS, ("--bf16", "--fp16")),
+    ({"global_batch_size": 10}, WRONG_ARGUMENTS, ("--global-batch-size is 10", "8 or 12")),
+    ({"hcd_heads": 5}, WRONG_ARGUMENTS, ("--hcd-heads 5", "--num-attention-heads 4")),
+    ({"position_encoding": "sinusoidal"}, WRONG_ARGUMENTS, ("sinusoidal", "absolute", "ddrp")),
+    ({"train_iters": "many"}, WRONG_ARGUMENTS, ("--train-iters", "many")),
+    ({"split": "90,-1"}, WRONG_ARGUMENTS, ("--split", "90,-1")),
+    ({"hidden_sizes": 32}, WRONG_ARGUMENTS, ("--hidden-sizes", "did you mean --hidden-size?")),
+    ({"lr": -1.0}, WRONG_ARGUMENTS, ("--lr is -1.0", "at least 0")),
+    ({"seed": 2**70}, WRONG_ARGUMENTS, ("--seed is 1180591620717411303424", "below 2^63")),
+    ({"data_path": None}, WRONG_ARGUMENTS, ("--data-path is missing",)),
+    ({"vocab_file": ""}, WRONG_ARGUMENTS, ("--vocab-file: got '', expected some text",)),
+    ({"data_path": "nowhere"}, FAILURE, ("nowhere",)),
+    ({"vocab_file": "nowhere"}, FAILURE, ("nowhere",)),
+    ({"config": Text("num-layer: 3\n")}, WRONG_ARGUMENTS, ("'num-layer'", "num-layers")),
+    ({"config": Text("lr: fast\n")}, WRONG_ARGUMENTS, ("lr",)),
+    ({"config": Text("- 1\n")}, WRONG_ARGUMENTS, ("list",)),
+    ({"config": Text("lr: [1\n")}, WRONG_ARGUMENTS, ("cannot be read",)),
+    ({"config": Text("bf16: 1\n")}, WRONG_ARGUMENTS, ("true or false",)),
+    ({"config": Text("train-iters: 2.5\n")}, WRONG_ARGUMENTS, ("a whole number",)),
+    (
+        {"deepspeed_config": Text('{"zero_optimization": {"stage": 2}}'), **IN_ZERO_1},
+        *(WRONG_ARGUMENTS, ("zero_optimization.stage is 2", "flags say 1", "--zero-stage")),
+    ),
+    (
+        {"deepspeed_config": Text('{"train_batch_size": 64}'), **IN_ZERO_1},
+        *(WRONG_ARGUMENTS, ("train_batch_size is 64", "--global-batch-size")),
+    ),
+    (
+        {"deepspeed_config": Text('{"bf16": {"enabled": false}}'), **IN_ZERO_1},
+        *(WRONG_ARGUMENTS, ("bf16.enabled is False", "flags say True", "--bf16")),
+    ),
+    ({"deepspeed_config": Text('{"optimizer": {"type": "Lamb"}}')}, WRONG_ARGUMENTS, ("optimizer", "--lr")),
+    ({"deepspeed_config": Text('{"bf16": ')}, WRONG_ARGUMENTS, ("cannot be read",)),
+    (
+        {"deepspeed_config": Text('{"zero_optimisation": {"stage": 1}}')},
+        *(WRONG_ARGUMENTS, ("no setting zero_optimisation", "zero_optimization?")),
+    ),
+]
+"""Settings, the exit code and words of the one line; a file of `Text` is named in it too."""
+
+
+@pytest.mark.parametrize(("changes", "exit_code", "words"), REFUSALS, ids=lambda value: str(value)[:50])
+def test_a_wrong_setting_is_refused(
+    changes: dict[str, Any], exit_code: int, words: tuple[str, ...], flags: Flags, tmp_path: Path
+) -> None:
+    given = {name: tmp_path / "given" if isinstance(value, Text) else value for name, value in changes.items()}
+    for text in (value for value in changes.values() if isinstance(value, Text)):
+        (tmp_path / "given").write_text(text, encoding="utf-8")
+        words += (str(tmp_path / "given"),)
+    refuse(flags, tmp_path, given, exit_code, *words)
 
 
 def forbid_fp16_on_the_cpu() -> None:
@@ -120,11 +157,6 @@ def test_fp16_on_a_cpu_without_it(flags: Flags, tmp_path: Path) -> None:
     result = start_ranks(flags(save=tmp_path / "run", fp16=True), before=forbid_fp16_on_the_cpu)
     assert_refused(result, WRONG_ARGUMENTS, "--fp16: there is no GPU here", instead_of_fp16())
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", ["data_path", "vocab_file"])
-def test_missing_file(name: str, flags: Flags, tmp_path: Path) -> None:
-    refuse(flags, tmp_path, {name: tmp_path / "nowhere"}, FAILURE, str(tmp_path / "nowhere"))
 
 
 def test_vocabulary_of_another_dataset(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
@@ -188,46 +220,6 @@ def test_verified_data(world_size: int, tiny_corpus: TinyCorpus, flags: Flags, t
     Path(f"{prefix}.json").unlink()
     words = ("--verify-data", f"{prefix}.json", "no such file")
     assert_refused(start_ranks(arguments, world_size), WRONG_ARGUMENTS, *words)
-
-
-def test_yaml_with_an_unknown_key(flags: Flags, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("num-layer: 3\n", encoding="utf-8")
-    refuse(flags, tmp_path, {"config": path}, WRONG_ARGUMENTS, str(path), "'num-layer'", "num-layers")
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("lr: fast\n", "lr"),
-        ("- 1\n", "list"),
-        ("lr: [1\n", "cannot be read"),
-        ("bf16: 1\n", "true or false"),
-        ("train-iters: 2.5\n", "a whole number"),
-    ],
-)
-def test_yaml_with_a_wrong_value(text: str, word: str, flags: Flags, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    refuse(flags, tmp_path, {"config": path}, WRONG_ARGUMENTS, str(path), word)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ('{"zero_optimization": {"stage": 2}}', ("zero_optimization.stage is 2", "flags say 1", "--zero-stage")),
-        ('{"train_batch_size": 64}', ("train_batch_size is 64", "--global-batch-size")),
-        ('{"bf16": {"enabled": false}}', ("bf16.enabled is False", "flags say True", "--bf16")),
-        ('{"optimizer": {"type": "Lamb"}}', ("optimizer", "--lr")),
-        ('{"bf16": ', ("cannot be read",)),
-        ('{"zero_optimisation": {"stage": 1}}', ("no setting zero_optimisation", "zero_optimization?")),
-    ],
-)
-def test_deepspeed_file_against_the_flags(settings: str, words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:
-    path = tmp_path / "deepspeed.json"
-    path.write_text(settings, encoding="utf-8")
-    given = {"deepspeed_config": path, "zero_stage": 1, "bf16": True}
-    refuse(flags, tmp_path, given, WRONG_ARGUMENTS, str(path), *words)
 
 
 def test_deepspeed_file_decides_what_no_flag_does(flags: Flags, tmp_path: Path) -> None:

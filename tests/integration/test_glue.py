@@ -170,9 +170,7 @@ def test_ranks_with_other_runs_are_refused(folder, tmp_path):
 
 
 def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):
-    words = command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA")
-    result = launched(words)
-    assert result.returncode == 0, result.stderr
+    run(command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA"), ranks=2)
     (row,) = rows(folder / "few")
     assert (row["train_examples"], row["steps"]) == (3, 1)
 

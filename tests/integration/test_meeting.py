@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed
@@ -38,32 +39,11 @@ def only(rank: int, **variables: str) -> None:
     rendezvous.SIGN_OF_LIFE = 1.0
 
 
-def meet_in_vain(flags: Flags, before: Callable[[], None]) -> Result:
-    return start_ranks(flags(distributed_timeout_minutes=SECONDS / 60), 2, before=before, timeout=5 * SECONDS + 60)
-
-
 def line_of(result: Result, rank: int) -> str:
     """Return the only line of a rank's standard error; without frames of C++ or Python."""
     assert result.exit_codes[rank] == 1, result.stderr
     [line] = result.stderr[rank].splitlines()
     return line
-
-
-def test_a_rank_that_does_not_come_is_named(flags: Flags) -> None:
-    found = meet_in_vain(flags, functools.partial(only, 0, LOCAL_RANK="0"))
-    line = line_of(found, 0)
-    assert "rank 1 did not come within 0.2 minutes (--distributed-timeout-minutes); the others are on " in line
-    assert "look above for ssh's" in line and "port" not in line
-    assert "waiting for rank 1 …" in found.stdout[0]
-
-
-def test_rank_0_that_does_not_come_is_named(flags: Flags) -> None:
-    found = meet_in_vain(flags, functools.partial(only, 1, LOCAL_RANK="0"))
-    line = line_of(found, 1)
-    assert re.search(
-        r"rank 1 \(host .*\) cannot meet .*: Connection refused; rank 0 did not come, has another --master_addr", line
-    )
-    assert re.search(r"waiting for rank 0 at 127.0.0.1:\d+ …", found.stdout[1])
 
 
 def die_while_connecting() -> None:
@@ -72,35 +52,80 @@ def die_while_connecting() -> None:
         distributed.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
-def test_a_rank_that_is_killed_while_they_connect(flags: Flags) -> None:
-    found = meet_in_vain(flags, die_while_connecting)
-    assert found.exit_codes == [1, -signal.SIGKILL], found.stderr
-    [line] = lines(found.stderr[0])
-    assert re.search("rank 0 (cannot meet|could not connect to)", line) and "port" not in line
-
-
 def stay_away(rank: int) -> None:
     if os.environ["RANK"] == str(rank):
         os._exit(0)
 
 
-def test_each_rank_that_waits_names_the_missing_one(flags: Flags) -> None:
+VAIN: dict[str, tuple[int, Callable[[], None]]] = {
+    "without rank 1": (2, functools.partial(only, 0, LOCAL_RANK="0")),
+    "without rank 0": (2, functools.partial(only, 1, LOCAL_RANK="0")),
+    "without rank 2": (3, functools.partial(stay_away, 2)),
+    "killed": (2, die_while_connecting),
+    "rank 0 at no address": (2, functools.partial(only, 0, MASTER_ADDR="nowhere.invalid")),
+    "rank 1 at no address": (2, functools.partial(only, 1, MASTER_ADDR="nowhere.invalid")),
+    "at another host's address": (2, functools.partial(only, 0, MASTER_ADDR="192.0.2.1")),
+}
+"""Ranks that do not meet: their number, and what each does first."""
+
+
+def meet_in_vain(flags: Flags, ranks: int, before: Callable[[], None], **meanwhile: Any) -> Result:
+    words = flags(distributed_timeout_minutes=SECONDS / 60)
+    return start_ranks(words, ranks, before=before, timeout=5 * SECONDS + 60, **meanwhile)
+
+
+@pytest.fixture(scope="module")
+def found(flags: Flags) -> dict[str, Result]:
+    """What the ranks of `VAIN` say. They all wait at the same time: each is started while the one before it runs."""
+    results = {}
+
+    def meet_all(names: list[str]) -> None:
+        if names:
+            name, *others = names
+            results[name] = meet_in_vain(flags, *VAIN[name], during=lambda _: meet_all(others))
+
+    meet_all(list(VAIN))
+    return results
+
+
+def test_a_rank_that_does_not_come_is_named(found: dict[str, Result]) -> None:
+    line = line_of(found["without rank 1"], 0)
+    assert "rank 1 did not come within 0.2 minutes (--distributed-timeout-minutes); the others are on " in line
+    assert "look above for ssh's" in line and "port" not in line
+    assert "waiting for rank 1 …" in found["without rank 1"].stdout[0]
+
+
+def test_rank_0_that_does_not_come_is_named(found: dict[str, Result]) -> None:
+    line = line_of(found["without rank 0"], 1)
+    assert re.search(
+        r"rank 1 \(host .*\) cannot meet .*: Connection refused; rank 0 did not come, has another --master_addr", line
+    )
+    assert re.search(r"waiting for rank 0 at 127.0.0.1:\d+ …", found["without rank 0"].stdout[1])
+
+
+def test_a_rank_that_is_killed_while_they_connect(found: dict[str, Result]) -> None:
+    killed = found["killed"]
+    assert killed.exit_codes == [1, -signal.SIGKILL], killed.stderr
+    [line] = lines(killed.stderr[0])
+    assert re.search("rank 0 (cannot meet|could not connect to)", line) and "port" not in line
+
+
+def test_each_rank_that_waits_names_the_missing_one(found: dict[str, Result]) -> None:
     """Rank 0, which hosts their meeting place, leaves it last."""
-    settings = flags(distributed_timeout_minutes=SECONDS / 60)
-    found = start_ranks(settings, 3, before=functools.partial(stay_away, 2), timeout=5 * SECONDS + 60)
-    assert found.exit_codes == [1, 1, 0], found.stderr
-    assert "rank 2 did not come within 0.2 minutes" in line_of(found, 0)
-    assert found.stderr[1] == "", "ranks of one host print once"
+    waiting = found["without rank 2"]
+    assert waiting.exit_codes == [1, 1, 0], waiting.stderr
+    assert "rank 2 did not come within 0.2 minutes" in line_of(waiting, 0)
+    assert waiting.stderr[1] == "", "ranks of one host print once"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_is_not_known(rank: int, flags: Flags) -> None:
-    line = line_of(meet_in_vain(flags, functools.partial(only, rank, MASTER_ADDR="nowhere.invalid")), rank)
+def test_a_name_that_is_not_known(rank: int, found: dict[str, Result]) -> None:
+    line = line_of(found[f"rank {rank} at no address"], rank)
     assert re.search(r"nowhere.invalid:\d+: .*[Nn]ame.*; give --master_addr \(MASTER_ADDR\) a name", line)
 
 
-def test_an_address_of_another_host(flags: Flags) -> None:
-    line = line_of(meet_in_vain(flags, functools.partial(only, 0, MASTER_ADDR="192.0.2.1")), 0)
+def test_an_address_of_another_host(found: dict[str, Result]) -> None:
+    line = line_of(found["at another host's address"], 0)
     assert re.search(r"192.0.2.1:\d+: .*; --master_addr \(MASTER_ADDR\) must be an address of this host", line)
 
 
@@ -117,9 +142,9 @@ def enter(hosts: tuple[Host, ...], **variables: str) -> None:
 def test_a_network_that_does_not_join_the_hosts(hosts: tuple[Host, Host], flags: Flags) -> None:
     """Each rank tells the other a loopback address: one is refused at once, the other waits for it."""
     where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    found = meet_in_vain(flags, functools.partial(enter, hosts, **where))
-    assert found.exit_codes == [1, 1], found.stderr
-    for text in found.stderr:
+    apart = meet_in_vain(flags, 2, functools.partial(enter, hosts, **where))
+    assert apart.exit_codes == [1, 1], apart.stderr
+    for text in apart.stderr:
         assert "frame #" not in text and "Traceback" not in text and "pytorch" not in lines(text)[-1]
         assert text.count("name one by GLOO_SOCKET_IFNAME") == 1
 

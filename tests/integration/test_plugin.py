@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.config import load_plugin
+from megatron_ddrp.config.registry import plugins_forgotten_after
 from megatron_ddrp.run.metrics import read_rows
-from tests.integration.launch import ROOT, Result, start_ranks
+from tests.integration.launch import Result, start_ranks
 
 Flags = Callable[..., list[str]]
 
@@ -94,28 +97,15 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
-ENCODES = """
-import json, sys
-from pathlib import Path
-import torch
-from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.config import load_plugin
-for file in sys.argv[2:]:
-    load_plugin(Path(file))
-model, _, _ = load_model(Path(sys.argv[1]))
-ids = torch.arange(5, 25).view(2, 10)
-place = torch.arange(10).expand(2, -1)
-with torch.no_grad():
-    print(json.dumps(model.eval().encode(ids, ids * 0, ids * 0 + 1, place).tolist()))
-"""
-
-
+@torch.no_grad()
 def run_encode(run: Path, plugins: list[str]) -> torch.Tensor:
-    """Return the last hidden states of a checkpoint, in a process of its own: a plug-in stays loaded."""
-    words = [sys.executable, "-c", ENCODES, str(run), *plugins[1:]]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return torch.tensor(json.loads(done.stdout.splitlines()[-1]))
+    """Return the last hidden states of a checkpoint."""
+    ids = torch.arange(5, 25).view(2, 10)
+    with plugins_forgotten_after():
+        for file in plugins[1:]:
+            load_plugin(Path(file))
+        model, _, _ = load_model(run)
+        return model.eval().encode(ids, ids * 0, ids * 0 + 1, torch.arange(10).expand(2, -1))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +123,6 @@ def test_a_wrong_file_is_refused_in_one_line(text: str | None, line: str, flags:
     file = tmp_path / "mine.py"
     if text is not None:
         file.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_bert.py"), *flags(), "--plugin", str(file)],
-        **{"capture_output": True, "text": True, "timeout": 120},
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert line in done.stderr and "--plugin" in done.stderr
+    done = start_ranks([*flags(), "--plugin", file], None)
+    assert done.exit_codes == [2] and len(done.stderr[0].splitlines()) == 1, done.stderr
+    assert line in done.stderr[0] and "--plugin" in done.stderr[0]
