@@ -1,4 +1,4 @@
-"""The first program of docs/python.md, and a program of two ranks, as a user starts them."""
+"""The first program of docs/python.md as a user starts it, and a program of two ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from megatron_ddrp.run.metrics import read_rows
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
-from tests.integration.launch import ROOT, TIMEOUT, free_port
+from tests.integration.launch import ROOT, TIMEOUT, start_ranks
 
 PLAIN = str.maketrans('",', "  ")
 """Map of characters that CSV would need quoted."""
@@ -58,11 +58,9 @@ def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_of_a_launcher_train_twice_and_the_second_run_resumes(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
     data = {"data_path": str(tiny_corpus.prefix), "vocab_file": str(tiny_corpus.vocab_file), "save_interval": 2}
-    settings = TINY | data | {"train_iters": 4, "zero_stage": 1, "save": "run", "load": "run"}
+    run = str(tmp_path / "run")
+    settings = TINY | data | {"train_iters": 4, "zero_stage": 1, "save": run, "load": run}
     (tmp_path / "program.py").write_text(ON_RANKS, encoding="utf-8")
-    port = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    printed = run_program(
-        [str(Path(sys.executable).parent / "torchrun"), *port, "program.py", json.dumps(settings)], tmp_path
-    )
-    assert "2 4 2." in printed and "2 4 0." in printed, printed
+    printed = start_ranks([json.dumps(settings)], 2, program=str(tmp_path / "program.py")).check().stdout
+    assert [text.splitlines()[-1] for text in printed] == ["2 4 2.", "2 4 0."]
     assert [row["iteration"] for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4]

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from tests.integration.launch import run_program, start_ranks
+from megatron_ddrp.commands.pretrain import main
+from megatron_ddrp.errors import UserError
+from tests.integration.launch import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -52,11 +54,11 @@ def test_recipes_start_the_launcher_without_its_log() -> None:
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
-    """What its shell gives to `python` is read here and run in a process that need not import torch again."""
+def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What its shell gives to `python` is read here and run in this process."""
     program, *words = words_for_python(path, tmp_path)
     assert program == "pretrain_bert.py"
-    facts = json.loads(start_ranks(words, None).check().stdout[0].splitlines()[-1])
+    facts = dry_run(words, capsys)
     encoders = 1 + ("electra" in path.name)
     relative = 67 * 64 * encoders  # D and K^rd at head size 64; absolute positions are one for generator and model
     expected = {"pretrain_bert_tnf": 512 * 768, "pretrain_electra_tnf": 512 * 768, "pretrain_modern_base": 0}
@@ -67,14 +69,23 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     assert_fits(facts, machine_of(path), path)
 
 
-def test_the_settings_in_yaml_are_those_of_the_recipe_and_run_dry(tmp_path: Path) -> None:
+def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Return what `pretrain_bert.py --dry-run` prints as JSON. Raises `UserError` for what it refuses."""
+    capsys.readouterr()
+    assert main(words) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_settings_in_yaml_are_those_of_the_recipe_and_run_dry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
     program, *words = words_for_python(recipe, tmp_path)
     settings = ROOT / "examples" / "pretrain_base.yaml"
     data = words[: words.index("--split")]
     flags = ["--config", str(settings), *data, *words[words.index("--save") : words.index("--load") + 2]]
     assert parse_arguments(flags).config == parse_arguments(words).config
-    facts = json.loads(start_ranks([*flags, "--dry-run", "--world-size", "8"], None).check().stdout[0].splitlines()[-1])
+    facts = dry_run([*flags, "--dry-run", "--world-size", "8"], capsys)
     assert facts["train_iters"] == 1_000_000
     assert_fits(facts, machine_of(settings), recipe)
 
@@ -127,15 +138,15 @@ def test_every_kind_of_machine_has_its_recipe() -> None:
 
 
 def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
-    """The first start is that of a user; the second gives the same words to a process that need not import torch."""
+    """The first start is that of a user; the second gives the same words to this process."""
     script = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
     too_large = ("--micro-batch-size", "256", "--global-batch-size", "2048")
     done = run_script(script, environment_of_recipe(tmp_path), *too_large)
     assert done.returncode == 2 and "a rank needs about" in done.stderr and len(done.stderr.splitlines()) == 1
     _, *words = words_for_python(script, tmp_path, "--pipeline-model-parallel-size", "3")
-    refused = start_ranks(words, None)
-    (line,) = refused.stderr[0].splitlines()
-    assert refused.exit_codes == [2] and "does not divide the number of ranks, 8" in line
+    with pytest.raises(UserError, match="does not divide the number of ranks, 8") as refused:
+        main(words)
+    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
@@ -151,15 +162,15 @@ IN_A_JOB = {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_N
 
 
 def run_slurm(
-    tmp_path: Path, environment: dict[str, str], *words: str, rank: str = "exit 75"
+    tmp_path: Path, environment: dict[str, str], *words: str, rank: str = "exit 75", dry: str = "exit 0"
 ) -> subprocess.CompletedProcess[str]:
-    """The Slurm recipe with stand-ins for Slurm's commands; `rank` is what a rank does, and a dry run is a real one."""
+    """The Slurm recipe with stand-ins for its commands; `rank` and `dry` are what a rank and a dry run do."""
     (tmp_path / "stubs").mkdir(exist_ok=True)
     for name, script in {
         "sbatch": 'echo "sbatch $*"',
         "srun": 'echo "srun $SLURM_NTASKS $SLURM_NTASKS_PER_NODE $1 $2"; shift 2; "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node1; else echo "scontrol $*"; fi',
-        "python": f'[[ " $* " != *" --dry-run "* ]] || exec {sys.executable} "$@"; '
+        "python": f'if [[ " $* " == *" --dry-run "* ]]; then printf "%s\\0" "$@" > {tmp_path}/dry; {dry}; fi; '
         f'echo "$MASTER_ADDR:$MASTER_PORT python $*"; {rank}',
     }.items():
         (tmp_path / "stubs" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
@@ -169,6 +180,13 @@ def run_slurm(
     given = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
     given |= {"SLURM_SUBMIT_DIR": str(ROOT), **environment}
     return run_script(SLURM, given, *words, in_front=tmp_path / "stubs")
+
+
+def words_of_dry_run(tmp_path: Path) -> list[str]:
+    """Return what the Slurm recipe gave to `pretrain_bert.py` for its dry run."""
+    program, *words = (tmp_path / "dry").read_text().split("\0")[:-1]
+    assert program == "pretrain_bert.py"
+    return words
 
 
 def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Path) -> None:
@@ -235,18 +253,33 @@ def test_the_slurm_recipe_follows_the_code_of_the_run(
     ],
 )
 def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(
-    variables: dict[str, str], words: tuple[str, ...], queued: str, tmp_path: Path
+    variables: dict[str, str], words: tuple[str, ...], queued: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run_slurm(tmp_path, variables, *words)
     if queued:
+        assert dry_run(words_of_dry_run(tmp_path), capsys)
         last = done.stdout.splitlines()[-1]
         assert last == " ".join(["sbatch", queued, "examples/pretrain_ddrp_base_slurm.sh", *words]), done.stderr
+        return
+    try:
+        main(words_of_dry_run(tmp_path))
+    except UserError as refusal:
+        assert refusal.exit_code == 2
+    except SystemExit as ended:  # argparse has printed its line
+        assert ended.code == 2
     else:
-        assert done.returncode == 2 and "sbatch" not in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
+        pytest.fail("the dry run accepts it")
+    # In the shell: with a stand-in that refuses, and where no import of torch is needed, with the real program.
+    as_a_user = f'exec {sys.executable} "$@"' if words == ("--no-such-flag",) else "echo refused >&2; exit 2"
+    done = run_slurm(tmp_path, variables, *words, dry=as_a_user)
+    assert done.returncode == 2 and "sbatch" not in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_seeds_are_an_array_of_runs_with_folders_of_their_own(tmp_path: Path) -> None:
+def test_seeds_are_an_array_of_runs_with_folders_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run_slurm(tmp_path, {"SEEDS": "1-5%2"}, "--lr", "2e-4")
+    assert dry_run(words_of_dry_run(tmp_path), capsys)
     queued = "sbatch --array=1-5%2 --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/pretrain_ddrp_base_slurm.sh"
     assert done.stdout.splitlines()[-1] == f"{queued} --lr 2e-4", done.stderr
     assert "array: seeds 1-5%2, each on 2 nodes, saved in " in done.stderr
