@@ -49,7 +49,7 @@ example:
       --train-iters 5000 --lr 1e-3
 
 The same command with --load run resumes where it stopped. --dry-run prints what a run would do and writes nothing.
-Flags of Megatron-LM's BERT scripts are understood too: docs/megatron.md."""
+Flags of Megatron-LM's BERT scripts are understood too: docs/foreign-files.md."""
 
 
 @dataclasses.dataclass(frozen=True)

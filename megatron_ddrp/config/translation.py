@@ -8,8 +8,8 @@ Read a command line that was written for Megatron-LM: take its flags out, and sa
 
 The tables hold the flags of Megatron-LM's BERT scripts with our words, and hints for other habits. Names have dashes
 alone. Followed by `=` a flag takes a value. What those of Megatron-LM (2019 to 2026) and of Megatron-DeepSpeed do was
-read in their `arguments.py`; docs/megatron.md has the tables. A flag that is in none of them is refused, never read in
-silence.
+read in their `arguments.py`; docs/foreign-files.md has the tables. A flag that is in none of them is refused, never
+read in silence.
 """
 
 from __future__ import annotations

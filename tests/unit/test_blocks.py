@@ -41,7 +41,7 @@ def test_a_block_without_a_begin_or_an_end_is_refused(text):
 @pytest.mark.parametrize(
     ("document", "name"),
     [
-        ("checkpoints.md", "damage"),
+        ("foreign-files.md", "damage"),
         ("huggingface.md", "parity"),
         ("parallelism.md", "layouts"),
     ],

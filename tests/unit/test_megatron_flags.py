@@ -269,7 +269,7 @@ def test_habits_from_elsewhere_get_the_flag_of_ours(name: str) -> None:
 
 def test_help_names_none_of_them() -> None:
     text = build_parser().format_help()
-    assert "--num-workers" not in text and "docs/megatron.md" in text
+    assert "--num-workers" not in text and "docs/foreign-files.md" in text
 
 
 def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/megatron.md holds the tables of flags as the program reads them. `python -m tests.unit.test_megatron_page`
+"""docs/foreign-files.md holds the tables of flags as the program reads them. `python -m tests.unit.test_megatron_page`
 prints them."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ddrp.config.translation import (
     WITHOUT_EFFECT,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign-files.md"
 
 
 def shown(names: str) -> str:

@@ -5,7 +5,7 @@
     python -m tests.endurance.damage --case "run: latest, latest | blank | training | 0"
 
 Nothing may be wrong in silence, end in a traceback or hang. Exits 1 where something does, and names the cases; a case's
-name decides its damage. `--write` puts the table between the markers of docs/checkpoints.md.
+name decides its damage. `--write` puts the table between the markers of docs/foreign-files.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.endurance.damage.readers import READERS, SAVED, Command, result_of, r
 from tests.endurance.damage.sample import make_sample
 from tests.endurance.damage.verdict import FAULTS, VERDICTS, Healthy, Outcome, judge, plain_lines
 
-DOCUMENT = "checkpoints.md"
+DOCUMENT = "foreign-files.md"
 
 
 class Bench:
