@@ -1,4 +1,4 @@
-"""The recipe of docs/embeddings.md: sentence-transformers trains an export of ours, and mteb scores it."""
+"""The recipe of docs/finetune.md: sentence-transformers trains an export of ours, and mteb scores it."""
 
 import json
 import sys
