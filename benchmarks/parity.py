@@ -5,7 +5,7 @@ difference is the largest over the hidden states behind the embeddings and every
 the largest value there.
 
     python benchmarks/parity.py            # print the table
-    python benchmarks/parity.py --write    # put it into docs/huggingface.md
+    python benchmarks/parity.py --write    # put it into docs/lab/agreement.md
 """
 
 from __future__ import annotations
@@ -182,13 +182,13 @@ def rows() -> Iterator[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/huggingface.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/lab/agreement.md")
     write = parser.parse_args().write
     names = " / ".join(DTYPES.values())
     header = ["family, head", "direction", f"hidden states, {names}", f"logits, {names}"]
     table = str(Table(header, list(rows()), wordy=(1, 2, 3)))
     if write:
-        write_table("huggingface.md", "parity", table)
+        write_table("lab/agreement.md", "parity", table)
     print(table)
 
 

@@ -1,4 +1,4 @@
-"""Every layout of up to four ranks, and 2 x 2 x 2, against one process: the table of docs/parallelism.md.
+"""Every layout of up to four ranks, and 2 x 2 x 2, against one process: the table of docs/lab/agreement.md.
 
     python -m tests.endurance.layouts [--encodings ddrp deberta] [--objectives mth] [--world-sizes 2 4] [--write]
 
@@ -30,7 +30,7 @@ from tests.conftest import write_corpus
 from tests.integration.conftest import TINY, command_line
 from tests.integration.training_runs import Rows, largest_differences, train_runs
 
-DOCUMENT = "parallelism.md"
+DOCUMENT = "lab/agreement.md"
 COURSE = TINY | {"train_iters": 10, "num_layers": 4, "micro_batch_size": 2, "seed": 7}
 COLUMNS = {"lm_loss": "lm", "tcd_loss": "TCD", "hcd_loss": "HCD", "grad_norm": "gradient norm"}
 BOUND = 1e-5

@@ -2,7 +2,7 @@
 
 A difference is the largest over the three loss sums, or over every parameter's gradient, relative to the largest there.
 
-    python -m tests.endurance.oracles    # print the table of docs/departures.md
+    python -m tests.endurance.oracles    # print the table of docs/lab/agreement.md
 """
 
 from __future__ import annotations

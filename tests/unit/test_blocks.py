@@ -42,8 +42,8 @@ def test_a_block_without_a_begin_or_an_end_is_refused(text):
     ("document", "name"),
     [
         ("foreign-files.md", "damage"),
-        ("huggingface.md", "parity"),
-        ("parallelism.md", "layouts"),
+        ("lab/agreement.md", "parity"),
+        ("lab/agreement.md", "layouts"),
     ],
 )
 def test_each_document_has_the_block_that_a_script_writes(document, name):
