@@ -19,7 +19,8 @@ A step that nobody measured takes, on a device that need not be here,
     seconds = FLOP of the global batch ÷ (ranks · peak · SHARE)
 
 Communication, the host's time and small micro-batches are not modelled: beside published recipes such a time is off by
-a factor of up to four, and mostly two (docs/plan.md). `megatron-ddrp plan` without `--device` measures instead.
+a factor of up to four, and mostly two (docs/lab/measurements.md). `megatron-ddrp plan` without `--device` measures
+instead.
 
 Profile of some training steps (`--profile`): the time of every operation, as a table and as a trace.
 """
