@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.cli import ArgumentParser, Subcommand, parse_sections, parse_subcommand
+from megatron_ddrp.commands import COMMANDS, functions
 from megatron_ddrp.config.reading import Section, option
 from megatron_ddrp.errors import UserError
 
@@ -126,3 +127,21 @@ def test_a_subcommand_has_options_of_its_own():
     assert (parsed.command, parsed.name, parsed.place) == ("first", "a", "there")
     with pytest.raises(UserError, match="unrecognized arguments: --name a"):
         parse_subcommand("All.", subcommands, ["second", "--name", "a"], plugins=False)
+
+
+@pytest.mark.parametrize("name", ["finetune", "glue", "minimal-pairs", "compare"])
+def test_a_function_whose_command_ended_with_a_code_raises_it(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{COMMANDS[name].module}.main", lambda words: 3)
+    function, words = getattr(functions, name.replace("-", "_")), ["plan.yaml"] if name == "compare" else []
+    with pytest.raises(UserError, match=f"{name} ended with exit code 3") as error:
+        function(*words, output_dir=tmp_path)
+    assert error.value.exit_code == 3
+
+
+def test_a_comparison_of_rows_returns_the_newest_row_of_each_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{COMMANDS['compare'].module}.main", lambda words: 0)
+    older, newer = tmp_path / "older.jsonl", tmp_path / "newer.jsonl"
+    older.write_text('{"run": "a", "loss": 1}\n{"run": "a", "loss": 2}\n{"run": "b", "loss": 3}\n')
+    newer.write_text('{"run": "b", "loss": 4}\n')
+    rows = functions.compare([older, newer], output_dir=tmp_path / "page").rows
+    assert rows == [{"run": "a", "loss": 2}, {"run": "b", "loss": 4}]

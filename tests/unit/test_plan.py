@@ -25,9 +25,10 @@ from megatron_ddrp.commands.options import (
 )
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL, PresentDevice
+from megatron_ddrp.config.run import config_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs
-from megatron_ddrp.run.devices import DEVICES, why_not
+from megatron_ddrp.run.devices import DEVICES, why_not, with_chosen_backend
 
 
 def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
@@ -58,6 +59,11 @@ def test_the_batch_is_a_power_of_two_that_makes_many_steps(seen: float, ranks: i
     assert rows_per_rank(seen, 128, ranks) == rows
 
 
+@pytest.mark.parametrize(("width", "rate"), [(128, 1e-3), (512, 1e-3), (768, 5e-4), (1024, 5e-4)])
+def test_wide_models_get_half_the_rate(width: int, rate: float) -> None:
+    assert recipe(Shape(2, width, 2), 1e6, 128, 16, 16)["lr"] == rate
+
+
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     plan, _ = planned(capsys, "--tokens 50M --vocab-size 32000 --device rtx-3060 --max-layers 4")
     for row in plan.rows:
@@ -85,6 +91,7 @@ def test_the_printed_commands_are_pretrains_and_end_in_time(capsys: pytest.Captu
     assert trial and [float(trial[n]) for n in (1, 2, 3)] == [config.optimizer.lr * f for f in (0.5, 1, 2)]
     assert parse_arguments(shlex.split(trial[4].replace("$lr", "1e-3"))[2:]).config.training.train_iters >= 200
     assert all(0 < row["seconds"] <= 3 * 3600 and row["epochs"] <= EPOCHS for row in plan.rows)
+    assert all(row["seconds"] > 2.9 * 3600 or row["epochs"] > EPOCHS - 1 for row in plan.rows)
     assert "loss" not in text.replace("lowest validation loss", "")
     assert "0.000 s" not in text and not re.search(r"\b0s|\b0 hours|unknown", text)
 
@@ -107,6 +114,19 @@ def test_shapes_that_do_not_fit_are_counted(
     plan, text = planned(capsys, "--tokens 50M --device l4")
     assert [row["hidden_size"] for row in plan.rows] == [128, 256, 384, 512][: len(plan.rows)]
     assert f"{5 - len(plan.rows)} larger shapes do not fit" in text
+
+
+@pytest.mark.parametrize(("share", "fits"), [(FULL - 0.01, True), (FULL + 0.01, False)])
+def test_a_shape_leaves_a_part_of_the_memory_free(
+    share: float, fits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`share` of the memory is what one row per micro-batch of the second shape needs."""
+    line = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4"
+    row = planned(capsys, line)[0].rows[1]
+    config = config_of(recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1) | {"bf16": True}).with_vocabulary(32000)
+    needed = estimated_needs(with_chosen_backend(config, DEVICES["l4"]), 1, "cuda")[1].total / 2**30
+    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=needed / share))
+    assert len(planned(capsys, line)[0].rows) == 1 + fits
 
 
 @pytest.mark.parametrize(
@@ -165,6 +185,7 @@ def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
     words = shlex.split(training_command(str(tiny_corpus.prefix), 17_000_000))
     config = parse_arguments(words[2:]).config
     assert (config.model.num_layers, config.model.hidden_size) == (6, 384)
+    assert config.data.packing and config.model.layernorm_position == "pre"
     tokens = config.training.train_iters * config.training.global_batch_size * 128
     assert tokens == pytest.approx(EPOCHS * 17e6, rel=0.01)
     assert recipe(SHAPES[0], 10, 128, 16, 16)["train_iters"] == 1
