@@ -136,6 +136,32 @@ def test_a_shape_is_captured_when_it_occurs_again_and_few_shapes_are(monkeypatch
         assert (5 in {captured.state.hidden.shape[0] for captured in part.captured.values()}) == (number > 0)
 
 
+def test_graphs_in_use_outlive_those_that_rest_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the shape of five rows comes from that of two rows: the older one of one row is used on and on."""
+    monkeypatch.setattr(graphs, "IDLE_PASSES", 6)
+    config, model, _ = one_model()
+    for number, count in enumerate([1, 1, 2, 2, 3, 3, 4, 4, *[1] * 7, 5, 5]):
+        model(*micro_batch(config, number, [[1] * SEQ] * count).inputs)
+    (part,) = model.graphs.parts.values()
+    assert {captured.state.hidden.shape[0] for captured in part.captured.values()} == {1, 3, 4, 5}
+
+
+def test_an_output_without_a_gradient_gets_none_of_the_last_step() -> None:
+    """The loss of a step may leave outputs out, here all but the first, that the loss of the step before read."""
+    _, model, steps = one_model()
+    for step in steps[:2]:
+        model(*step.inputs).sums.sum().backward()
+    (part,) = model.graphs.parts.values()
+    (captured,) = part.captured.values()
+    graph = captured.graphs[-1]
+    first, *others = [x for x in graph.gradients if x is not None]
+    outputs = graphs._Replay.apply(graph, *captured.state.learned, *graph.parameters)
+    for mine in others:
+        mine.fill_(7)
+    next(out for out, mine in zip(outputs, graph.gradients, strict=True) if mine is first).sum().backward()
+    assert bool((first == 1).all()) and others and not any(bool(mine.any()) for mine in others)
+
+
 def test_evaluation_and_hooks_run_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, steps = one_model()
     for step in steps[:2]:
