@@ -6,15 +6,19 @@ import argparse
 import inspect
 import json
 import re
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.errors import run_command
 from megatron_ddrp.pages import markdown as plotting
 
 settings.register_profile("untimed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -119,3 +123,24 @@ def prose_then_code(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFa
         vocab_file=str(tiny_corpus.vocab_file),
     )
     return str(preprocess(config).prefixes[0])
+
+
+class Ended(NamedTuple):
+    """What a command that ran in this process leaves."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_tool(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Return a function that runs the `main` of a module with words of a command line, in this process."""
+
+    def run(module: ModuleType, *words: Any) -> Ended:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            run_command(module.main)
+        return Ended(int(end.value.code or 0), *capfd.readouterr())
+
+    return run

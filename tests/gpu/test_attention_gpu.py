@@ -9,13 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ddrp.model.attention.backends import eager_attention, sdpa_attention
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
-from tests.unit.model.attention_cases import (
-    answer,
-    assert_answers_close,
-    make_case,
-    reference,
-    reference_with_mask,
-)
+from tests.unit.model.attention_cases import answer, assert_answers_close, make_case, reference, reference_with_mask
 
 pytestmark = [
     pytest.mark.gpu,

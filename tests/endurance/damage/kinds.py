@@ -187,10 +187,7 @@ def edit_sizes(*names: str) -> Harm:
 
 
 def _edit_json(
-    path: Path,
-    generator: random.Random,
-    harm: Callable[[Any, Any], str],
-    fits: Callable[[Any, Any], bool],
+    path: Path, generator: random.Random, harm: Callable[[Any, Any], str], fits: Callable[[Any, Any], bool]
 ) -> str:
     """Do `harm(holder, key)` to one place of a JSON or YAML file, or of one line if the file has one value per line."""
     text = path.read_text(encoding="utf-8")
@@ -316,13 +313,7 @@ KINDS = (
         (Path(NEWEST).name,),
     ),
     Kind("run: config.json", "run/config.json", ANY_JSON, ("training", "convert --load", "glue --load")),
-    Kind(
-        "run: tokenizer",
-        "run/tokenizer/*",
-        BYTES | TEXT,
-        (*RUN_READERS[:4], "analyze notes"),
-        ("tokenizer",),
-    ),
+    Kind("run: tokenizer", "run/tokenizer/*", BYTES | TEXT, (*RUN_READERS[:4], "analyze notes"), ("tokenizer",)),
     Kind(
         "run: metrics.jsonl",
         "run/metrics.jsonl",
@@ -330,13 +321,7 @@ KINDS = (
         ("training", "report"),
         loses=True,
     ),
-    Kind(
-        "GLUE: runs.jsonl",
-        "glue/runs.jsonl",
-        ANY_JSON,
-        ("glue, resumed", "glue --report"),
-        loses=True,
-    ),
+    Kind("GLUE: runs.jsonl", "glue/runs.jsonl", ANY_JSON, ("glue, resumed", "glue --report"), loses=True),
     Kind(
         "GLUE: table.md",
         "glue/table.md",
@@ -372,10 +357,7 @@ KINDS = (
     ),
     Kind("foreign BERT: tokenizer", "bert/vocab.txt", VALID_OR_NOT, BERT_READERS, ("tokenizer", "pieces"), loses=True),
     Kind(
-        "foreign BERT: tokenizer",
-        "bert/tokenizer_config.json",
-        VALID_OR_NOT | {"wrong type": wrong_type},
-        BERT_READERS,
+        "foreign BERT: tokenizer", "bert/tokenizer_config.json", VALID_OR_NOT | {"wrong type": wrong_type}, BERT_READERS
     ),
     Kind(
         "vocabulary",

@@ -1,5 +1,11 @@
-"""Files and folders that exist whole or not at all, beside whatever else lies there."""
+"""Files and folders that exist whole or not at all, whatever else lies beside them and whenever a process is killed.
 
+A process that is killed before any change of a folder's name: the next one gives what an undisturbed one does. It is a
+fork that ends, without a word to anyone, before its n-th renaming, removal or new folder. Systems that cannot exchange
+two names are covered here; `tests/crash` tries whole commands, and power cuts too. Datasets that are being written:
+nothing has a name before its time, and nobody else's files are touched."""
+
+import contextlib
 import errno
 import os
 import shutil
@@ -14,7 +20,14 @@ import pytest
 
 from megatron_ddrp.data import atomic
 from megatron_ddrp.data.atomic import BeingWritten, atomic_file, atomic_folder, write_bytes, write_text
+from megatron_ddrp.data.dataset import indexed_dataset as unfinished
+from megatron_ddrp.data.dataset.indexed_dataset import COMPLETE, UnfinishedDatasets
+from megatron_ddrp.data.dataset.merging import merge, shuffle
+from megatron_ddrp.data.preprocess import pipeline
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError, run_command
+from tests.datasets import write_dataset
+from tests.refusals import refused
 
 
 def write_file(path):
@@ -101,8 +114,7 @@ def test_a_folder_comes_back_if_its_successor_cannot_take_its_name(tmp_path, mon
 
     monkeypatch.setattr(os, "rename", refuse_the_second)
     monkeypatch.setattr(atomic, "_exchange", lambda *_: False)  # as on a file system that cannot
-    with pytest.raises(UserError, match="h: cannot be written: Input/output error"):
-        write_folder(tmp_path / "h")
+    refused("h: cannot be written: Input/output error", write_folder, tmp_path / "h")
     assert tree(tmp_path) == before
 
 
@@ -206,8 +218,7 @@ def test_an_output_that_no_file_can_replace_is_refused(tmp_path, kind):
     make, message = STRANGE[kind]
     path = make(tmp_path / "h")
     before = [item.name for item in tmp_path.iterdir()]
-    with pytest.raises(UserError, match=f"cannot be written: {message}"):
-        write_text(path, "new")
+    refused(f"cannot be written: {message}", write_text, path, "new")
     assert [item.name for item in tmp_path.iterdir()] == before
 
 
@@ -245,8 +256,7 @@ def refused_of(name, opened):
 def test_a_write_protected_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "h").write_text("mine")
     monkeypatch.setattr(os, "open", refused_of("h", os.open))  # as for any user but root
-    with pytest.raises(UserError, match="h: cannot be written: it is write-protected"):
-        write_text(tmp_path / "h", "new")
+    refused("h: cannot be written: it is write-protected", write_text, tmp_path / "h", "new")
     assert tree(tmp_path) == {"h": "mine"}
 
 
@@ -277,3 +287,230 @@ def test_a_folder_that_came_meanwhile_is_not_replaced(tmp_path):
         (tmp_path / "h").mkdir()
         (tmp_path / "h" / "content").write_text("theirs")
     assert tree(tmp_path) == {"h": "folder", "h/content": "theirs"}
+
+
+KILLED = 9
+CHANGES = ("replace", "rename", "unlink", "mkdir", "rmdir")
+
+
+def is_killed_at(number, action):
+    """Run `action` in a fork that ends before its change `number`; return False if it had fewer."""
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, KILLED)
+        return code == KILLED
+    passed = 0
+    with contextlib.suppress(BaseException):
+
+        def count(change):
+            def counted(*arguments, **named):
+                nonlocal passed
+                passed += 1
+                if passed == number:
+                    os._exit(KILLED)
+                return change(*arguments, **named)
+
+            return counted
+
+        for name in CHANGES:
+            setattr(os, name, count(getattr(os, name)))
+        exchange = atomic._exchange
+        atomic._exchange = count(exchange)
+        action()
+        os._exit(0)
+    os._exit(1)
+
+
+def content(folder):
+    """Every file below a folder that has a name of its own, without what a killed process left under hidden names."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if "/." not in str(path)}
+
+
+def assert_survives(folder, action, at_least):
+    """Kill `action` before each of its changes in a copy of `folder`; the same action then does what it always does."""
+    whole = folder.with_name("whole")
+    shutil.copytree(folder, whole, copy_function=shutil.copy2)
+    action(whole)
+    expected, number = content(whole), 1
+    here = folder.with_name("killed")
+    while True:
+        shutil.copytree(folder, here, copy_function=shutil.copy2)
+        killed = is_killed_at(number, lambda: action(here))
+        if not killed:
+            break
+        action(here)
+        assert content(here) == expected, f"killed before change {number}"
+        shutil.rmtree(here)
+        number += 1
+    assert number > at_least
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_folder(tmp_path, monkeypatch, can_exchange, replaces):
+    """And at each moment a reader finds the old folder or the new one, where the system can exchange names."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if not can_exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+
+    def action(folder):
+        if (folder / "model").exists() and can_exchange:
+            assert (folder / "model" / "config.json").read_text() in ("old", "new")
+        with atomic_folder(folder / "model") as new:
+            write_text(new / "config.json", "new")
+
+    if replaces:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("old")
+        (folder / "model" / "old_weights").write_text("")
+    assert_survives(folder, action, at_least=4 if replaces else 3)
+
+
+def test_files_of_a_folder_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Files that other libraries wrote are synced too: a journal may keep the new name and lose the bytes."""
+    synced, renamed, fsync = set(), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file))[1])
+
+    def check(change):
+        def checked(source, target):
+            if Path(target).name == "model":
+                held = [path.stat().st_ino for path in (source, *Path(source).rglob("*"))]
+                renamed.append(set(held) <= synced)
+            return change(source, target)
+
+        return checked
+
+    monkeypatch.setattr(os, "rename", check(os.rename))
+    monkeypatch.setattr(atomic, "_exchange", check(atomic._exchange))
+    for _ in range(2):
+        synced.clear()
+        with atomic_folder(tmp_path / "deep" / "model") as new:
+            (new / "config.json").write_text("{}")
+            (new / "inner").mkdir()
+            (new / "inner" / "tokenizer.json").write_text("{}")
+    assert renamed == [True, True] and (tmp_path / "deep").stat().st_ino in synced
+
+
+@pytest.fixture
+def config(tmp_path, tiny_corpus, monkeypatch):
+    """A job in this process, of many chunks."""
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 20_000)
+
+    def make(**changes):
+        settings = {
+            "input": (str(tiny_corpus.text_file),),
+            "output_prefix": str(tmp_path / "out" / "p"),
+            "tokenizer_type": "BertWordPieceLowerCase",
+            "vocab_file": str(tiny_corpus.vocab_file),
+        }
+        return PreprocessConfig(**(settings | changes))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder", "a link", "a link for a folder"])
+def test_files_of_others_in_the_folder_are_not_touched(config, tmp_path, kind):
+    folder, mine = Path(config().unfinished_folder), tmp_path / "mine"
+    folder.parent.mkdir(exist_ok=True)
+    mine.mkdir()
+    (mine / "notes").write_text("mine")
+    if kind == "a link for a folder":
+        folder.symlink_to(mine)
+    else:
+        folder.mkdir()
+        make = {"a file": shutil.copy, "a folder": shutil.copytree, "a link": lambda a, b: b.symlink_to(a)}[kind]
+        make(mine if kind == "a folder" else mine / "notes", folder / ("lock" if kind == "a link" else "notes"))
+    before = [(path.name, path.is_symlink()) for path in folder.iterdir()]
+    refused("was not written by this command, .*: move it away, or choose another prefix", preprocess, config())
+    assert [(path.name, path.is_symlink()) for path in folder.iterdir()] == before
+    assert (mine / "notes").read_text() == "mine"
+
+
+def test_a_dangling_link_in_place_of_a_dataset_counts_as_there(config, tmp_path):
+    Path(config().unfinished_folder).parent.mkdir(exist_ok=True)
+    link = Path(f"{config().prefixes[0]}.bin")
+    link.symlink_to(tmp_path / "nothing")
+    refused("exists already", preprocess, config())
+    assert link.is_symlink()
+
+
+def test_two_processes_do_not_write_the_same_datasets(config, tmp_path):
+    settings = config()
+    with (
+        UnfinishedDatasets(settings.unfinished_folder, settings.prefixes, "<u2"),
+        pytest.raises(UserError, match="another process is writing here"),
+    ):
+        preprocess(settings)
+
+
+class Killed(BaseException):
+    """Stand-in for the end of a process: nothing of this package catches it."""
+
+
+def killed_at(monkeypatch, name, action):
+    """Run an action that ends where it calls a function of the module `unfinished`."""
+
+    def end(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(unfinished, name, end)
+        action()
+
+
+@pytest.fixture
+def commands(config, tmp_path):
+    """Return name → (command, prefix of the dataset that it writes)."""
+    for name in "ab":
+        write_dataset(tmp_path / name, [[[5, 6, 7]], [[8, 9]]], manifest={"documents": 2, "inputs": []})
+    out, inputs = tmp_path / "out", [str(tmp_path / name) for name in "ab"]
+    return {
+        "preprocess": (lambda: preprocess(config()), config().prefixes[0]),
+        "merge": (lambda: merge(out / "both", inputs), str(out / "both")),
+        "shuffle": (lambda: shuffle(out / "mixed", inputs[0], 1), str(out / "mixed")),
+    }
+
+
+def dataset_files(prefix):
+    return {ending: Path(prefix + ending).read_bytes() for ending in (".bin", ".idx", ".json")}
+
+
+@pytest.mark.parametrize("name", ["preprocess", "merge", "shuffle"])
+def test_a_dataset_that_was_deleted_after_a_kill_is_written_again(commands, monkeypatch, name):
+    """The kill came after the last renaming, so what is left says that all is done."""
+    command, prefix = commands[name]
+    killed_at(monkeypatch, "_remove", command)
+    expected = dataset_files(prefix)
+    for ending in expected:
+        Path(prefix + ending).unlink()
+    command()
+    assert dataset_files(prefix) == expected
+
+
+@pytest.mark.parametrize("damage", ["a failing read", "other bytes"])
+@pytest.mark.parametrize("name", ["preprocess", "merge", "shuffle"])
+def test_complete_files_stay_if_their_mark_cannot_be_read(commands, monkeypatch, name, damage):
+    """One failing read must not cost hours of work."""
+    command, prefix = commands[name]
+    killed_at(monkeypatch, "_give_names", command)
+    (mark,) = Path(prefix).parent.glob(f"*.unfinished/{COMPLETE}")
+    files, content, opened = sorted(mark.parent.iterdir()), mark.read_bytes(), Path.open
+
+    def refuse(path, *arguments, **named):
+        if path == mark:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        if damage == "other bytes":
+            mark.write_bytes(content[:-3])
+        else:
+            patch.setattr(Path, "open", refuse)
+        refused(f"{COMPLETE} cannot be read: .*; try again, or remove", command)
+    assert sorted(mark.parent.iterdir()) == files and not Path(f"{prefix}.bin").exists()
+    mark.write_bytes(content)
+    command()
+    assert not mark.parent.exists() and len(dataset_files(prefix)) == 3

@@ -20,6 +20,7 @@ from megatron_ddrp.data.preprocess import records as arrow_tables
 from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.errors import UserError
+from tests.refusals import refused
 
 PACK = {
     "": lambda data: data,
@@ -58,15 +59,13 @@ def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, pa
     path = tmp_path / f"a.jsonl{packing}"
     for data in (packed[:-20], packed[: len(packed) // 2], b"no such format" + packed):
         path.write_bytes(data)
-        with pytest.raises(UserError, match=r"damaged or cut off after \d+ bytes"):
-            texts(path)
+        refused(r"damaged or cut off after \d+ bytes", texts, path)
 
 
 def test_json_lines_under_a_name_of_plain_text_are_refused(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text('\n {"text": "One."}\n{"text": "Two."}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"a\.txt: a JSON object in .* rename it to end in \.jsonl"):
-        texts(path)
+    refused(r"a\.txt: a JSON object in .* rename it to end in \.jsonl", texts, path)
     path.write_text('{"One," he said.}\n', encoding="utf-8")
     assert texts(path) == ['{"One," he said.}']
 
@@ -82,8 +81,7 @@ def test_an_array_of_json_objects_is_read_and_refused_only_as_plain_text(tmp_pat
     else:
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     if name == "a.txt":
-        with pytest.raises(UserError, match=r"a\.txt: a JSON object in .* rename it to end in \.jsonl"):
-            texts(path)
+        refused(r"a\.txt: a JSON object in .* rename it to end in \.jsonl", texts, path)
     else:
         assert texts(path) == [row["text"] for row in json.loads(content.removeprefix("\ufeff"))]
 
@@ -91,12 +89,10 @@ def test_an_array_of_json_objects_is_read_and_refused_only_as_plain_text(tmp_pat
 def test_faults_of_json_over_lines_name_the_number_of_the_object(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[\n{"text": "one"},\n{"body":\n "two"},\n{"text": "three"}\n]\n')
-    with pytest.raises(UserError, match=r"a\.json:2: no key 'text', it has body"):
-        texts(path)
+    refused(r"a\.json:2: no key 'text', it has body", texts, path)
     assert texts(path, on_error="skip") == ["one", "three"]
     path.write_text('[\n{"text": "one"},\n{"text": "two"}\n')
-    with pytest.raises(UserError, match=r"a\.json: not JSON \(a list is not closed"):
-        texts(path, on_error="skip")
+    refused(r"a\.json: not JSON \(a list is not closed", texts, path, on_error="skip")
 
 
 def test_a_list_has_unreadable_records_and_a_largest_size(tmp_path, monkeypatch):
@@ -108,8 +104,7 @@ def test_a_list_has_unreadable_records_and_a_largest_size(tmp_path, monkeypatch)
     assert [text for (text,) in iter_documents([str(path)], on_error="skip", on_skip=told.append)] == ["one"]
     assert [line.removeprefix(str(path))[:9] for line in told] == [":2: not U", ":3: key '", ":4: key '", ":5: a JSO"]
     monkeypatch.setattr(documents_module, "MAX_VALUES_BYTES", 10)
-    with pytest.raises(UserError, match=r"a\.json: more than 0 MiB of JSON that is not in lines; write one object per"):
-        texts(path)
+    refused(r"a\.json: more than 0 MiB of JSON that is not in lines; write one object per", texts, path)
 
 
 @pytest.mark.parametrize("head", ['{"text": "one"', '{"text": "one', '{"text": "a"} x', '{"text": {"text": "b"}'])
@@ -135,15 +130,13 @@ def test_a_pointer_is_never_a_document(tmp_path, name, content):
     else:
         path.write_bytes(gzip.compress(data) if name == "packed.gz" else data)
     given = path if name in ("pipe", "packed.gz") else tmp_path
-    with pytest.raises(UserError, match=rf"{name}: a pointer of Git LFS in place of the file: run git "):
-        texts(given, on_error="skip")
+    refused(rf"{name}: a pointer of Git LFS in place of the file: run git ", texts, given, on_error="skip")
 
 
 def test_a_pointer_among_documents_is_an_unreadable_record(tmp_path):
     (tmp_path / "a.txt").write_text(f"one\n\n{POINTER}\ntwo\n\nversion https://git-lfs.github.com/spec/v1 is text\n")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": POINTER}) + "\n")
-    with pytest.raises(UserError, match=r"a\.txt:3: a pointer of Git LFS"):
-        texts(tmp_path / "a.txt")
+    refused(r"a\.txt:3: a pointer of Git LFS", texts, tmp_path / "a.txt")
     assert texts(tmp_path / "a.txt", on_error="skip") == [
         "one",
         "two",
@@ -202,8 +195,7 @@ def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, l
 def test_plain_text_whose_lines_end_in_a_lone_carriage_return_is_refused(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\rtwo\r\rthree\r")
-    with pytest.raises(UserError, match=r"a\.txt:1: its lines end in \\r alone .* tr '\\r' '\\n'"):
-        texts(path)
+    refused(r"a\.txt:1: its lines end in \\r alone .* tr '\\r' '\\n'", texts, path)
     path.write_bytes(b"a stray\rsign\nis text")
     assert texts(path) == ["a stray\rsign is text"]
 
@@ -241,8 +233,7 @@ def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):
 def test_text_in_wide_characters_is_refused_and_not_read_as_text_full_of_zeros(tmp_path, name, encoding):
     content = '{"text": "one"}\n{"text": "two"}\n'.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(UserError, match=rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f"):
-        texts(tmp_path / name)
+    refused(rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f", texts, tmp_path / name)
 
 
 BAD = [
@@ -263,9 +254,7 @@ BAD = [
 def test_a_bad_line_stops_with_its_number_or_is_skipped_and_told(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}\n')
-    with pytest.raises(UserError, match=rf"a\.jsonl:3: {reason}.*--on-error skip") as caught:
-        texts(path)
-    assert "\n" not in str(caught.value)
+    refused(rf"a\.jsonl:3: {reason}.*--on-error skip", texts, path)
     skipped = []
     assert texts(path, on_error="skip", on_skip=skipped.append) == ["first", "last"]
     assert len(skipped) == 1 and "a.jsonl:3: " in skipped[0]
@@ -274,8 +263,7 @@ def test_a_bad_line_stops_with_its_number_or_is_skipped_and_told(tmp_path, line,
 def test_bad_bytes_in_plain_text_are_named_by_their_own_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\n\ntwo\nthree \xfe\n")
-    with pytest.raises(UserError, match=r"a\.txt:4: not UTF-8 \(byte 0xfe\)"):
-        texts(path)
+    refused(r"a\.txt:4: not UTF-8 \(byte 0xfe\)", texts, path)
 
 
 def chunks_of(path, chunk_bytes):
@@ -308,8 +296,7 @@ def test_wikiextractor_files_whatever_their_name(tmp_path):
 def test_faults_of_wikiextractor_files(tmp_path):
     path = tmp_path / "wiki_00"
     path.write_text(WIKI.replace("</doc>", "", 1) + "stray\n" + WIKI)
-    with pytest.raises(UserError, match="wiki_00:1: <doc …> without </doc>"):
-        texts(path)
+    refused("wiki_00:1: <doc …> without </doc>", texts, path)
     skipped = []
     assert texts(path, on_error="skip", on_skip=skipped.append) == ["B", "A\n\nFirst.\nLine <doc two.", "B"]
     assert [reason.split("wiki_00:")[1] for reason in skipped] == [
@@ -336,16 +323,12 @@ def test_parquet_rows(tmp_path, monkeypatch):
         views = pyarrow.table({"text": pyarrow.array(["one", "é"], pyarrow.string_view())})
         parquet.write_table(views, tmp_path / "b.parquet")
         assert texts(tmp_path / "b.parquet") == ["one", "é"]
-    with pytest.raises(UserError, match="no column 'body', it has n, text, title"):
-        list(iter_documents([str(path)], ["body"]))
-    with pytest.raises(UserError, match="column 'n' holds int64, expected strings"):
-        list(iter_documents([str(path)], ["n"]))
+    refused("no column 'body', it has n, text, title", list, iter_documents([str(path)], ["body"]))
+    refused("column 'n' holds int64, expected strings", list, iter_documents([str(path)], ["n"]))
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="cut.parquet: damaged, or not a Parquet file"):
-        texts(tmp_path / "cut.parquet")
+    refused("cut.parquet: damaged, or not a Parquet file", texts, tmp_path / "cut.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs pyarrow.*: pip install pyarrow$"):
-        texts(path)
+    refused(r"needs pyarrow.*: pip install pyarrow$", texts, path)
 
 
 def saved_dataset(folder, texts, batch=3):
@@ -382,8 +365,7 @@ def test_rows_of_a_saved_dataset(tmp_path, capsys):
 
 def test_feather_of_the_first_version_is_named(tmp_path):
     (tmp_path / "a.arrow").write_bytes(b"FEA1" + bytes(100) + b"FEA1")
-    with pytest.raises(UserError, match=r"a\.arrow: Feather V1, which is no Arrow file; read it by pandas"):
-        texts(tmp_path / "a.arrow")
+    refused(r"a\.arrow: Feather V1, which is no Arrow file; read it by pandas", texts, tmp_path / "a.arrow")
 
 
 def test_the_list_of_a_saved_dataset_is_read_once_and_anew_when_it_changes(tmp_path, monkeypatch):
@@ -405,15 +387,15 @@ def test_a_damaged_arrow_file_is_refused_and_never_read_in_part(tmp_path):
     cuts = range(0, len(whole), 41)
     damaged = [whole[:cut] for cut in cuts]
     damaged += [whole[:cut] + bytes([whole[cut] ^ 255]) + whole[cut + 1 :] for cut in cuts]
-    refused = 0
+    num_refused = 0
     for content in damaged:
         file.write_bytes(content)
         try:
             assert len(list(iter_documents([str(file)], ["text"], "skip"))) == len(texts)  # a letter was changed
         except UserError as error:
-            refused += 1
+            num_refused += 1
             assert "\n" not in str(error)
-    assert refused > len(list(cuts))
+    assert num_refused > len(list(cuts))
 
 
 def parquet_shards():
@@ -448,8 +430,7 @@ def test_a_parquet_shard_without_texts_stops_or_is_skipped_row_by_row_as_json_is
     for name in ("a", "c"):
         text = parquet_shards()["null type"][0].select(["id"]).append_column("text", [[name, name, name]])
         parquet.write_table(text, tmp_path / f"{name}.parquet")
-    with pytest.raises(UserError, match=rf"b\.parquet:1: {re.escape(reason)}.*; fix the file, or skip such .* skip"):
-        texts(tmp_path)
+    refused(rf"b\.parquet:1: {re.escape(reason)}.*; fix the file, or skip such .* skip", texts, tmp_path)
     skipped = []
     assert texts(tmp_path, on_error="skip", on_skip=skipped.append) == ["a"] * 3 + ["c"] * 3
     assert [line.split(": ")[0].rpartition(":")[2] for line in skipped] == ["1", "2", "3"]
@@ -483,12 +464,10 @@ def test_a_record_without_end_is_named_and_not_kept_in_memory(tmp_path, monkeypa
     monkeypatch.setattr(documents_module, "MAX_RECORD_BYTES", 1 << 21)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "short"}\n' + "x" * (1 << 24))
-    with pytest.raises(UserError, match=r"a\.jsonl: a record of more than 2 MiB before byte"):
-        texts(path)
+    refused(r"a\.jsonl: a record of more than 2 MiB before byte", texts, path)
 
 
 def test_lines_are_counted_on_behind_a_chunk(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "0123456789"}\n' * 100_000 + "[]\n")
-    with pytest.raises(UserError, match=r"a\.jsonl:100001: a JSON list"):
-        texts(path)
+    refused(r"a\.jsonl:100001: a JSON list", texts, path)

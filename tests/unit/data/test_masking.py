@@ -1,14 +1,25 @@
-"""Masking in words, tokens and n-grams: equal to the loop twin, the promised rates, purity, and specials left alone."""
+"""Masking in words, tokens and n-grams: equal to the loop twin, the promised rates, purity, and specials left alone.
+
+Rates, budget and the over-four-pieces rule hold on real text, words being told apart by the pieces' own spelling.
+Counter-based draws: pure, uniform, independent of how they are asked for; the shuffle is a bijection."""
+
+import json
+import lzma
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
-from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
+from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
+from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
+from megatron_ddrp.data.tokenizers.wordpiece import SentencePieceTokenizer, WordPieceTokenizer
 from tests.datasets import fake_tokenizer
 from tests.reference import objectives as twin
 
@@ -239,12 +250,209 @@ def test_shares_can_be_set_for_electra():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"mask_prob": 0.0}, "mask_prob"),
-        ({"mask_prob": 1.5}, "mask_prob"),
-        ({"mask_share": 0.95}, "mask_share"),
-    ],
+    [({"mask_prob": 0.0}, "mask_prob"), ({"mask_prob": 1.5}, "mask_prob"), ({"mask_share": 0.95}, "mask_share")],
 )
 def test_refuses_impossible_shares(options, message):
     with pytest.raises(ValueError, match=message):
         make_masker(**options)
+
+
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+ASSETS, TEXT = SHARED / "small_assets.tar.xz", SHARED / "sample.jsonl.xz"
+pytestmark = pytest.mark.skipif(not (ASSETS.exists() and TEXT.exists()), reason=f"no {ASSETS.name}, {TEXT.name}")
+
+LENGTH = 128
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def texts():
+    with lzma.open(TEXT, "rt", encoding="utf-8") as stream:
+        return [json.loads(line)["text"] for line in stream]
+
+
+@pytest.fixture(scope="module", params=["wordpiece", "sentencepiece"])
+def corpus(request, texts, tmp_path_factory):
+    """(tokenizer, whether each piece starts a word by its spelling, rows of ids `[rows, LENGTH]`)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "wordpiece":
+        with tarfile.open(ASSETS) as archive:
+            member = archive.extractfile("vocab/bert-base-uncased-vocab.txt")
+            (folder / "vocab.txt").write_bytes(member.read())
+        tokenizer = WordPieceTokenizer(folder / "vocab.txt", "BertWordPieceLowerCase")
+        begins = np.array([not piece.startswith("##") for piece in tokenizer.pieces])
+    else:
+        model, *_ = train_sentencepiece(texts[:60], 1500)
+        (folder / "spm.model").write_bytes(model)
+        tokenizer = SentencePieceTokenizer(folder / "spm.model")
+        begins = np.array([piece.startswith("▁") for piece in tokenizer.pieces])
+    begins[tokenizer.special_ids] = True
+    ids = np.concatenate([np.array(ids, np.int64) for ids in tokenizer.encode_batch(texts[:150])])
+    rows = ids[: len(ids) // (LENGTH - 2) * (LENGTH - 2)].reshape(-1, LENGTH - 2)
+    ends = [np.full((len(rows), 1), end) for end in (tokenizer.cls_id, tokenizer.sep_id)]
+    return tokenizer, begins, np.concatenate([ends[0], rows, ends[1]], axis=1)
+
+
+def mask(corpus, masking, mask_prob=0.15):
+    """Rows `[EPOCHS * rows, LENGTH]`: ids, masked ids, whether selected."""
+    tokenizer, _, rows = corpus
+    masker = Masker(tokenizer, mask_prob, masking=MASKINGS.find(masking)())
+    ids = np.tile(rows, (EPOCHS, 1))
+    epochs, samples = np.divmod(np.arange(len(ids)), len(rows))
+    masked, labels = masker(ids, np.ones_like(ids), epochs, samples)
+    return ids, masked, labels != IGNORED_LABEL
+
+
+def words(corpus, ids):
+    """First token and number of pieces of each word, the rows' ordinary tokens laid end to end; both `[words]`."""
+    starts = corpus[1][ids[:, 1:-1]].copy()
+    starts[:, 0] = True
+    first = np.flatnonzero(starts)
+    return first, np.diff(first, append=starts.size)
+
+
+@pytest.mark.parametrize("mask_prob", [0.15, 0.4])
+@pytest.mark.parametrize("masking", MASKINGS)
+def test_budget_and_shares(corpus, masking, mask_prob):
+    tokenizer, _, _ = corpus
+    ids, masked, selected = mask(corpus, masking, mask_prob)
+    assert selected.size > 100_000
+    budget = round(mask_prob * (LENGTH - 2))
+    counts = selected.sum(axis=1)
+    assert counts.max() <= budget and counts.min() >= 1
+    assert counts.mean() == pytest.approx(budget, rel=0.005), "nearly always filled to the last token"
+    assert not selected[:, [0, -1]].any()
+    shown, original = masked[selected], ids[selected]
+    assert np.mean(shown == tokenizer.mask_id) == pytest.approx(0.8, abs=0.015)
+    replaced = (shown != tokenizer.mask_id) & (shown != original)
+    assert np.mean(replaced) == pytest.approx(0.1, abs=0.01)
+    assert not np.isin(shown[replaced], tokenizer.special_ids).any()
+    # No place is preferred: each tenth of the row gets its share.
+    places = np.array_split(selected[:, 1:-1].mean(axis=0), 10)
+    assert [part.mean() for part in places] == pytest.approx([mask_prob] * 10, rel=0.12)
+
+
+@pytest.mark.parametrize("masking", ["whole-word", "ngram"])
+def test_words_up_to_four_pieces_are_whole_and_longer_ones_fall_apart(corpus, masking):
+    ids, _, selected = mask(corpus, masking)
+    first, sizes = words(corpus, ids)
+    taken = np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64)  # [words]: pieces of each
+    short = sizes <= 4
+    assert set(np.unique(sizes[short])) == {1, 2, 3, 4}
+    assert np.all((taken[short] == 0) | (taken[short] == sizes[short]))
+    long_sizes, long_taken = sizes[~short], taken[~short]
+    assert len(long_sizes) > 50
+    assert np.any((long_taken > 0) & (long_taken < long_sizes)), "a long word's pieces are drawn one by one"
+    # Pieces of long words are as likely as any other to be predicted, give or take chance and the end of the budget.
+    assert long_taken.sum() / long_sizes.sum() == pytest.approx(0.15, abs=0.035)
+
+
+def test_single_tokens_split_words(corpus):
+    ids, _, selected = mask(corpus, "token")
+    first, sizes = words(corpus, ids)
+    taken = np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64)
+    pairs = taken[sizes == 2]
+    assert np.mean(pairs == 1) == pytest.approx(2 * 0.15 * 0.85, abs=0.03)
+
+
+def test_ngrams_are_of_one_to_three_words_with_falling_shares(corpus):
+    """In low doses n-grams seldom touch, so the runs of selected words show the law p(n) = 6/11, 3/11, 2/11."""
+    ids, _, selected = mask(corpus, "ngram", mask_prob=0.1)
+    first, sizes = words(corpus, ids)
+    taken = np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64) > 0
+    taken &= sizes <= 4
+    padded = np.concatenate([[False], taken, [False]]).astype(np.int8)
+    lengths = np.flatnonzero(np.diff(padded) == -1) - np.flatnonzero(np.diff(padded) == 1)
+    shares = np.bincount(lengths, minlength=6)[1:] / len(lengths)
+    assert shares[0] > shares[1] > shares[2] > shares[3]
+    assert shares[:3] == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.08)
+    assert shares[3:].sum() < 0.12
+
+
+def test_values_are_frozen():
+    """A change of these numbers changes every run's data: it must be a decision, not a side effect."""
+    draws = hash_uint64(1234, "mask-order", 3, np.array([0, 1]))
+    assert draws.tolist() == [1074841977364916073, 11525570127649832071]
+    assert permute(np.arange(7), 7, 1234, "shuffle", 0).tolist() == [0, 6, 5, 2, 4, 3, 1]
+
+
+def test_draws_are_elementwise_functions_of_their_counters():
+    grid = hash_uint64(1, "p", np.arange(4)[:, None], np.arange(5))
+    assert grid.shape == (4, 5) and grid.dtype == np.uint64
+    assert grid[2, 3] == hash_uint64(1, "p", 2, 3)
+    assert hash_uint64(1, "p", 2, 3).shape == ()
+    assert np.array_equal(grid, fold_in(hash_uint64(1, "p", np.arange(4))[:, None], np.arange(5)))
+    assert hash_uint64(1, "p", np.arange(0)).shape == (0,)
+
+
+def test_seed_purpose_and_every_counter_matter():
+    draws = [
+        hash_uint64(seed, purpose, a, b)
+        for seed in (0, 1, -1, 2**70)
+        for purpose in ("p", "q", "")
+        for a in range(3)
+        for b in range(3)
+    ]
+    assert len({int(draw) for draw in draws}) == len(draws)
+
+
+def test_no_overflow_warnings():
+    with np.errstate(all="raise"):
+        hash_uint64(2**63, "p", 2**62, np.array([2**62]))
+
+
+def test_uniform_is_uniform_and_uncorrelated():
+    draws = to_unit(hash_uint64(7, "test", np.arange(200)[:, None], np.arange(500)))
+    assert draws.min() >= 0 and draws.max() < 1
+    assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
+    for first, second in ((draws[:, :-1], draws[:, 1:]), (draws[:-1], draws[1:])):
+        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+    bits = np.unpackbits(hash_uint64(7, "bits", np.arange(20_000)).view(np.uint8)).reshape(20_000, 64).mean(axis=0)
+    assert np.all(np.abs(bits - 0.5) < 0.02)
+
+
+@pytest.mark.parametrize("size", [*range(1, 34), 97, 127, 128, 129, 255, 256, 257, 1009, 4096, 65_537])
+def test_permute_is_a_bijection(size):
+    place = permute(np.arange(size), size, 5, "shuffle", 2)
+    assert place.dtype == np.int64
+    assert np.array_equal(np.sort(place), np.arange(size))
+    some = np.arange(size)[:: max(1, size // 7)]
+    assert np.array_equal(permute(some, size, 5, "shuffle", 2), place[some]), "a place does not depend on the others"
+
+
+def test_permute_handles_huge_ranges_at_single_points():
+    size = 10**12 + 39
+    place = permute(np.arange(1000), size, 5, "shuffle", 0)
+    assert np.unique(place).size == 1000 and place.min() >= 0 and place.max() < size
+    assert stats.kstest(place / size, "uniform").pvalue > 1e-4
+
+
+def test_permute_epochs_seeds_and_purposes_differ():
+    base = permute(np.arange(1000), 1000, 5, "shuffle", 0)
+    for other in (("shuffle", 1, 5), ("shuffle", 0, 6), ("valid", 0, 5)):
+        purpose, epoch, seed = other
+        assert np.mean(permute(np.arange(1000), 1000, seed, purpose, epoch) == base) < 0.02
+    both = permute(np.arange(1000) % 500, 500, 5, "shuffle", np.arange(1000) // 500)
+    assert np.array_equal(both[500:], permute(np.arange(500), 500, 5, "shuffle", 1)), "epochs may be an array"
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 16, 61])
+def test_permute_places_are_uniform_over_epochs(size):
+    epochs = 3000
+    place = permute(np.arange(size), size, 11, "shuffle", np.arange(epochs)[:, None])  # [epochs, size]
+    for index in {0, size // 2, size - 1}:
+        counts = np.bincount(place[:, index], minlength=size)
+        assert stats.chisquare(counts).pvalue > 1e-5
+
+
+def test_permute_neighbours_are_scattered():
+    size = 10_000
+    place = permute(np.arange(size), size, 1, "shuffle", 0)
+    assert abs(np.corrcoef(np.arange(size), place)[0, 1]) < 0.05
+    assert abs(np.corrcoef(place[:-1], place[1:])[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("index", [-1, 5])
+def test_permute_refuses_indices_outside_the_range(index):
+    with pytest.raises(ValueError, match=r"expected within \[0, 5\)"):
+        permute([index], 5, 0, "shuffle", 0)

@@ -1,4 +1,6 @@
-"""Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind."""
+"""Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind.
+
+`preprocess --dry-run` is exact where it reads everything, near where it reads a part, and nothing is written."""
 
 import gzip
 import hashlib
@@ -12,6 +14,7 @@ import sys
 import time
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +22,13 @@ import sentencepiece
 import tokenizers
 
 import megatron_ddrp
+from megatron_ddrp.commands import preprocess as preprocess_command
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.preprocess import pipeline as preprocess_module
-from megatron_ddrp.data.preprocess.pipeline import KeyCounts, PreprocessConfig, PreprocessResult, preprocess
+from megatron_ddrp.data.preprocess import pipeline
+from megatron_ddrp.data.preprocess.documents import Partition
+from megatron_ddrp.data.preprocess.pipeline import KeyCounts, PreprocessConfig, PreprocessResult, estimate, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.errors import UserError
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -249,7 +254,7 @@ def test_bytes_depend_on_neither_workers_nor_chunks(folder, monkeypatch):
     (folder / "in.jsonl").write_text("".join(json.dumps({"text": TEXTS[i % 5] * (i % 7)}) + "\n" for i in range(300)))
     preprocess(config(folder))
     one = outputs(folder)
-    monkeypatch.setattr(preprocess_module, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 500)
     preprocess(config(folder, overwrite=True))
     assert outputs(folder) == one
     preprocess(config(folder, workers=2, overwrite=True))
@@ -259,8 +264,7 @@ def test_bytes_depend_on_neither_workers_nor_chunks(folder, monkeypatch):
 def test_a_fault_in_a_worker_stops_with_its_line_and_leaves_nothing(folder):
     with (folder / "in.jsonl").open("a") as stream:
         stream.write("{bad\n")
-    with pytest.raises(UserError, match=r"in\.jsonl:6: not JSON"):
-        preprocess(config(folder, workers=2))
+    refused(r"in\.jsonl:6: not JSON", preprocess, config(folder, workers=2))
     assert outputs(folder) == {}
     result = preprocess(config(folder, on_error="skip"))
     assert result.skipped == 1 and IndexedDataset(result.prefixes[0]).manifest["skipped"] == 1
@@ -275,16 +279,13 @@ def test_the_speed_is_in_millions_of_bytes_per_second():
 def test_existing_output_stays_unless_overwrite(folder):
     preprocess(config(folder))
     before = outputs(folder)
-    with pytest.raises(UserError, match=r"p_text_document\.bin: exists already; give --overwrite"):
-        preprocess(config(folder))
+    refused(r"p_text_document\.bin: exists already; give --overwrite", preprocess, config(folder))
     (folder / "in.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="no text to tokenize.*1 empty documents, 0 records skipped"):
-        preprocess(config(folder, overwrite=True))
+    refused("no text to tokenize.*1 empty documents, 0 records skipped", preprocess, config(folder, overwrite=True))
     assert outputs(folder) == before
     (folder / "in.jsonl").write_text('{"body": "a"}\n')
     reason = r"1 records skipped, the first because of .*in\.jsonl:1: no key 'text', it has body"
-    with pytest.raises(UserError, match=reason):
-        preprocess(config(folder, overwrite=True, on_error="skip"))
+    refused(reason, preprocess, config(folder, overwrite=True, on_error="skip"))
 
 
 def test_impossible_settings_are_refused(folder):
@@ -294,9 +295,7 @@ def test_impossible_settings_are_refused(folder):
         ({"json_keys": ("a", "a")}, "given twice"),
         ({"json_keys": ("text", "a/b")}, "--json-keys a/b: expected a key without /"),
     ):
-        with pytest.raises(UserError, match=complaint) as caught:
-            config(folder, **changes)
-        assert caught.value.exit_code == 2
+        assert refused(complaint, config, folder, **changes).exit_code == 2
 
 
 def run(*arguments, **options):
@@ -344,13 +343,13 @@ def test_command_reads_named_pipes_and_process_substitutions(folder, packed):
         (["--input", "in.jsonl", "--wrokers", "2"], 2, "did you mean --workers?"),
     ],
 )
-def test_command_mistakes_are_one_line(folder, flags, code, complaint):
+def test_command_mistakes_are_one_line(folder, run_tool, monkeypatch, flags, code, complaint):
     (folder / "empty.jsonl").touch()
     (folder / "empty.gz").touch()
-    done = run("--output-prefix", "p", *flags, cwd=folder)
-    printed = done.stderr.decode()
-    assert done.returncode == code and complaint in printed
-    assert printed.startswith("preprocess_data.py: error: ") and printed.count("\n") == 1
+    monkeypatch.chdir(folder)
+    done = run_tool(preprocess_command, "--output-prefix", "p", *flags)
+    assert done.returncode == code and complaint in done.stderr
+    assert done.stderr.startswith(f"{preprocess_command.__name__}: error: ") and done.stderr.count("\n") == 1
     assert not list(folder.glob("p_*"))
 
 
@@ -368,3 +367,74 @@ def test_a_stopped_command_takes_its_unfinished_files_away(folder):
 def test_command_starts_without_torch():
     program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def estimate_config(corpus, folder, *files, **changes):
+    options = {"vocab_file": str(corpus.vocab_file), "tokenizer_type": "BertWordPieceLowerCase"} | changes
+    return PreprocessConfig(input=tuple(map(str, files)), output_prefix=str(folder / "out"), **options)
+
+
+def test_what_is_read_whole_is_counted_exactly(tiny_corpus, tmp_path):
+    settings = estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file)
+    found = estimate(settings)
+    assert not list(tmp_path.iterdir())
+    assert found.factor == 1 and found.read_bytes == found.total_bytes == tiny_corpus.text_file.stat().st_size
+    assert found.by_key == preprocess(settings).by_key
+    assert found.token_bytes == 2 and found.seconds > 0 and not found.skipped and not found.warnings
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_part_of_some_files_stands_for_all(tiny_corpus, tmp_path, monkeypatch, packed):
+    for name, value in (("BLOCK_BYTES", 1 << 12), ("FILES", 2), ("CHUNKS", 3)):
+        monkeypatch.setattr(pipeline, name, value)
+    data, files = tiny_corpus.text_file.read_bytes(), []
+    for number in range(5):
+        files.append(tmp_path / f"{number}.jsonl{'.gz' * packed}")
+        files[-1].write_bytes(gzip.compress(data) if packed else data)
+    found = estimate(estimate_config(tiny_corpus, tmp_path, *files))
+    exact = preprocess(estimate_config(tiny_corpus, tmp_path, *files)).total("tokens")
+    assert (found.files, found.read_files) == (5, 2) and 0 < found.by_key[0].tokens < exact / 5
+    if not packed:  # of a packed file, whole blocks are read before their text comes out
+        assert found.by_key[0].tokens * found.factor == pytest.approx(exact, rel=0.25)
+
+
+def test_parts_take_their_own_bytes(tiny_corpus, tmp_path):
+    parts = [
+        estimate(estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file, partition=Partition(n, 2)))
+        for n in (1, 2)
+    ]
+    whole = estimate(estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file))
+    assert sum(part.by_key[0].tokens for part in parts) == whole.by_key[0].tokens
+    assert sum(part.total_bytes for part in parts) == whole.total_bytes
+
+
+def test_faults_are_named_by_their_line_and_stop_unless_skipped(tiny_corpus, tmp_path):
+    lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines()
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
+    refused(r"broken\.jsonl:2: ", estimate, estimate_config(tiny_corpus, tmp_path, broken))
+    found = estimate(estimate_config(tiny_corpus, tmp_path, broken, on_error="skip"))
+    assert len(found.skipped) == 1 and found.skipped[0].startswith(f"{broken}:2: ")
+    assert found.by_key[0].documents == 600
+
+
+def test_mistakes_are_refused(tiny_corpus, tmp_path):
+    refused("--dry-run: - can be read only once; give a file", estimate, estimate_config(tiny_corpus, tmp_path, "-"))
+    settings = estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file)
+    preprocess(settings)
+    refused("out_text_document.bin: exists already", estimate, settings)
+
+
+def test_the_command_prints_what_comes(tiny_corpus, tmp_path, run_tool, monkeypatch):
+    strange = tmp_path / "strange.jsonl"
+    strange.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("日本 " * 50, "the")), encoding="utf-8")
+    words = ["--vocab-file", tiny_corpus.vocab_file, "--output-prefix", tmp_path / "out", "--workers", 2, "--dry-run"]
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: 0.0))  # also on a busy machine
+    _, out, err = run_tool(preprocess_command, "--input", strange, *words)
+    first, document, dataset, last = out.splitlines()
+    assert first == "input: 1 file, 0.0 MB; read: all"
+    assert document.startswith("first document: [UNK] [UNK]") and document.endswith("… (100 tokens)")
+    prefix = f"{tmp_path}/out_text_document"
+    assert dataset == f"{prefix}.{{bin,idx,json}}: 2 documents, 101 tokens, 0.0 MB; 99.01% unknown pieces"
+    assert last == "time: about 0s with --workers 2; nothing written"
+    assert err.startswith(f"warning: {prefix}: ") and [path.name for path in tmp_path.iterdir()] == ["strange.jsonl"]

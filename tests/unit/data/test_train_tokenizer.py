@@ -1,18 +1,27 @@
-"""Learned vocabularies: size, special pieces, determinism, and one line for what cannot be done."""
+"""Learned vocabularies: size, special pieces, determinism, and one line for what cannot be done.
+
+The tokenizer's flags come from a manifest; there is a hint where a dataset is not there."""
 
 import json
 import random
 import shlex
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import sentencepiece
 
+from megatron_ddrp.commands import preprocess, train_tokenizer
+from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data.dataset.indexed_dataset import PATH, TokenizerFlags, complete, recorded_flags, relative_path
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, count_stripped, train_sentencepiece, train_wordpiece
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
+from tests.refusals import refused
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
 
@@ -26,9 +35,10 @@ def corpus():
     return [" ".join(noise.choices(words, k=40)) + "." for _ in range(200)]
 
 
-def run(*arguments):
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture
+def run(run_tool):
+    """Run the command with words, in this process."""
+    return partial(run_tool, train_tokenizer)
 
 
 def test_wordpiece_has_the_size_the_specials_and_no_duplicates(corpus):
@@ -75,7 +85,7 @@ def test_a_script_of_many_characters_has_them_in_its_alphabet():
     assert train_wordpiece(chinese(), 1500)[1].characters == 1000, "as many as ever, in a small vocabulary"
 
 
-def test_the_command_says_how_much_of_the_text_the_alphabet_covers(tmp_path):
+def test_the_command_says_how_much_of_the_text_the_alphabet_covers(run, tmp_path):
     (tmp_path / "in.txt").write_text("\n\n".join(chinese()))
     flags = ("--input", tmp_path / "in.txt", "--output", tmp_path / "v.txt", "--overwrite", "--vocab-size")
     done = run(*flags, 4000)
@@ -103,7 +113,7 @@ def test_letters_that_lose_a_mark_are_counted(word, letters, stripped):
     assert count_stripped(word) == (letters, stripped)
 
 
-def test_the_command_warns_of_a_script_that_loses_its_vowels(tmp_path):
+def test_the_command_warns_of_a_script_that_loses_its_vowels(run, tmp_path):
     (tmp_path / "in.txt").write_text("\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48 red\n\nred blue\n\ngreen")
     flags = ("--input", tmp_path / "in.txt", "--output", tmp_path / "v.txt", "--overwrite", "--vocab-size", 60)
     warning = "warning: 11.8% of the letters lose a mark that spells another letter or vowel, as in Thai, Hindi or"
@@ -175,7 +185,7 @@ def test_wordpiece_learns_from_words_that_tokenization_divides(word, tmp_path):
     assert tokenizer.unk_id not in tokenizer.encode(word)
 
 
-def test_the_command_says_what_it_leaves_out(tmp_path):
+def test_the_command_says_what_it_leaves_out(run, tmp_path):
     (tmp_path / "in.txt").write_text(f"red {'green' * 40}\n\nred \u2585\u2585 blue", encoding="utf-8")
     flags = ("--input", tmp_path / "in.txt", "--vocab-size", 60, "--overwrite", "--output", tmp_path / "v")
     assert "\n1 word of more than 100 characters left out: " in run(*flags).stdout
@@ -190,24 +200,23 @@ def test_text_that_is_nothing_but_long_words_is_told():
 @pytest.mark.parametrize("train", [train_wordpiece, train_sentencepiece])
 def test_mistakes_are_told(train, corpus):
     for nothing in (" \n ", "\u200b\u200b", "\x01\x02 \x7f"):
-        with pytest.raises(UserError, match="no text to learn"):
-            train(["", nothing], 100)
-    with pytest.raises(UserError, match="--vocab-size 8") as caught:
-        train(corpus, 8)
-    assert caught.value.exit_code == 2
+        refused("no text to learn", train, ["", nothing], 100)
+    assert refused("--vocab-size 8", train, corpus, 8).exit_code == 2
 
 
-def test_command_is_deterministic_and_refuses_what_it_must(corpus, tmp_path):
-    """Separate processes, because the order of the trainer's hash tables differs from one to the next."""
+def test_command_is_deterministic_and_refuses_what_it_must(run, corpus, tmp_path):
+    """Another process too, because the order of the trainer's hash tables differs from one to the next."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus))
     output = tmp_path / "vocab.txt"
     flags = ("--input", tmp_path / "in.jsonl", "--vocab_size", 200, "--output", output)
     done = run(*flags)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"200 pieces → {output}\n")
     first = output.read_bytes()
-    refused = run(*flags)
-    assert refused.returncode == 1 and "exists already; give --overwrite" in refused.stderr
-    assert run(*flags, "--overwrite").returncode == 0 and output.read_bytes() == first
+    again = run(*flags)
+    assert again.returncode == 1 and "exists already; give --overwrite" in again.stderr
+    command = [sys.executable, str(TOOL), *map(str, flags), "--overwrite"]
+    subprocess.run(command, check=True, timeout=60)
+    assert output.read_bytes() == first
     small = run("--input", tmp_path / "in.jsonl", "--vocab-size", 9, "--output", tmp_path / "none" / "v.txt")
     assert small.returncode == 2 and small.stderr.count("\n") == 1 and "is too small" in small.stderr
     assert not list((tmp_path / "none").iterdir())
@@ -215,7 +224,7 @@ def test_command_is_deterministic_and_refuses_what_it_must(corpus, tmp_path):
     assert bad.returncode == 1 and "no.jsonl: No such file" in bad.stderr and not (tmp_path / "v.txt").exists()
 
 
-def test_the_vocabulary_to_replace_is_no_text(corpus, tmp_path):
+def test_the_vocabulary_to_replace_is_no_text(run, corpus, tmp_path):
     for number, text in enumerate(corpus):
         (tmp_path / f"{number}.txt").write_text(text)
     flags = ("--input", tmp_path, "--vocab-size", 200, "--output", tmp_path / "vocab.txt", "--overwrite")
@@ -232,7 +241,7 @@ def test_the_vocabulary_to_replace_is_no_text(corpus, tmp_path):
     ],
     ids=["lower", "cased", "sentencepiece"],
 )
-def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(corpus, tmp_path, flags, kind):
+def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(run, run_tool, corpus, tmp_path, flags, kind):
     (tmp_path / "in put.jsonl").write_text("".join(json.dumps({"body": text.title()}) + "\n" for text in corpus))
     words = ("--input", tmp_path / "in put.jsonl", "--json-keys", "body", "--vocab-size", 120, "--on-error", "skip")
     done = run(*words, "--output", tmp_path / "v.txt", *flags)
@@ -240,17 +249,11 @@ def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(corpus, tm
     program, *command = shlex.split(done.stdout.split("next: ")[1])
     assert program == "megatron-ddrp" and "--workers" in command and command[command.index("--on-error") + 1] == "skip"
     assert command[command.index("--tokenizer-type") + 1] == kind
-    made = subprocess.run(
-        [sys.executable, "-m", "megatron_ddrp", *command],
-        cwd=TOOL.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    made = run_tool(preprocess, *command[1:])
     assert (made.returncode, made.stderr) == (0, "") and (tmp_path / "corpus_body_document.idx").exists()
 
 
-def test_command_stops_at_a_bad_line_for_sentencepiece_too(corpus, tmp_path):
+def test_command_stops_at_a_bad_line_for_sentencepiece_too(run, corpus, tmp_path):
     lines = [json.dumps({"text": text}) for text in corpus[:20]] + ["{bad"]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     flags = ("--input", tmp_path / "in.jsonl", "--vocab-size", 60, "--type", "sentencepiece", "--output")
@@ -263,5 +266,120 @@ def test_command_stops_at_a_bad_line_for_sentencepiece_too(corpus, tmp_path):
     (tmp_path / "in.jsonl").write_text("{bad\n[]\n")
     for kind in ("sentencepiece", "wordpiece"):
         flags = ("--input", tmp_path / "in.jsonl", "--type", kind, "--vocab-size", 60, "--output", tmp_path / "b.model")
-        refused = run(*flags, "--on-error", "skip").stderr
-        assert "2 records skipped, the first because of " in refused and "in.jsonl:1: not JSON (" in refused
+        told = run(*flags, "--on-error", "skip").stderr
+        assert "2 records skipped, the first because of " in told and "in.jsonl:1: not JSON (" in told
+
+
+def made_with(prefix, kind, path):
+    manifest = {"tokenizer": {"type": kind, "fingerprint": "f"}, PATH: relative_path(path, prefix)}
+    return write_dataset(prefix, [[[1]]], manifest=manifest).prefix
+
+
+def test_flags_that_are_not_given_come_from_the_first_manifest_that_has_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "a.model").touch()
+    plain = write_dataset(tmp_path / "data" / "plain", [[[1]]]).prefix
+    pieces = made_with(tmp_path / "data" / "pieces", "SentencePiece", tmp_path / "a.model")
+    nothing = TokenizerFlags()
+    assert complete(nothing, [plain, pieces]) == ("SentencePiece", None, "a.model")
+    assert complete(nothing, [plain]) == ("BertWordPieceLowerCase", None, None)
+    assert complete(TokenizerFlags(vocab_file="v.txt"), [plain]) == ("BertWordPieceLowerCase", "v.txt", None)
+    assert complete(TokenizerFlags(tokenizer_model="b.model"), [pieces]) == ("SentencePiece", None, "b.model")
+    other = TokenizerFlags("BertWordPieceCase", "v.txt")
+    assert complete(other, [pieces]) == other, "what the flags say is checked against the dataset later"
+    for given in (
+        TokenizerFlags(vocab_file="v.txt"),
+        TokenizerFlags(vocab_file=""),
+        TokenizerFlags(tokenizer_model=""),
+    ):
+        chosen = complete(given, [pieces])
+        assert chosen == given._replace(tokenizer_type="SentencePiece"), "no vocabulary that is given is ignored"
+        refused(r"--tokenizer-type SentencePiece needs --tokenizer-model \(a local path\)", build_tokenizer, *chosen)
+    assert complete(nothing, [pieces]).words() == ["--tokenizer-type", "SentencePiece", "--tokenizer-model", "a.model"]
+
+
+def test_a_tree_can_be_moved_and_a_lost_vocabulary_is_named(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "data").mkdir(parents=True)
+    (old / "vocab.txt").touch()
+    made_with(old / "data" / "a", "BertWordPieceCase", old / "vocab.txt")
+    old.rename(new)
+    assert complete(TokenizerFlags(), [new / "data" / "a"]).vocab_file == str(new / "vocab.txt")
+    (new / "vocab.txt").unlink()
+    with pytest.raises(UserError, match=r"data/a was made with .*vocab\.txt, which is not there any more"):
+        complete(TokenizerFlags(), [new / "data" / "a"])
+    assert recorded_flags(new / "data" / "a").path == str(new / "vocab.txt")
+    shutil.rmtree(new)
+    assert recorded_flags(new / "data" / "a") == TokenizerFlags()
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("wiki_txt_document", "did you mean {0}/wiki_text_document?"),
+        ("wiki", "did you mean {0}/wiki_text_document or {0}/wiki_title_document?"),
+        ("wiki.bin", "did you mean {0}/wiki_text_document or {0}/wiki_title_document?"),
+        ("novels", "the folder has {0}/books_text_document, {0}/wiki_text_document, {0}/wiki_title_document"),
+        ("news_text_document", r"its preprocessing has not ended ({0}/news.unfinished): run the same command again"),
+        ("none/wiki", "there is no folder {0}/none"),
+    ],
+)
+def test_a_missing_dataset_comes_with_the_ones_that_are_there(tmp_path, typed, hint):
+    for name in ("wiki_text", "wiki_title", "books_text"):
+        write_dataset(tmp_path / f"{name}_document", [[[1]]])
+    (tmp_path / "news.unfinished").mkdir()
+    with pytest.raises(UserError) as error:
+        IndexedDataset(tmp_path / typed)
+    assert f".idx: No such file or directory; {hint.format(tmp_path)}" in str(error.value)
+
+
+def test_a_wrong_prefix_is_reported_before_a_missing_vocabulary(tmp_path):
+    (tmp_path / "corpus_text_document.idx").touch()
+    with pytest.raises(UserError, match=r"corpus\.idx: No such file.*did you mean .*corpus_text_document\?"):
+        complete(TokenizerFlags(), [tmp_path / "corpus"])
+
+
+@pytest.mark.parametrize("shape", ["links", "chain", "folder", "store", "another"])
+def test_a_dataset_behind_links_finds_its_vocabulary(tmp_path, shape):
+    data, other = tmp_path / "data", tmp_path / "runs" / "deep"
+    data.mkdir()
+    other.mkdir(parents=True)
+    (data / "vocab.txt").touch()
+    made_with(data / "a", "BertWordPieceCase", data / "vocab.txt")
+    expected = data / "vocab.txt"
+    files = [f"a{ending}" for ending in (".bin", ".idx", ".json")]
+    if shape == "folder":
+        (other / "linked").symlink_to(data)
+        prefix = other / "linked" / "a"
+    elif shape == "store":  # the files themselves lie elsewhere, under other names, and links take their place
+        for file in files:
+            (data / file).rename(other / f"blob-{file}")
+            (data / file).symlink_to(other / f"blob-{file}")
+        prefix = data / "a"
+    else:
+        for file in files:
+            source = data / file
+            if shape == "chain":
+                (tmp_path / "runs" / file).symlink_to(f"../data/{file}")
+                source = tmp_path / "runs" / file
+            (other / file).symlink_to(source)
+        prefix = other / "a"
+    if shape == "another":  # a vocabulary of that name beside the links is another one
+        (other / "vocab.txt").touch()
+    assert complete(TokenizerFlags(), [prefix]).vocab_file == str(expected)
+    shutil.rmtree(data)
+    if shape == "links":
+        refused(r"runs/deep/a\.idx: No such file", complete, TokenizerFlags(), [prefix])
+
+
+def test_a_vocabulary_that_is_a_link_keeps_the_settings_beside_it(tmp_path):
+    """As in the cache of the hub, where the files of a model are links to blobs of other names."""
+    for folder in ("blobs", "model", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs" / "1a2b").touch()
+    (tmp_path / "model" / "tokenizer.json").symlink_to("../blobs/1a2b")
+    (tmp_path / "again").symlink_to("model")
+    for path in (tmp_path / "model" / "tokenizer.json", tmp_path / "again" / "tokenizer.json"):
+        prefix = made_with(tmp_path / "out" / "a", "HuggingFace", path)
+        assert recorded_flags(prefix).path == str(tmp_path / "model" / "tokenizer.json")

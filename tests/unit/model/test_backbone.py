@@ -15,6 +15,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.bert import SampleKeys
 from megatron_ddrp.model.stages import Draws, Inputs
+from tests.refusals import refused
 from tests.unit.model.test_encoder import assert_every_backend_equals
 from tests.unit.model.tiny import (
     encode,
@@ -176,8 +177,7 @@ def test_what_is_global_and_local():
     ],
 )
 def test_impossible_settings_are_refused(changes, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        ModelConfig(**changes)
+    refused(re.escape(message), ModelConfig, **changes)
 
 
 def test_embeddings_as_wide_as_the_model_are_the_usual_ones():

@@ -34,6 +34,7 @@ from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import layout_of
 from megatron_ddrp.parallel.process_group import own_device
 from megatron_ddrp.tasks.jobs import device_of
+from tests.refusals import refused
 from tests.unit.model.attention_cases import make_case
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
@@ -316,8 +317,7 @@ def test_every_command_refuses_it_before_it_computes(host, take):
 
 def test_the_remedy_for_a_new_gpu_is_a_newer_build(host):
     host([(12, 0)], "sm_70 sm_90")
-    with pytest.raises(UserError, match="code for sm_70, sm_90 only: pip install --upgrade torch, or set"):
-        named_device()
+    refused("code for sm_70, sm_90 only: pip install --upgrade torch, or set", named_device)
 
 
 @pytest.mark.parametrize(("capabilities", "agreed"), [([(7, 0), (7, 0)], True), ([(8, 0), (7, 0)], False)])

@@ -12,13 +12,13 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, encoder, on_meta_device
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding, PositionTerms
 from megatron_ddrp.model.stages import Draws
 from tests.reference import positions
 from tests.reference.attention import dot
+from tests.refusals import refused
 from tests.unit.model.tiny import (
     encode,
     gradients,
@@ -430,5 +430,4 @@ def test_its_flag_leaves_the_choice_to_the_encoding_unless_given():
 
 def test_the_decoder_refuses_rows_beyond_its_positions():
     model, batch = build_model(tiny_config(position_encoding="deberta", seq_length=6)), tiny_batch()
-    with pytest.raises(UserError, match="rows of 7 tokens: this model has positions for --seq-length 6 only"):
-        model(batch, some_draws(batch))
+    refused("rows of 7 tokens: this model has positions for --seq-length 6 only", model, batch, some_draws(batch))

@@ -21,7 +21,6 @@ from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.engine.step import MicroBatch
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import fused, graphs
 from megatron_ddrp.model.attention.logits import spread
 from megatron_ddrp.model.bert import SampleKeys, build_model
@@ -29,6 +28,7 @@ from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.objectives.contract import make_objective
 from tests.emulated_graphs import Capture, Emulator, captured_shapes
+from tests.refusals import refused
 from tests.unit.model.tiny import encode, gradients, some_draws, tiny_batch, tiny_model
 
 ROWS, SEQ, VOCABULARY = 2, 8, 40
@@ -208,8 +208,7 @@ def test_a_layer_that_waits_for_the_device_is_named(monkeypatch: pytest.MonkeyPa
     project = model.layers[1].attention.project
     monkeypatch.setattr(model.layers[1].attention, "project", lambda x, *maps: project(x * float(x.sum() != 7), *maps))
     model(*steps[0].inputs)
-    with pytest.raises(UserError, match="^no CUDA graph holds layer 1: .*; use --cuda-graphs off$"):
-        model(*steps[1].inputs)
+    refused("^no CUDA graph holds layer 1: .*; use --cuda-graphs off$", model, *steps[1].inputs)
 
 
 def test_a_capture_stays_away_from_the_weights_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,8 +346,7 @@ def test_the_flag_offers_exactly_the_starts_there_are():
 
 
 @pytest.mark.parametrize(
-    "start, mean, deviation",
-    [("ones", 1, 0.02), ("spread", 1, SPREAD), ("free", 0, 1), ("embedding", 0, 0.02)],
+    "start, mean, deviation", [("ones", 1, 0.02), ("spread", 1, SPREAD), ("free", 0, 1), ("embedding", 0, 0.02)]
 )
 def test_rows_are_drawn_around_one_number(start, mean, deviation):
     direction = ddrp_encoding(start).direction

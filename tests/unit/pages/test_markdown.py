@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages import markdown
 from megatron_ddrp.pages.markdown import (
     FORMATS,
@@ -33,6 +32,7 @@ from megatron_ddrp.pages.markdown import (
     wrap_title,
     write_tables,
 )
+from tests.refusals import refused
 
 NAMES = ["runs/a_b-c.1", "<script>alert(1)</script>", "a|b", "`x`", r"c:\d\|e", "*x* & [y](javascript:z)", "&lt;b&gt;"]
 
@@ -202,8 +202,7 @@ def test_a_removed_figure_leaves_no_file_and_others_alone(tmp_path: Path) -> Non
 
 def test_a_figure_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "losses.pdf").mkdir()
-    with pytest.raises(UserError, match="losses.pdf: cannot be written: it is a folder"):
-        save(tmp_path / "losses.png")
+    refused("losses.pdf: cannot be written: it is a folder", save, tmp_path / "losses.png")
     assert [path.name for path in tmp_path.iterdir()] == ["losses.pdf"]
 
 

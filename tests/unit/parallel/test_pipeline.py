@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ddrp.config import ENCODINGS
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.encoder import SelfAttention
 from megatron_ddrp.model.stages import Inputs, NoteInputs, State
@@ -32,6 +31,7 @@ from megatron_ddrp.parallel.pipeline import (
 )
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.tensor_parallel import PARALLEL, SelfAttentionOfRanks, own_randomness, specialise
+from tests.refusals import refused
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
 
@@ -91,8 +91,7 @@ def test_more_tensors_than_a_header_describes_are_refused() -> None:
     many = tuple(torch.zeros(1) for _ in range(HEADER))
     inputs = Inputs.of(batch, some_draws(batch))
     state = State(inputs, torch.randn(3, 7, 5), many, inputs.draws.heads, torch.ones(2, 2), torch.zeros(()), None)
-    with pytest.raises(UserError, match=f"header of [0-9]+ numbers, at most {HEADER} are allowed: .* fewer tensors"):
-        Courier().send(state)
+    refused(f"header of [0-9]+ numbers, at most {HEADER} are allowed: .* fewer tensors", Courier().send, state)
 
 
 @pytest.mark.parametrize("encoding", ["absolute", "tupe-r", "deberta", "ddrp"])

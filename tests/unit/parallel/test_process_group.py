@@ -25,6 +25,7 @@ from megatron_ddrp.parallel import process_group, rendezvous
 from megatron_ddrp.parallel.pipeline import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_rows, own_device, place_in_grid, row_counts
 from megatron_ddrp.parallel.rendezvous import complete_environment, refuse_other_devices
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -73,8 +74,7 @@ def test_errors_of_both_ranks_are_raised_here(meetings):
         process_group.agree_on_long_work(refuse)
     assert caught.value.exit_code == 2 and caught.value.agreed
     answers += [True, ("of another rank", 1)]
-    with pytest.raises(UserError, match=r"^of another rank \(on host b\)$"):
-        process_group.agree_on_long_work(lambda: None)
+    refused(r"^of another rank \(on host b\)$", process_group.agree_on_long_work, lambda: None)
     with pytest.raises(ZeroDivisionError):
         process_group.agree_on_long_work(lambda: 1 // 0)
 
@@ -83,8 +83,7 @@ def test_errors_of_both_ranks_are_raised_here(meetings):
 def test_an_error_of_all_hosts_names_none(monkeypatch, hosts):
     failure = ("no vocabulary", 2)
     monkeypatch.setattr(process_group, "gather_objects", lambda _: [(host, failure) for host in hosts])
-    with pytest.raises(UserError, match="^no vocabulary$"):
-        process_group.agree(lambda: None)
+    refused("^no vocabulary$", process_group.agree, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +195,7 @@ def test_a_complete_environment(given, variables, expected):
     ],
 )
 def test_processes_that_cannot_meet_are_refused(given, variables, message):
-    with pytest.raises(UserError, match=message):
-        given(variables)
+    refused(message, given, variables)
 
 
 @pytest.fixture
@@ -237,8 +235,7 @@ def test_slurm_shows_each_rank_its_own_gpu_as_number_0(host):
 )
 def test_more_ranks_than_gpus_end_in_one_line(host, gpus, variables, expected):
     host(gpus, LOCAL_RANK="2", **variables)
-    with pytest.raises(UserError, match=f"^rank 2 of this host {expected}"):
-        own_device(2)
+    refused(f"^rank 2 of this host {expected}", own_device, 2)
 
 
 def test_without_a_gpu_every_rank_has_the_cpu(host):
@@ -339,6 +336,4 @@ def test_rows_of_a_sample_count_once(monkeypatch, tensor_rank, pipeline_rank, co
 def test_of_several_errors_the_first_ranks_is_raised(monkeypatch):
     failures = [None, ("of rank 1", 2), ("of rank 2", 1)]
     monkeypatch.setattr(process_group, "gather_objects", lambda _: [("a", failure) for failure in failures])
-    with pytest.raises(UserError, match="^of rank 1$") as caught:
-        agree(lambda: None)
-    assert caught.value.exit_code == 2
+    assert refused("^of rank 1$", agree, lambda: None).exit_code == 2

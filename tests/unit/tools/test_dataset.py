@@ -19,26 +19,12 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.errors import run_command
 from tools import books_to_jsonl, split_sentences
 from tools.books_to_jsonl import body
 from tools.split_sentences import is_whole, sentences
 
 TOOL = Path(dataset.__file__)
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
-
-
-@pytest.fixture
-def run_tool(monkeypatch, capsys):
-    """`run_tool(module, words…)` → (exit code, stdout, stderr)."""
-
-    def run(module, *words):
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            run_command(module.main)
-        return (caught.value.code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.config import Config, ObjectiveConfig, save_config
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab import run_report as figures
 from megatron_ddrp.lab.run_report import (
     LEARNING,
@@ -31,6 +30,7 @@ from megatron_ddrp.lab.run_report import (
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.metrics import store_level
 from tests.datasets import write_dataset
+from tests.refusals import refused
 
 ROWS = [
     {"iteration": 1, "loss": 9.5, "lm_loss": 9.0, "tcd_loss": 0.5, "hcd_loss": 0.1, "step_time": 0.2},
@@ -55,10 +55,7 @@ def text_of(rows, beside=None, **extras):
     """Return the page of one run, or of a run and others beside it."""
     runs = {"runs/own": rows, **(beside or {})}
     return page(
-        runs,
-        {name: facts(Path("nowhere"), rows) for name, rows in runs.items()},
-        {"Curves": "l.png"},
-        **extras,
+        runs, {name: facts(Path("nowhere"), rows) for name, rows in runs.items()}, {"Curves": "l.png"}, **extras
     )
 
 
@@ -274,8 +271,7 @@ def test_no_run_is_dropped_in_silence(tmp_path, capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("own: left out, it is in the report already")
     assert second == f"{odd / 'metrics.jsonl'}: no losses in it; the figure has no curve of this run"
-    with pytest.raises(UserError, match="--beside takes the --save folder"):
-        read_runs(own, [tmp_path / "nothing"])
+    refused("--beside takes the --save folder", read_runs, own, [tmp_path / "nothing"])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
@@ -298,16 +294,14 @@ def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch)
 @pytest.mark.parametrize(("content", "message"), [(b"a\xff", "byte 1 is not UTF-8"), (b" \n", "is empty")])
 def test_a_damaged_table_of_scores_is_named(tmp_path, content, message):
     (tmp_path / "table.md").write_bytes(content)
-    with pytest.raises(UserError, match=f"table.md.*{message}"):
-        read_words(tmp_path / "table.md")
+    refused(f"table.md.*{message}", read_words, tmp_path / "table.md")
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "is empty"), ("{", "is empty")])
 def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        read_metrics(tmp_path)
+    refused(message, read_metrics, tmp_path)
 
 
 def test_metrics_are_read(tmp_path, capsys):

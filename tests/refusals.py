@@ -1,0 +1,18 @@
+"""Refusals: a call that ends in one line for its user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+
+
+def refused(words: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> UserError:
+    """Check that a call raises a `UserError` of one line that matches `words`, and return the error."""
+    with pytest.raises(UserError, match=words) as caught:
+        call(*arguments, **named)
+    assert "\n" not in str(caught.value)
+    return caught.value
