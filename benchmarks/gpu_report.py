@@ -161,7 +161,7 @@ def page(report: dict[str, Any]) -> str:
         "",
         f"Begun at {report['date']} by commit {report['commit']}; {report['minutes']:.1f} minutes so far. A step's "
         f"time is the median of {sizes['steps']} steps after {sizes['warm_up']} others. ms is per micro-batch, with "
-        f"{sizes['micro_batches']} per optimizer step. docs/benchmarks.md says what the columns mean.",
+        f"{sizes['micro_batches']} per optimizer step. docs/lab/benchmarks.md says what the columns mean.",
     ]
     for section in report["sections"]:
         tests = [row for row in section["rows"] if "outcome" in row]
