@@ -7,6 +7,7 @@
 #   CORPUS  text of your own for the quickstart (.jsonl or .txt, plain or compressed).
 #   OUT     where the quickstart writes.
 #   TESTS   options for pytest that choose among the tests of `make test`, such as '-m slow'.
+#   WORKERS processes that run tests: three for two cores, since half of a test's time is waiting (1 GB each).
 #   WRITE   1 lets `make cluster` write its table into docs/launching.md.
 
 TORCH  ?= torch==2.13.0
@@ -15,13 +16,14 @@ OUT    ?= quickstart
 CORPUS ?=
 LOCK   ?=
 TESTS  ?=
+WORKERS ?= 3
 
 BIN   := .venv/bin
 # One stamp for each value of TORCH and LOCK: another value is another set-up, the same one does nothing.
 STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)$(LOCK)' | cksum | cut -d ' ' -f 1)
 VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
-# Two workers with one thread each: tests start ranks of their own, and more threads only get in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One thread each: tests start ranks of their own, and more threads only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart lint docs test test-times check lock floors docker-steps endurance cluster gpu-report

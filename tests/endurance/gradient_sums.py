@@ -16,8 +16,8 @@ from typing import Any
 from megatron_ddrp.pages.markdown import Table
 from tests.endurance.layouts import make_corpus
 from tests.integration.conftest import TINY, command_line
-from tests.integration.gradient_sums import errors_by
-from tests.integration.test_gradient_sums import IN_BF16, RUN
+from tests.integration.inside_engines import errors_by
+from tests.integration.test_gradients import IN_BF16, RUN
 
 RANKS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -17,9 +17,8 @@ import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from tests.gpu.conftest import GPU, ON_BOTH, context_of, half_precision, need_devices, on_devices
-from tests.integration.graph_steps import train_emulated
+from tests.integration.inside_engines import allow_fp16_on_the_cpu, train_emulated
 from tests.integration.launch import armed, start_ranks
-from tests.integration.test_precision import allow_fp16_on_the_cpu
 from tests.integration.training_runs import Rows, forget_layout, run_ranks, train_run
 
 Flags = Callable[..., list[str]]

@@ -1,28 +1,49 @@
-"""Each launcher starts `pretrain_bert.py`, `mpirun` too. Everything else is tested without them, faster."""
+"""Training as a user starts it: each launcher, the installed package, the programs of the pages, the notebook.
+
+Everything else is tested without them, faster.
+"""
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import importlib
+import json
 import os
 import pty
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import termios
+import zipfile
 from collections.abc import Callable
+from email.parser import HeaderParser
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from megatron_ddrp import __version__
 from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.commands import COMMANDS
+from megatron_ddrp.commands.functions import as_command
+from megatron_ddrp.commands.pretrain import read_arguments
 from megatron_ddrp.data.points import VARIABLE
-from tests.conftest import TinyCorpus
-from tests.integration.launch import SCRIPT, TIMEOUT, Hold, environment, free_port, run_command, start_ranks
+from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.train import train
+from tests.conftest import TinyCorpus, documents
+from tests.integration.conftest import TINY
+from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, Hold, environment, free_port, run_command, start_ranks
 from tests.integration.test_run_folder import COMPLETE, assert_complete
 
 Flags = Callable[..., list[str]]
+
+
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
 """A user's, with the environment active: the launchers start `python` by name."""
@@ -68,9 +89,9 @@ def test_every_launcher_trains(launcher: str, tiny_corpus: TinyCorpus, flags: Fl
 def test_a_mistake_is_one_line_of_ours(flags: Flags) -> None:
     """The launcher adds lines of its own."""
     arguments = flags(vocab_file="nowhere.txt")
-    alone = run_command([sys.executable, SCRIPT, *arguments])
-    assert alone.returncode == 1
-    (line,) = alone.stderr.splitlines()
+    alone = start_ranks(arguments, None)
+    assert alone.exit_codes == [1]
+    (line,) = alone.stderr[0].splitlines()
     launched = run_command([*launchers()["deepspeed-2"], SCRIPT, *arguments], PATH=PATH)
     assert launched.returncode == 1
     assert launched.stderr.count(line) == 1
@@ -128,3 +149,273 @@ def test_help_teaches_by_concern() -> None:
     for name in ("--position-encoding", "--tcd-weight", "--zero-stage", "--keep-last", "--dry-run", "example:"):
         assert name in ended.stdout
     assert max(map(len, ended.stdout.splitlines())) <= 120
+
+
+HEAVY = ("torch", "deepspeed", "transformers", "matplotlib", "scipy", "sklearn", "pyarrow")
+"""Packages that take longer to import than `--help` may take."""
+
+
+class Package(NamedTuple):
+    """A built package and the folder that its wheel is installed into."""
+
+    wheel: Path
+    sdist: Path
+    site: Path
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    pytest.importorskip("build", reason="the package is built by `build`, of the extra `dev`")
+    folder = tmp_path_factory.mktemp("package")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=300)
+    (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "site")]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=300)
+    return Package(wheel, sdist, folder / "site")
+
+
+@pytest.fixture
+def command(package: Package, tmp_path: Path) -> Callable[..., str]:
+    """Run a command line in an empty folder, where the installed wheel is found and the checkout is not."""
+    environment = os.environ | {"PYTHONPATH": str(package.site), "PATH": f"{package.site / 'bin'}:{BIN}:/usr/bin:/bin"}
+
+    def run(*words: object) -> str:
+        done = subprocess.run(
+            [str(word) for word in words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_one_package_and_one_command(package: Package) -> None:
+    with zipfile.ZipFile(package.wheel) as archive:
+        names = set(archive.namelist())
+        texts = {Path(name).name: archive.read(name).decode() for name in names if ".dist-info/" in name}
+    assert {name.split("/")[0] for name in names} == {"megatron_ddrp", f"megatron_ddrp-{__version__}.dist-info"}
+    files = [file for file in (ROOT / "megatron_ddrp").rglob("*") if file.suffix in (".py", ".jinja", ".typed")]
+    assert {file.relative_to(ROOT).as_posix() for file in files} <= names
+    assert texts["entry_points.txt"] == "[console_scripts]\nmegatron-ddrp = megatron_ddrp.__main__:main\n"
+    facts = HeaderParser().parsestr(texts["METADATA"])
+    assert facts["License-Expression"] == "Apache-2.0" and facts.get_all("Classifier") and facts.get_all("Project-URL")
+    assert "](docs/" not in facts.get_payload() and "# megatron_ddrp" in facts.get_payload()
+
+
+@pytest.mark.slow
+def test_the_source_archive_holds_docs_examples_and_tests(package: Package) -> None:
+    with tarfile.open(package.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = ("README.md", "LICENSE", "Makefile", "docs/data.md", "examples/quickstart.sh", "pretrain_bert.py")
+    assert {
+        *tracked,
+        "tests/integration/test_launchers.py",
+        "tools/preprocess_data.py",
+        "tasks/glue/__main__.py",
+    } <= names
+    assert not [name for name in names if name.startswith((".venv", ".hypothesis", "quickstart/"))]
+
+
+@pytest.mark.slow
+def test_package_indexes_take_it(package: Package) -> None:
+    words = [sys.executable, "-m", "twine", "check", "--strict", str(package.wheel), str(package.sdist)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_from_the_wheel(
+    command: Callable[..., str], package: Package, tiny_corpus: TinyCorpus, tmp_path: Path
+) -> None:
+    assert command("megatron-ddrp", "--version") == f"megatron-ddrp {__version__}\n"
+    assert str(package.site) in command("python", "-c", "import megatron_ddrp; print(megatron_ddrp.__file__)")
+    text = tiny_corpus.text_file
+    printed = command("megatron-ddrp", "train-tokenizer", "--input", text, "--vocab-size", 300, "--output", "vocab.txt")
+    assert "next: megatron-ddrp preprocess" in printed
+    data = ("--vocab-file", "vocab.txt", "--tokenizer-type", "BertWordPieceLowerCase")
+    command("megatron-ddrp", "preprocess", "--input", text, "--output-prefix", "corpus", *data)
+    size = ("--num-layers", 1, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 32)
+    batch = ("--micro-batch-size", 2, "--global-batch-size", 4, "--train-iters", 2, "--eval-iters", 1)
+    run = ("--data-path", "corpus_text_document", *data, *size, *batch, "--save", "run", "--load", "run")
+    launcher = ("deepspeed", "--num_accelerators", "2", "--master_port", free_port(), "--module", "megatron_ddrp")
+    assert "layout: 2 ranks" in command(*launcher, "pretrain", *run)
+    command("megatron-ddrp", "convert", "--load", "run", "--output", "hf")
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    """`--help` takes as long as its imports do: a tenth of a second without these packages, seconds with them."""
+    program = (
+        "import contextlib, io, sys\n"
+        "from megatron_ddrp.__main__ import COMMANDS, _main_of, build_parser\n"
+        "for name, command in COMMANDS.items():\n"
+        "    sys.argv = [f'megatron-ddrp {name}', '--help']\n"
+        "    shown = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):\n"
+        "        _main_of(command)()\n"
+        "    assert shown.getvalue().startswith('usage: megatron-ddrp'), name\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["preproces"], "invalid choice: 'preproces'"),
+        ([], "the following arguments are required: COMMAND"),
+        (["pretrain", "--num-layer", "3"], "megatron-ddrp pretrain: error: unrecognized arguments: --num-layer 3"),
+        (["--local_rank=0", "pretrain", "--num-layers", "x"], "megatron-ddrp pretrain: error: argument --num-layers"),
+        (["--local-rank=0", "pretrain", "--num-layers", "x"], "megatron-ddrp pretrain: error: argument --num-layers"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ddrp", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_list_of_commands_names_each_with_a_line() -> None:
+    words = [sys.executable, "-m", "megatron_ddrp", "--help"]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert all(f"  {name} " in shown and command.summary in shown for name, command in COMMANDS.items())
+
+
+PLAIN = str.maketrans('",', "  ")
+"""Map of characters that CSV would need quoted."""
+
+ON_RANKS = """
+import json, sys
+from megatron_ddrp import pretrain
+
+settings = json.loads(sys.argv[1])
+first = pretrain(**settings, exit_interval=2)
+second = pretrain(**settings)
+print(f"{first.iteration} {second.iteration} {len(second.rows)}.")
+"""
+
+
+def run_program(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_first_program_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    program = page.split("```python\n")[1].split("```")[0]
+    assert len(program.splitlines()) <= 40
+    for name, begin, end in (("train", 0, 40), ("valid", 40, 60)):
+        rows = "".join(f"{text.translate(PLAIN)[:60]},{len(text) % 2}\n" for text in documents()[begin:end])
+        (tmp_path / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    (tmp_path / "texts.json").write_text(json.dumps(documents()), encoding="utf-8")
+    own = 'import json\ntexts = json.load(open("texts.json"))\n'
+    shown = (
+        '\nprint(len(losses), vectors.shape, scores.page.count("|") > 10, len(scores.rows), sorted(scores.summary)[:1])'
+    )
+    shown += '\nprint(run.rows[0]["embedding_norm"] > 0, (folder / "config.json").exists())\n'
+    program = program.replace("train_iters=300", "train_iters=6")
+    (tmp_path / "program.py").write_text(own + program + shown, encoding="utf-8")
+    lines = run_program([sys.executable, "program.py"], tmp_path).splitlines()
+    assert lines[-1] == "True True"
+    assert lines[-2].startswith("2 (2, 128) True 1 "), lines[-2]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_train_twice_and_the_second_run_resumes(tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    data = {"data_path": str(tiny_corpus.prefix), "vocab_file": str(tiny_corpus.vocab_file), "save_interval": 2}
+    run = str(tmp_path / "run")
+    settings = TINY | data | {"train_iters": 4, "zero_stage": 1, "save": run, "load": run}
+    (tmp_path / "program.py").write_text(ON_RANKS, encoding="utf-8")
+    printed = start_ranks([json.dumps(settings)], 2, program=str(tmp_path / "program.py")).check().stdout
+    assert [text.splitlines()[-1] for text in printed] == ["2 4 2.", "2 4 0."]
+    assert [row["iteration"] for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_encoder.ipynb"
+STEPS = 4
+
+
+def code_cells():
+    return [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def test_it_is_stored_without_outputs():
+    assert len(code_cells()) > 10
+    assert [cell["outputs"] for cell in code_cells() if cell["outputs"] or cell["execution_count"]] == []
+
+
+@pytest.mark.slow
+def test_it_runs_from_text_to_filled_masks_and_plots(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="needs pip install nbclient")
+    pytest.importorskip("ipykernel", reason="needs pip install ipykernel")
+    for package in ("transformers", "matplotlib"):
+        pytest.importorskip(package)
+    import nbformat
+
+    monkeypatch.setenv("FIRST_ENCODER_STEPS", str(STEPS))
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert f"step {STEPS}/{STEPS} | validation" in printed
+    assert printed.count("%") >= 4 * 5, "five candidates for each of four masks"
+    figures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(figures) == 3 and all(len(base64.b64decode(figure)) > 5000 for figure in figures)
+    shown = next(output.data["text/plain"] for output in outputs if "TextEncoder" in str(output.get("data")))
+    assert "ddrp positions, 2 layers x 128" in shown
+    assert (tmp_path / "first_encoder" / "huggingface" / "model.safetensors").is_file()
+
+
+SMALL = {
+    r"--vocab-size 8192": "--vocab-size 500",
+    r"--train-iters \d+": "--train-iters 4",
+    r"--hidden-size 128": "--hidden-size 32",
+    r"--eval-iters 40": "--eval-iters 1",
+    r"--seeds 3\b": "--seeds 2",
+    r"--epochs 4": "--epochs 1",
+}
+"""Pattern of a flag of the page → what the test gives; each occurs."""
+
+
+def worked_example() -> list[list[str]]:
+    """Return the words of the page's commands, made small."""
+    page = (ROOT / "docs" / "domain.md").read_text(encoding="utf-8")
+    script = page.split("<!-- worked example -->\n```bash\n")[1].split("```")[0]
+    for pattern, small in SMALL.items():
+        script, count = re.subn(pattern, small, script)
+        assert count, pattern
+    shape = re.findall(r'SHAPE="([^"]*)"', script)[0]
+    lines = [line for line in script.splitlines() if line.startswith("megatron-ddrp ")]
+    return [shlex.split(line.replace("$SHAPE", shape))[1:] for line in lines]
+
+
+@pytest.mark.slow
+def test_the_worked_example_leads_from_text_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = documents()
+    for name, part in (("general", texts), ("field", texts[: len(texts) // 2])):
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (tmp_path / f"{name}.jsonl").write_text(rows, encoding="utf-8")
+    for name, part in (("train", texts[:40]), ("valid", texts[40:60])):
+        rows = "".join(f"{re.sub('[^a-z ]', '', text.lower())[:60]},{'ab'[len(text) % 2]}\n" for text in part)
+        (tmp_path / f"{name}.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    commands = worked_example()
+    for name, *words in commands:
+        with as_command(name, words):
+            if name == "pretrain":  # its `main` ends the process group for good
+                train(read_arguments(words).config)
+            else:
+                importlib.import_module(COMMANDS[name].module).main(words)
+    assert len(commands) == 16
+    table = Path("scores", "table.md").read_text(encoding="utf-8")
+    assert all(f"| {name}" in table for name in ("general", "scratch", "continued", "continued_new"))
+    assert "not told apart" in table or "better" in table or "worse" in table
+    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in Path("my-encoder").iterdir()}

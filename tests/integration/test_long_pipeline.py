@@ -1,29 +1,32 @@
-"""A rank of a pipeline keeps no more headers and times after many steps than after few."""
+"""A rank of a pipeline keeps no more headers and times after many steps than after few; ranks outlast long work."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.parallel import process_group as agreement
 from megatron_ddrp.parallel.pipeline import HEADER, IN_FLIGHT, MailOfRanks
 from megatron_ddrp.parallel.process_group import gather_objects, place_in_grid
 from tests.integration import training_runs
 from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import run_ranks
 
-pytestmark = pytest.mark.slow
-
 HEADERS = 200
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_few_headers() -> None:
     first, second = run_ranks(2, _post_and_take, [], TIMEOUT)
     assert first == [IN_FLIGHT, []] and second == [0, list(range(HEADERS))]
@@ -39,6 +42,7 @@ def _post_and_take(_: list[list[str]], __: Path) -> list[Any]:
     return [len(mail._under_way), taken]
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_no_times_of_past_steps(flags: Callable[..., list[str]]) -> None:
     run = flags(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=2, global_batch_size=4, train_iters=5)
     assert run_ranks(2, _times_kept, [run], TIMEOUT) == [0, 0]
@@ -54,3 +58,33 @@ def _times_kept(command_lines: list[list[str]], _: Path) -> int:
     with mock.patch.object(training_runs, "build_engine", build):
         training_runs.train_run(parse_arguments(command_lines[0]).config)
     return len(engines[0].timers("train_batch").event_timers)
+
+
+SHORT_TIMEOUT, MEETINGS = 8.0, 6
+
+
+@pytest.mark.slow
+def test_ranks_outlast_the_timeout_while_one_reads() -> None:
+    """The first rank's work ends when the ranks have met for longer than the timeout of one collective call."""
+    assert run_ranks(2, _read_for_long, [], 120.0) == ["read", "waited"]
+
+
+def _read_for_long(_: list[list[str]], __: Path) -> str:
+    timeout = datetime.timedelta(seconds=SHORT_TIMEOUT)
+    dist.distributed_c10d._set_pg_timeout(timeout, None)
+    dist.distributed_c10d.default_pg_timeout = timeout  # the ranks meet four times in it
+    gather, met, enough = agreement.gather_objects, [], Event()
+
+    def gather_and_count(item: object) -> list[object]:
+        met.append(item)
+        if len(met) == MEETINGS:
+            enough.set()
+        return gather(item)
+
+    agreement.gather_objects = gather_and_count
+
+    def read() -> str:
+        assert enough.wait(100.0)
+        return "read"
+
+    return agreement.agree_on_long_work(read if dist.get_rank() == 0 else lambda: "waited")

@@ -1,10 +1,17 @@
-"""A run that was stopped or killed, started again by the same command, is the run never stopped, to the last bit."""
+"""A run that was stopped or killed, started again by the same command, is the run never stopped, to the last bit; also
+after Ctrl-C, with a blend of data, and beside a damaged `--save` folder.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import re
 import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import load_model, newest, read_state
+from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, newest, read_state, write_state
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.parallel import process_group
+from megatron_ddrp.run import loop
 from tests.conftest import TinyCorpus
-from tests.integration.launch import armed, read_rows, run_program, start_ranks, training_rows
+from tests.integration.launch import Hold, Result, armed, lines, read_rows, run_program, start_ranks, training_rows
+from tests.integration.test_bad_input import assert_refused, contents
 
 Flags = Callable[..., list[str]]
+
+
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 STEPS = 6
 
@@ -178,3 +191,263 @@ def test_changed_settings_are_told_at_a_resume(flags: Flags, tmp_path: Path) -> 
     assert [line for line in said[:place] if " → " in line] == ["--mask-prob: 0.15 → 0.2", "--lr: 0.001 → 0.002"]
     again = start_ranks(flags(save=tmp_path, load=tmp_path, **changes, log_interval=9)).check().stdout[0]
     assert " → " not in again
+
+
+def interrupted(arguments: list[str], times: int) -> Result:
+    """A run without a launcher that gets SIGINT so many times in its third step."""
+    return start_ranks(arguments, None, before=armed(",".join(["step.logged=SIGINT@3"] * times)))
+
+
+def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_ranks(flags(save=whole)).check()
+    command = flags(save=parts, load=parts)
+    ended = interrupted(command, 1)
+    assert ended.exit_codes == [75], ended.stderr
+    assert ended.stderr == ["SIGINT: stopping after this step; once more ends at once, without saving\n"]
+    assert "stopped at step 3 by SIGINT\n" in ended.stdout[0]
+    path = newest(parts)
+    assert path and path.name == "iter_0000003"
+    start_ranks(command).check()
+    assert training_rows(parts) == training_rows(whole)
+
+
+def signal_late(number: signal.Signals) -> None:
+    """Send a signal while the last files are written, and while the other ranks are awaited after that."""
+    for module, name in ((loop, "note_exit_code"), (process_group, "stop")):
+        setattr(module, name, functools.partial(after_a_signal, number, getattr(module, name)))
+
+
+def after_a_signal(number: signal.Signals, call: Callable[..., Any], *arguments: object) -> Any:
+    signal.raise_signal(number)
+    return call(*arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, flags: Flags, tmp_path: Path) -> None:
+    ended = start_ranks(flags(save=tmp_path), 1, before=functools.partial(signal_late, number)).check()
+    assert ended.exit_codes == [0]
+    assert (tmp_path / "exit_code").read_text() == "0\n" and not (tmp_path / "lock").exists()
+
+
+def signal_early(number: signal.Signals) -> None:
+    """Send a signal to the last rank before it meets the others."""
+    if os.environ["RANK"] == "1":
+        process_group.start = functools.partial(after_a_signal, number, process_group.start)  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_before_the_first_step_ends_all_ranks_there(
+    number: signal.Signals, flags: Flags, tmp_path: Path
+) -> None:
+    command = flags(save=tmp_path, load=tmp_path)
+    ended = start_ranks(command, 2, before=functools.partial(signal_early, number))
+    assert ended.exit_codes == [75, 75], ended.stderr
+    assert f"stopped at step 0 by {number.name}\n" in ended.stdout[0]
+    assert (tmp_path / "exit_code").read_text() == "75\n" and newest(tmp_path) is None
+    start_ranks(command, 2).check()
+    assert (tmp_path / "exit_code").read_text() == "0\n"
+
+
+def lose_the_readers(number: signal.Signals) -> None:
+    """Let the system refuse all output, as after the end of a terminal or a login node, and signal at step three."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    armed(f"step.logged={number.name}@3")()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_ranks_whose_output_nobody_reads_save(number: signal.Signals, flags: Flags, tmp_path: Path) -> None:
+    command = flags(save=tmp_path, load=tmp_path, objective="mlm")  # which a line says has settings without effect
+    ended = start_ranks(command, 2, functools.partial(lose_the_readers, number))
+    assert ended.exit_codes == [75, 75]
+    assert (tmp_path / "exit_code").read_text() == "75\n"
+    assert newest(tmp_path) == tmp_path / "iter_0000003"
+    assert f"resumed from {tmp_path} at step 3" in start_ranks(command, 2).check().stdout[0]
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_two_interrupts_end_at_once(flags: Flags, tmp_path: Path) -> None:
+    ended = interrupted(flags(save=tmp_path, save_interval=2), 2)
+    assert ended.exit_codes == [130]
+    assert ended.stderr[0].splitlines()[1:] == ["pretrain_bert.py: error: interrupted"]
+    assert (newest(tmp_path) or tmp_path).name == "iter_0000002"
+
+
+def test_without_a_folder_it_says_that_nothing_is_saved(flags: Flags) -> None:
+    ended = interrupted(flags(), 1)
+    assert ended.exit_codes == [75]
+    assert "stopped at step 3 by SIGINT; nothing is saved without --save" in ended.stdout[0]
+
+
+@pytest.fixture(scope="module")
+def three_steps(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of its steps 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("three")
+    start_ranks(flags(save=folder, train_iters=3, save_interval=1)).check()
+    return folder
+
+
+@pytest.fixture
+def run(three_steps: Path, tmp_path: Path) -> Path:
+    """A copy of that run to damage."""
+    return Path(shutil.copytree(three_steps, tmp_path / "run"))
+
+
+def told(stdout: str) -> list[str]:
+    """The notices before the first step."""
+    return [line for line in stdout.splitlines() if " latest" in line or "/latest" in line or "skipped" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\n", b"best\n"], ids=["empty", "not-utf8", "unknown"])
+def test_a_damaged_latest_never_begins_afresh(content: bytes, run: Path, flags: Flags) -> None:
+    (run / "latest").write_bytes(content)
+    before = contents(run)
+    assert_refused(start_ranks(flags(save=run, train_iters=4)), 1, "holds a run already")
+    assert contents(run) == before
+    rows = training_rows(run)
+    result = start_ranks(flags(save=run, load=run, train_iters=4, keep_last=2), world_size=2).check()
+    (line,) = told(result.stdout[0])
+    assert "taking the newest whole checkpoint" in line
+    assert f"resumed from {run} at step 3" in result.stdout[0]
+    assert training_rows(run)[:3] == rows and len(training_rows(run)) == 4
+    assert [path.name for path in all_checkpoints(run)] == ["iter_0000004", "iter_0000003"]
+
+
+@pytest.mark.slow
+def test_two_ranks_pass_a_damaged_state_over_together(run: Path, flags: Flags) -> None:
+    path = run / "iter_0000003" / "state.json"
+    state = json.loads(path.read_text(encoding="utf-8")) | {"consumed_samples": 5}
+    path.write_text(json.dumps(state), encoding="utf-8")
+    result = start_ranks(flags(save=run, load=run, train_iters=4), world_size=2).check()
+    (line,) = told(result.stdout[0])
+    assert line.startswith(f"skipped {run / 'iter_0000003'}: state.json is damaged (CRC-32 ")
+    assert "at step 2" in result.stdout[0] and [lines(stderr) for stderr in result.stderr] == [[], []]
+
+
+def test_a_damaged_row_does_not_take_the_others_with_it(run: Path, flags: Flags) -> None:
+    file = run / "metrics.jsonl"
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + b"\xff\xfe{\n" + b"".join(others))
+    rows = [json.loads(line) for line in (first, *others)]
+    result = start_ranks(flags(save=run, load=run, train_iters=4)).check()
+    assert "metrics.jsonl: moved 1 damaged line to metrics.jsonl.damaged\n" in result.stdout[0]
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][:3] == rows
+    assert (run / "metrics.jsonl.damaged").read_bytes() == b"\xff\xfe{\n"
+
+
+def changed_at_step_three(words: list[str], ranks: int, change: Callable[[], object]) -> Result:
+    """Run `pretrain_bert.py` and do something while rank 0 is held after its third step."""
+    with tempfile.TemporaryDirectory() as folder:
+        hold = Hold(Path(folder) / "pipe")
+
+        def during(processes: list[Any]) -> None:
+            hold.next_process(processes[0].sentinel)
+            change()
+            hold.release()
+
+        return start_ranks(words, ranks, armed(f"step.logged={hold.action}@3", 0), during)
+
+
+@pytest.mark.slow
+def test_a_folder_deleted_on_the_way_gets_checkpoints_to_resume_from(flags: Flags, tmp_path: Path) -> None:
+    """Its other files are back once the run resumes."""
+    folder = tmp_path / "run"
+    changed_at_step_three(flags(save=folder, save_interval=2), 1, lambda: shutil.rmtree(folder)).check()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"iter_0000004", "iter_0000005", "latest", "exit_code"}
+    result = start_ranks(flags(save=folder, load=folder, train_iters=6)).check()
+    assert "metrics.jsonl: the rows after step 0 up to step 5 are missing" in result.stdout[0]
+    assert {"config.json", "tokenizer", "unigram.json"} < {path.name for path in folder.iterdir()}
+    assert [row["iteration"] for row in training_rows(folder)] == [6]
+
+
+@pytest.mark.slow
+def test_a_folder_that_became_a_file_ends_the_run_with_a_line(flags: Flags, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def replace_by_a_file() -> None:
+        shutil.rmtree(folder)
+        folder.touch()
+
+    result = changed_at_step_three(flags(save=folder, save_interval=4), 2, replace_by_a_file)
+    assert result.exit_codes == [1, 1]
+    (line,) = (line for line in result.stdout[0].splitlines() if "not saved" in line)
+    fault = f"{folder / 'iter_0000004.tmp'}: Not a directory"
+    assert line == f"step 4 not saved: {fault}; the last checkpoint is none; training continues"
+    (line,) = lines(result.stderr[0])
+    assert f"step 5 not saved: {folder / 'iter_0000005.tmp'}: Not a directory" in line and lines(result.stderr[1]) == []
+
+
+@pytest.mark.slow
+def test_resuming_passes_step_ten_million(run: Path, flags: Flags) -> None:
+    """`iter_10000000` comes after `iter_9999999`, though its text does not."""
+    path = run / "iter_0000003"
+    state = read_state(path)
+    path.rename(run / "iter_9999999")
+    write_state(run / "iter_9999999", state | {"iteration": 9_999_999})
+    mark_latest(run, "iter_9999999")
+    command = flags(save=run, load=run, train_iters=10_000_001, save_interval=1, keep_last=2, exit_interval=10_000_000)
+    start_ranks(command).check()
+    assert [path.name for path in all_checkpoints(run)] == ["iter_10000000", "iter_9999999"]
+    assert newest(run) == run / "iter_10000000"
+    start_ranks(flags(save=run, load=run, train_iters=10_000_001, keep_last=2)).check()
+    assert [path.name for path in all_checkpoints(run)] == ["iter_10000001", "iter_10000000"]
+
+
+@pytest.fixture(scope="module")
+def second(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another dataset of the same tokenizer."""
+    folder = tmp_path_factory.mktemp("second")
+    lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "second.jsonl").write_text("".join(lines[5::6]), encoding="utf-8")
+    config = PreprocessConfig(
+        input=(str(folder / "second.jsonl"),),
+        output_prefix=str(folder / "second"),
+        tokenizer_type="BertWordPieceLowerCase",
+        vocab_file=str(tiny_corpus.vocab_file),
+    )
+    return str(preprocess(config).prefixes[0])
+
+
+def blend(flags: Flags, first: object, second: str, **changes: object) -> list[str]:
+    """A run whose training data are two parts of the first corpus to one of the second."""
+    own = flags(data_path=None, split=None, eval_interval=4, eval_iters=2, packing=True, masking="ngram", **changes)
+    return [*own, "--train-data-path", "2", str(first), "1", second, "--valid-data-path", second]
+
+
+def test_a_resumed_blend_is_the_run_never_stopped(
+    tiny_corpus: TinyCorpus, second: str, flags: Flags, tmp_path: Path
+) -> None:
+    for folder, stops in (("whole", [None]), ("resumed", [3, None])):
+        for stop in stops:
+            run = {"save": tmp_path / folder, "load": tmp_path / folder, "train_iters": 6, "exit_interval": stop}
+            result = start_ranks(blend(flags, tiny_corpus.prefix, second, **run)).check()
+    assert "66.67% " in result.stdout[0] and second in result.stdout[0]
+    assert training_rows(tmp_path / "resumed") == training_rows(tmp_path / "whole")
+    validations = [[row for row in read_rows(tmp_path / f) if "valid_lm_loss" in row] for f in ("whole", "resumed")]
+    assert validations[0] == validations[1] and len(validations[0]) == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_see_the_blend_of_one(tiny_corpus: TinyCorpus, second: str, flags: Flags, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        start_ranks(blend(flags, tiny_corpus.prefix, second, save=tmp_path / str(ranks)), ranks).check()
+    one, two = training_rows(tmp_path / "1"), training_rows(tmp_path / "2")
+    assert len(one) == len(two) == 5
+    for row, expected in zip(two, one, strict=True):
+        assert row["consumed_tokens"] == expected["consumed_tokens"]
+        assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5)
+
+
+def test_one_rank_tells_of_validation_of_another_kind(prose_then_code: str, flags: Flags, tmp_path: Path) -> None:
+    validated = {"split": "949,50,1", "eval_interval": 1, "eval_iters": 1}
+    result = start_ranks(flags(data_path=prose_then_code, save=tmp_path, train_iters=1, **validated), 2).check()
+    told = f"{prose_then_code}: the validation text is of another kind than the training text"
+    assert [text.count(told) for text in result.stdout] == [1, 0]

@@ -1,25 +1,37 @@
-"""What a run reads and leaves: YAML, metrics, checkpoints kept, validation, TensorBoard, whole weights."""
+"""What a run reads and leaves: YAML, imported weights, metrics, similarities, profiles, checkpoints kept, validation,
+TensorBoard, whole weights.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model, newest, read_state
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
+from megatron_ddrp.errors import FAILURE, UserError
+from megatron_ddrp.model.embeddings import document_mask, token_cosine
 from megatron_ddrp.model.stages import Draws
 from tests.conftest import TinyCorpus
-from tests.integration.launch import read_rows, start_ranks, training_rows
-from tests.unit.model.tiny import named_sums
+from tests.integration.conftest import TINY
+from tests.integration.launch import OF_THE_MACHINE, read_rows, start_ranks, training_rows
+from tests.unit.model.tiny import encode, named_sums
 
 Flags = Callable[..., list[str]]
+
+
 KEYS = [
     *("iteration", "consumed_samples", "consumed_tokens", "loss", "lm_loss", "tcd_loss", "hcd_loss"),
     *("lm_accuracy", "lr", "grad_norm", "tokens_per_second", "step_time", "mfu", "peak_memory_gib"),
@@ -178,3 +190,202 @@ def test_dry_run_of_the_papers_base_model(relative_table: str, positions: int) -
 
 def test_dry_run_refuses_what_a_run_refuses() -> None:
     assert start_ranks(["--dry-run", "--hidden-size", "100"]).exit_codes == [2]
+
+
+ONE_VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
+
+
+@torch.no_grad()
+def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None:
+    command = flags(save=tmp_path / "with", log_similarity=True, **ONE_VALIDATION)
+    lines = start_ranks(command).check().stdout[0]
+    start_ranks(flags(save=tmp_path / "without", **ONE_VALIDATION)).check()
+    rows, plain = read_rows(tmp_path / "with"), read_rows(tmp_path / "without")
+    assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
+    row, bare = rows[-1], plain[-1]
+    assert list(bare) == ["iteration", "valid_lm_loss", "valid_lm_accuracy"]
+    assert list(row) == [*bare][:2] + ["token_similarity", "head_similarity", "valid_lm_accuracy"]
+    assert row["valid_lm_loss"] == pytest.approx(bare["valid_lm_loss"], rel=1e-6)
+    assert f"f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}" in lines
+
+    model, _, config = load_model(tmp_path / "with")
+    heads = torch.arange(4).expand(config.model.num_layers, -1)
+    tokens, heads_alike, count = 0.0, 0.0, 0
+    for arrays in Corpus.open(parse_arguments(command).config).loader("valid", 0, 1).step(0):
+        batch = arrays.map(torch.from_numpy)
+        sums = named_sums(model, batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
+        tokens += sums["tcd_loss"].item()
+        heads_alike += sums["hcd_loss"].item()
+        count += len(batch.input_ids)
+    assert row["token_similarity"] == pytest.approx(tokens / count, rel=1e-5)
+    assert row["head_similarity"] == pytest.approx(heads_alike / count, rel=1e-4, abs=1e-6)
+
+
+@torch.no_grad()
+def test_squared_cosines_are_trained_on_but_not_logged(flags, tmp_path: Path) -> None:
+    words = flags(save=tmp_path, log_similarity=True, tcd_squared=True, tcd_weight=1.0, tcd_tokens=0, **ONE_VALIDATION)
+    start_ranks(words).check()
+    first, *_, last = read_rows(tmp_path)
+    assert 0 <= first["tcd_loss"] <= 1 and first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"])
+
+    model, _, config = load_model(tmp_path)
+    similarity, squared, count = 0.0, 0.0, 0
+    for arrays in Corpus.open(config).loader("valid", 0, 1).step(0):
+        batch = arrays.map(torch.from_numpy)
+        documents = document_mask(batch.document_ids, 1).long()
+        hidden = encode(model.eval(), batch)
+        similarity += token_cosine(hidden, documents).sum().item()
+        squared += token_cosine(hidden, documents, squared=True).sum().item()
+        count += len(batch.input_ids)
+        draws = Draws(documents, torch.empty(config.model.num_layers, 0, dtype=torch.long))
+        sums = named_sums(model.train(), batch, draws)
+        torch.testing.assert_close(sums["tcd_loss"], token_cosine(hidden, documents, squared=True).sum())
+    assert last["token_similarity"] == pytest.approx(similarity / count, rel=1e-5)
+    assert abs(similarity - squared) > 0.01 * count
+
+
+def test_one_head_has_no_similarity(flags) -> None:
+    words = flags(log_similarity=True, num_attention_heads=1, objective="mlm")
+    with pytest.raises(UserError, match="f.H. compares heads"):
+        parse_arguments(words)
+
+
+PROFILED = {"objective": "mlm", "train_iters": 6, "eval_interval": 0, "log_interval": 1}
+WINDOW = {"profile": True, "profile_step_start": 2, "profile_step_end": 4}
+
+
+def losses_in(trace: Path) -> int:
+    """Return the number of cross-entropies in a trace: masked LM has one per step."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return sum(event["name"] == "aten::_log_softmax" for event in events if event.get("ph") == "X")
+
+
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in OF_THE_MACHINE} for row in read_rows(folder)]
+
+
+def test_the_first_replica_profiles_the_steps_asked_for_and_no_number_changes(flags, tmp_path: Path) -> None:
+    done = start_ranks(flags(save=tmp_path / "with", **PROFILED, **WINDOW), world_size=2).check()
+    start_ranks(flags(save=tmp_path / "without", **PROFILED), world_size=2).check()
+    assert results_of(tmp_path / "with") == results_of(tmp_path / "without")
+    folder = tmp_path / "with" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
+    table = (folder / "steps-3-4-rank-0.txt").read_text(encoding="utf-8").splitlines()
+    assert sum("aten::" in line for line in table) > 100, "operations are left out"
+    assert losses_in(folder / "steps-3-4-rank-0.json.gz") == 2
+    (line,) = [line for line in done.stdout[0].splitlines() if line.startswith("profile of ")]
+    assert line.startswith("profile of steps 3 to 4 on rank 0, ") and f"; {folder}/steps-3-4-rank-0.txt has all" in line
+    before, after = (f"step {step}/6 |" for step in (4, 5))
+    assert done.stdout[0].index(before) < done.stdout[0].index(line) < done.stdout[0].index(after)
+
+
+def test_every_stage_of_a_pipeline_is_profiled(flags, tmp_path: Path) -> None:
+    command = flags(save=tmp_path, pipeline_model_parallel_size=2, **PROFILED, **WINDOW)
+    lines = start_ranks(command, world_size=2).check().stdout[0]
+    names = {path.name for path in (tmp_path / "profile").iterdir()}
+    assert names == {f"steps-3-4-rank-{rank}.{kind}" for rank in (0, 1) for kind in ("txt", "json.gz")}
+    assert [lines.count(f"profile of steps 3 to 4 on rank {rank}") for rank in (0, 1)] == [1, 1]
+
+
+def test_without_numbers_it_profiles_two_steps_after_ten_of_the_run_that_resumes(flags, tmp_path: Path) -> None:
+    command = [*flags(save=tmp_path, load=tmp_path, **PROFILED | {"train_iters": 15}), "--profile"]
+    first = start_ranks([*command, "--exit-interval", "3"]).check().stdout[0]
+    assert "no profile: the run stopped after step 3, before step 12 (--profile-step-end)" in first
+    start_ranks(command).check()
+    assert [path.name for path in sorted((tmp_path / "profile").iterdir())][1] == "steps-14-15-rank-0.txt"
+
+
+def test_a_profile_that_cannot_be_written_or_made_is_told_and_the_run_goes_on(flags, tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    done = start_ranks(flags(save=tmp_path, **PROFILED, **WINDOW)).check().stdout[0]
+    assert "profile of rank 0 not written: [Errno 17] File exists: " in done and "saved" in done
+    done = start_ranks(flags(save=tmp_path / "short", profile=True, **PROFILED)).check().stdout[0]
+    assert "no profile: steps 11 to 12 are not among those of this run, 1 to 6; set --profile-step-start" in done
+
+
+def test_a_profile_needs_a_folder(flags) -> None:
+    with pytest.raises(UserError, match="--profile writes into the --save folder: give --save DIR"):
+        parse_arguments([*flags(**PROFILED), "--profile"])
+
+
+LEARNING_RATE = 1e-4
+
+
+@pytest.fixture
+def imported(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
+    """A random BERT of the tiny size, brought here from a Hugging Face folder."""
+    transformers = pytest.importorskip("transformers")
+    from megatron_ddrp.conversion.from_huggingface import import_folder
+
+    torch.manual_seed(5)
+    pieces = len(tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines())
+    config = transformers.BertConfig(
+        vocab_size=pieces,
+        hidden_size=TINY["hidden_size"],
+        num_hidden_layers=TINY["num_layers"],
+        num_attention_heads=TINY["num_attention_heads"],
+        intermediate_size=4 * TINY["hidden_size"],
+        max_position_embeddings=TINY["seq_length"],
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
+    shutil.copyfile(tiny_corpus.vocab_file, tmp_path / "hf" / "vocab.txt")
+    import_folder(tmp_path / "hf", tmp_path / "start")
+    return tmp_path / "start"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_training_goes_on_from_imported_weights(
+    zero_stage: int, imported: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in imported.rglob("*") if path.is_file()}
+    settings = {"position_encoding": "absolute", "relative_distance": 64, "zero_stage": zero_stage}
+    common = {**settings, "load": imported, "save": tmp_path / "run", "train_iters": 2, "lr": LEARNING_RATE}
+    result = start_ranks(flags(**common, weight_decay=0.0), world_size=2).check()
+    assert f"weights from {imported / 'iter_0000000'}, optimizer fresh" in result.stdout[0]
+    assert [row["iteration"] for row in training_rows(tmp_path / "run")] == [1, 2]
+    assert {path: path.read_bytes() for path in imported.rglob("*") if path.is_file()} == before
+    (start, _, _), (end, _, _) = load_model(imported), load_model(tmp_path / "run")
+    moved = {name: (end.get_parameter(name) - weight).abs().max() for name, weight in start.named_parameters()}
+    assert max(moved.values()) < 2.5 * LEARNING_RATE, "other weights than the imported ones were trained"
+    assert all(change > 0 for name, change in moved.items() if not name.endswith("attention.key.bias"))
+    assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_remembers_the_import_that_it_started_from(
+    imported: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    common = {"position_encoding": "absolute", "relative_distance": 64, "save": tmp_path / "run", "train_iters": 2}
+    start_ranks(flags(**common, load=imported, exit_interval=1)).check()
+    start_ranks(flags(**common, load=tmp_path / "run")).check()
+    assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
+    branch = common | {"load": tmp_path / "run" / "iter_0000001", "save": tmp_path / "branch"}
+    start_ranks(flags(**branch)).check()
+    assert read_state(tmp_path / "branch" / "iter_0000002")["started_from"] == "run/iter_0000001"
+
+
+@pytest.mark.slow
+def test_other_flags_than_the_imports_are_named(
+    imported: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    result = start_ranks(flags(load=imported, save=tmp_path / "run"))
+    assert result.exit_codes == [FAILURE] and len(result.stderr[0].splitlines()) == 1
+    assert "--position-encoding is absolute there and ddrp here" in result.stderr[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_data_of_another_vocabulary_than_the_imports_are_refused(
+    imported: Path, tiny_corpus: TinyCorpus, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
+    vocabulary = tmp_path / "other.txt"
+    vocabulary.write_text("\n".join([*pieces[:-2], pieces[-1], pieces[-2]]) + "\n", encoding="utf-8")
+    texts, kind = (str(tiny_corpus.text_file),), "BertWordPieceLowerCase"
+    data = preprocess(PreprocessConfig(texts, str(tmp_path / "other"), kind, vocab_file=str(vocabulary)))
+    common = {"data_path": data.prefixes[0], "vocab_file": vocabulary, "load": imported, "save": tmp_path / "run"}
+    result = start_ranks(flags(**common, position_encoding="absolute", relative_distance=64, train_iters=1))
+    assert result.exit_codes == [FAILURE] and len(result.stderr[0].splitlines()) == 1
+    assert f"2 of its pieces differ, such as {len(pieces) - 2}, {pieces[-2]!r} there" in result.stderr[0]
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""A step has its own settings, also behind a validation, in a later phase and after a resume."""
+"""A step has its own settings, draws and dropout, also behind a validation, in a later phase and after a resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_ddrp import pretrain
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
@@ -76,3 +78,45 @@ def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(
     rotary = {"position_encoding": "rope", "relative_distance": None, "rope_theta": 50.0}
     train(**rotary, seq_length_phases=("16:0.5:100",))
     assert bases == [100.0, 100.0, 50.0, 50.0]
+
+
+STEPS, MICRO_BATCHES = 4, 2
+
+
+def test_each_step_draws_its_own_heads_and_tokens(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    draw = Objective.draw
+
+    def note(self: Objective, *given: Any) -> Any:
+        drawn.append(draw(self, *given))
+        return drawn[-1]
+
+    monkeypatch.setattr(Objective, "draw", note)
+    train(num_attention_heads=8, hidden_size=64, hcd_heads=3)
+    assert len(drawn) == STEPS * MICRO_BATCHES
+    heads = np.array([draws.heads.numpy() for draws in drawn])  # [steps x micro-batches, layers, heads]
+    of_steps = heads[::MICRO_BATCHES]
+    assert (heads == of_steps.repeat(MICRO_BATCHES, axis=0)).all()
+    assert len({each.tobytes() for each in of_steps}) == STEPS
+
+
+def test_each_micro_batch_of_each_step_has_its_own_dropout(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    seed_dropout = engine_step.seed_dropout
+
+    def note(*given: Any) -> None:
+        seed_dropout(*given)
+        seeds.append(torch.default_generator.initial_seed())
+
+    monkeypatch.setattr(engine_step, "seed_dropout", note)
+    train(hidden_dropout=0.1)
+    first = seeds.copy()
+    assert len(first) == len(set(first)) == STEPS * MICRO_BATCHES
+    seeds.clear()
+    train(hidden_dropout=0.1)
+    assert seeds == first
+    seeds.clear()
+    train(hidden_dropout=0.1, seed=2)
+    assert not set(seeds) & set(first)

@@ -1,4 +1,4 @@
-"""Bit sums and the comparison of weights between ranks; whole replays are in tests/integration/test_replay.py."""
+"""Bit sums and the comparison of weights between ranks; whole replays are in tests/integration/test_faults.py."""
 
 import pytest
 import torch

@@ -1,8 +1,12 @@
-"""Gradients of position parameters under tensor parallelism: each rank's are its part of those of one process.
+"""Gradients under tensor parallelism and their sums in bf16: each rank's are its part of those of one process.
 
 Losses say nothing here: after some steps a table whose gradient holds the other ranks' heads still gives equal losses.
 Four encodings of this file stand beside the registered ones: a table by head without a projection, as a bias of pairs
 as one of offsets, and as one that HCD does not compare, and one that is fixed, as a buffer and as a frozen parameter.
+
+bf16 gradients are added up and reduced in fp32 in every layout: 16 micro-batches, two ranks. Each run proves it for
+some parameters: none is wrong in any layout, and a change of a tenth of one micro-batch's gradient ends the run, in the
+rank that has it or in another.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 from megatron_ddrp.parallel.pipeline import own_part
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
-from tests.integration.training_runs import TIMEOUT, run_ranks, train_run
-from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
+from tests.integration.inside_engines import errors_by, proofs_by
+from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_run, train_runs
+from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
 
 Flags = Callable[..., list[str]]
-pytestmark = pytest.mark.slow
+
 
 REACH = 3
 
@@ -118,6 +123,7 @@ WAYS: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {
 """Name → (HCD's heads by layer, whether the sequence is cut and layers are computed again)."""
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_part_of_the_gradients_of_one_process() -> None:
     reports = run_ranks(2, _compare, [[]], TIMEOUT)
     for report in reports:
@@ -211,6 +217,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 """World size → (model, layout beside tensor parallelism of 2); ZeRO 3 changes torch for good and comes last."""
 
 
+@pytest.mark.slow
 def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path: Path) -> None:
     """Adam's first moment after a step is a tenth of the gradient; it is saved by the whole model's names."""
     (tmp_path / "zero3.json").write_text(json.dumps(ZERO_3_OF_ALL), encoding="utf-8")
@@ -258,3 +265,173 @@ def _assert_equal(folder: Path, reference: Path, case: str) -> None:
     fixed = {name for name in weights.names if f"exp_avg/{name}" not in moments.names}
     assert bool(fixed) == ("gain" in " ".join(trained)), case
     assert all(torch.equal(weights[name], stored[name]) for name in fixed), case
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "rtd": {"tcd_weight": 1.0, "hcd_weight": 0.01},
+    "head-disagreement": {"objective_options": ("value=0.5", "attention=0.1"), "tcd_weight": 1.0, "hcd_weight": 0.01},
+}
+"""Objective → its settings, beside MTH's two terms where it has room for them."""
+OBJECTIVE_CASES = [("rtd", "ddrp"), ("head-disagreement", "ddrp"), ("head-disagreement", "t5")]
+"""(objective, encoding): tables that all heads share, and rows of single heads."""
+
+
+@pytest.mark.slow
+def test_each_rank_has_its_part_of_the_gradients_of_an_objective() -> None:
+    for report in run_ranks(2, _compare_objectives, [[]], TIMEOUT):
+        assert len(report) == len(OBJECTIVE_CASES) * 2
+        for case, (sums, gradients) in report.items():
+            assert sums < 1e-12 and gradients < 1e-10, (case, sums, gradients)
+
+
+def _compare_objectives(_words: list[list[str]], _error: Path) -> dict[str, tuple[float, float]]:
+    """Case → the largest differences of a sum and of a gradient to one process's, relative to the norm."""
+    ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
+    found = {}
+    for name, encoding in OBJECTIVE_CASES:
+        config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
+        for cuts in (False, True):
+            whole, part = (_build_objective(config, name) for _ in range(2))
+            expected_sums, expected = _gradients_of_objective(whole)
+            apply_tensor_parallel(part, config.position_encoding, ranks)
+            if cuts:
+                part.checkpoint_activations = True
+                apply_sequence_parallel(part, ranks)
+            sums, gradients = _gradients_of_objective(part)
+            assert gradients.keys() == expected.keys()
+            off = max(
+                _distance(gradients[n], own_part(n, g, config.position_encoding, ranks), g) for n, g in expected.items()
+            )
+            found[f"{name} {encoding}{' in parts' * cuts}"] = (_distance(sums, expected_sums, expected_sums), off)
+    return found
+
+
+def _build_objective(config: ModelConfig, name: str) -> Encoder:
+    torch.manual_seed(0)
+    model = build_model(config, objective=ObjectiveConfig(objective=name, **OBJECTIVES[name])).double()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)  # what starts at 0 acts too
+    return model
+
+
+def _gradients_of_objective(model: Encoder) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sums of a packed batch, and of their weighted sum the gradient of every parameter by name."""
+    batch = packed_batch(tiny_batch(lengths=(7, 4, 5)), [[0, 2], [1]])
+    draws = some_draws(batch, heads=((0, 3), (1, 2)))
+    draws = draws._replace(own=model.head.objective.draw_own(batch.map(lambda field: field.numpy()), 1234, 1))
+    sums = model(batch, draws).sums
+    (sums * torch.linspace(0.7, 1.3, len(sums))).sum().backward()
+    return sums.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _distance(ours: Tensor, expected: Tensor, whole: Tensor) -> float:
+    return float((ours - expected).norm() / whole.norm().clamp_min(1e-4))
+
+
+OBJECTIVE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline 2": {"pipeline_model_parallel_size": 2, "zero_stage": 0, "packing": True},
+    "ZeRO 2": {"zero_stage": 2, "checkpoint_activations": True},
+    "ZeRO 3": {"zero_stage": 3},
+}
+"""ZeRO 3 changes torch for good and comes last."""
+
+
+@pytest.mark.slow
+def test_objectives_in_every_layout_follow_one_process(flags: Flags, tmp_path: Path) -> None:
+    """Among them one that resumes what one process saved."""
+
+    def command_line(name: str, **layout: Any) -> list[str]:
+        settings = dict(OBJECTIVES[name])
+        options = settings.pop("objective_options", ())
+        words = flags(objective=name, micro_batch_size=2, train_iters=2, **settings, **layout)
+        return [*words, *(("--objective-options", *options) if options else ())]
+
+    expected = dict(
+        zip(OBJECTIVES, train_runs(1, [command_line(name, zero_stage=0) for name in OBJECTIVES]), strict=True)
+    )
+    cases = [(layout, name) for layout in OBJECTIVE_LAYOUTS for name in OBJECTIVES]
+    train_runs(1, [command_line("rtd", zero_stage=0, exit_interval=1, save=tmp_path)])
+    resumed = command_line("rtd", **OBJECTIVE_LAYOUTS["tensor 2"], load=tmp_path)
+    again, *runs = train_runs(
+        2, [resumed, *(command_line(name, **OBJECTIVE_LAYOUTS[layout]) for layout, name in cases)]
+    )
+    assert len(again) == 1 and max(largest_differences(again, expected["rtd"][1:]).values()) < 5e-5
+    for (layout, name), rows in zip(cases, runs, strict=True):
+        differences = largest_differences(rows, expected[name])
+        assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm"} <= differences.keys() and len(differences) > 5
+        assert max(differences.values()) < 5e-5, (name, layout, differences)
+
+
+SMALL = {"objective": "mlm", "position_encoding": "absolute", "seq_length": 16, "hidden_size": 16}
+RUN = SMALL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
+OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 3000}}
+"""As on GPUs: several buckets, two in turn, from hooks of the last backward pass."""
+IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+
+SUMMED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "ZeRO 0": ({"zero_stage": 0}, None),
+    "ZeRO 1, overlapped": ({"zero_stage": 1}, OVERLAPPED),
+    "ZeRO 2, overlapped": ({"zero_stage": 2}, OVERLAPPED),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, None),
+    "in bf16": ({"zero_stage": 1}, IN_BF16),
+    "ZeRO 3": ({"zero_stage": 3}, None),
+}
+"""Flags and the file of `--deepspeed_config`; ZeRO 3, which changes torch for good, comes last."""
+
+
+@pytest.mark.slow
+def test_the_sum_of_16_micro_batches_has_fp32s_rounding_and_not_bf16s(flags: Flags, tmp_path: Path) -> None:
+    command_lines = []
+    for number, (layout, settings) in enumerate(SUMMED.values()):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(settings))
+        command_lines.append(flags(**RUN | layout, deepspeed_config=path if settings else None))
+    errors = dict(zip(SUMMED, map(max, errors_by(2, command_lines)), strict=True))
+    in_bf16 = errors.pop("in bf16")
+    assert max(errors.values()) < 1e-6 < 1e-3 < in_bf16, (errors, in_bf16)
+
+
+PROVED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "fp32, ZeRO 0": ({"bf16": False, "zero_stage": 0}, None, "embeddings.norm.weight"),
+    "bf16, ZeRO 0": ({"zero_stage": 0}, None, "layers.0.attention.query.bias"),
+    "ZeRO 1, overlapped": ({"zero_stage": 1}, OVERLAPPED, "embeddings.absolute.weight"),
+    "ZeRO 2, overlapped": ({"zero_stage": 2}, OVERLAPPED, "embeddings.token.weight"),
+    "offloaded": ({"zero_stage": 2, "offload_optimizer": "cpu"}, None, "embeddings.norm.weight"),
+    "tensor": ({"tensor_model_parallel_size": 2}, None, "layers.0.attention.query.weight"),
+    "positions of all heads": (
+        {"tensor_model_parallel_size": 2, "position_encoding": "ddrp"},
+        None,
+        "embeddings.position.direction",
+    ),
+    "sequence": (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        None,
+        "embeddings.norm.weight",
+    ),
+    "tied weights of a pipeline": ({"pipeline_model_parallel_size": 2}, None, "embeddings.token.weight"),
+    "electra": ({"objective": "electra"}, None, "generator.embeddings.projection.bias"),
+    "in bf16": ({"zero_stage": 1}, IN_BF16, ""),
+    "ZeRO 3": ({"zero_stage": 3}, None, "embeddings.norm.weight"),
+}
+"""Flags, file and the parameter to change; ZeRO 3 comes last."""
+
+
+@pytest.mark.slow
+def test_a_changed_gradient_ends_the_run_in_every_layout(flags: Flags, tmp_path: Path) -> None:
+    runs = []
+    for number, (layout, settings, changed) in enumerate(PROVED.values()):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(settings))
+        runs.append((flags(**RUN | layout, deepspeed_config=path if settings else None), changed))
+    for (name, (*_, changed)), ranks in zip(PROVED.items(), proofs_by(2, runs), strict=True):
+        errors, lines = {proved.error for proved in ranks}, [proved.lines for proved in ranks]
+        if not changed:
+            assert errors == {""} and lines[0][0].startswith(
+                "gradients are added up in bfloat16 and reduced in bfloat16: those of the first step are off by 0."
+            ), (name, errors, lines)
+            continue
+        (error,) = errors
+        assert lines == [[], []], (name, lines)
+        assert f"wrong gradients: that of {changed} is off by 0.0" in error, (name, error)
+        assert any(changed in proved.compared for proved in ranks)

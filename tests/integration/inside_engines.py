@@ -1,0 +1,473 @@
+"""What ranks find inside their engines, and what tests change there: sums of gradients, waits for the device, bytes in
+memory, CUDA graphs on an emulator, and a rank that computes wrong once.
+
+Gradients that engines step with are compared with the exact sums of their backward passes' gradients. A wait is a
+number read from a tensor, or DeepSpeed's `synchronize`, under a GPU's settings on a CPU's tensors, counted by the file
+that waits; what our own model could wait for is refused in `tests/unit/test_waits.py`. A rank computes wrong when a
+mantissa bit flips in an activation, a gradient or a weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import Config
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.batches.loader import BatchLoader
+from megatron_ddrp.engine import build, nonfinite
+from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.proofs import GradientProof
+from megatron_ddrp.engine.step import train_step, training_inputs
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import build_model, graphs
+from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
+from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
+from tests.absent_gpu import deepspeed_without_gpu
+from tests.emulated_graphs import Emulator, captured_shapes
+from tests.integration.launch import TIMEOUT
+from tests.integration.training_runs import forget_layout, run_ranks, train_run
+
+
+def errors_by(world_size: int, command_lines: list[list[str]]) -> list[list[float]]:
+    """For each `pretrain_bert.py ARGUMENTS`, the relative error of the first step's gradients on each rank."""
+    by_rank = run_ranks(world_size, _first_steps, command_lines, TIMEOUT)
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _first_steps(command_lines: list[list[str]], _: Path) -> list[float]:
+    return [error_of_first_step(parse_arguments(words).config) for words in command_lines]
+
+
+def error_of_first_step(config: Config) -> float:
+    """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters; Σ adds up each micro-batch's gradient in float64."""
+    engine, loader, config, ranks = _built(config)
+    is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
+    assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
+    parameters = local_parameters(engine.module)
+    found: list[float] = []
+    sums = {name: _exact_sum(parameter) for name, parameter in parameters.items()}
+    take_step = engine._take_model_step
+
+    def compare_first(*arguments: Any, **named: Any) -> Any:
+        found.append(_relative_error(parameters, sums, ranks))
+        return take_step(*arguments, **named)
+
+    engine._take_model_step = compare_first
+    train_step(engine, training_inputs(loader.step(0), config, 1, ranks.device), config, ranks, 1)
+    engine.destroy()
+    forget_layout()
+    return found[0]
+
+
+def _built(config: Config) -> tuple[Any, BatchLoader, Config, Ranks]:
+    """Return the engine of this rank, its samples, the whole configuration and the place of the rank."""
+    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    corpus = Corpus.open(config)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    torch.manual_seed(0)
+    model = build_model(config.model, objective=config.objective)
+    return build_engine(model, config, ranks, loader.num_micro_batches), loader, config, ranks
+
+
+class Proved(NamedTuple):
+    """Words of a proof about a step, and about the next one, in which one gradient was changed."""
+
+    lines: list[str]
+    error: str
+    compared: list[str]
+    """Names of this rank's compared parameters."""
+
+
+def proofs_by(world_size: int, runs: list[tuple[list[str], str]]) -> list[list[Proved]]:
+    """For each run, `pretrain_bert.py ARGUMENTS` and the parameter to change, what each rank's proof says."""
+    by_rank = run_ranks(world_size, _all_proofs, runs, TIMEOUT)
+    return [[Proved(*proved) for proved in of_ranks] for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _all_proofs(runs: list[tuple[list[str], str]], _: Path) -> list[Proved]:
+    return [_proofs(parse_arguments(words).config, changed) for words, changed in runs]
+
+
+def _proofs(config: Config, changed: str) -> Proved:
+    engine, loader, config, ranks = _built(config)
+    inputs = training_inputs(loader.step(0), config, 1, ranks.device)
+    parameters, lines = local_parameters(engine.module), []
+    hooks = {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
+    proof = GradientProof(engine, config, ranks, lines.append)
+    train_step(engine, inputs, config, ranks, 1)
+    assert "_take_model_step" not in vars(engine) or engine._take_model_step == proof.take_step
+    assert hooks == {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
+    GradientProof(engine, config, ranks, lines.append)
+    seen: list[int] = []
+
+    def lose_a_tenth(gradient: Tensor) -> Tensor:
+        """Change the first micro-batch's gradient, as an engine might; the proof's own hook has run before."""
+        seen.append(1)
+        return gradient * 0.9 if len(seen) == 1 else gradient
+
+    if changed in parameters and ranks.rank == ranks.world_size - 1:
+        parameters[changed].register_hook(lose_a_tenth)
+    error = ""
+    try:
+        train_step(engine, inputs, config, ranks, 2)
+    except UserError as refusal:
+        error = str(refusal) if refusal.agreed else ""
+    engine.destroy()
+    forget_layout()
+    return Proved(lines, error, list(proof.parameters))
+
+
+def _exact_sum(parameter: Tensor) -> Tensor:
+    """Return a float64 tensor to which every gradient of a parameter is added from now on."""
+    total = torch.zeros(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float64)
+
+    def add(gradient: Tensor) -> None:
+        total.add_(gradient.double())
+
+    parameter.register_hook(add)
+    return total
+
+
+def _relative_error(parameters: dict[str, nn.Parameter], sums: dict[str, Tensor], ranks: Ranks) -> float:
+    """Compare what DeepSpeed steps with; a pipeline adds other stages' gradients to a tied weight's."""
+    from deepspeed.utils import safe_get_full_grad
+
+    difference = size = 0.0
+    for name, parameter in parameters.items():
+        exact = sum_over_ranks(sums[name], ranks.data_group) / ranks.data_size
+        taken = safe_get_full_grad(parameter)
+        if ranks.pipeline_size == 1 or name != "embeddings.token.weight":
+            difference += float((taken.double() - exact).pow(2).sum())
+            size += float(exact.pow(2).sum())
+    return (difference / size) ** 0.5
+
+
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_fill_.Tensor,  # a kernel of CUDA takes the value as a number
+    torch.ops.aten.masked_fill.Tensor,
+)
+WARM_UP_STEPS = 3
+"""DeepSpeed's throughput timer waits from the third step on."""
+
+Waits = dict[str, int]
+"""`read FILE` or `synchronize FILE` → number per step."""
+
+
+def waits_of(world_size: int, command_lines: list[list[str]]) -> list[Waits]:
+    """Return the waits of a step of each `pretrain_bert.py ARGUMENTS` on the first of `world_size` ranks."""
+    return run_ranks(world_size, _count_all, command_lines, TIMEOUT)[0]
+
+
+def _count_all(command_lines: list[list[str]], _: Path) -> list[Waits]:
+    return [waits_of_step(parse_arguments(words).config) for words in command_lines]
+
+
+class Waiting(TorchDispatchMode):
+    """Counter of the numbers that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.count("read")
+        return func(*args, **(kwargs or {}))
+
+    def count(self, what: str, *_: object) -> None:
+        frames = [frame.filename for frame in traceback.extract_stack() if Path(__file__).name not in frame.filename]
+        places = [name for name in frames if "/deepspeed/" in name or "/megatron_ddrp/" in name]
+        self.waits[f"{what} {Path(places[-1]).name}"] += 1
+
+
+class Stream:
+    """A stream of a device that has one queue, and an event in it."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self.waiting = waiting
+
+    def wait_stream(self, _other: object) -> None: ...
+
+    wait_event = record = wait_stream
+
+    def synchronize(self) -> None:
+        self.waiting.count("synchronize")
+
+
+def waits_of_step(config: Config) -> Waits:
+    """Return the waits of the step after `WARM_UP_STEPS`."""
+    from deepspeed.accelerator import get_accelerator
+
+    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    corpus = Corpus.open(config)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    accelerator, waiting = type(get_accelerator()), Waiting()
+    with (
+        deepspeed_without_gpu(),
+        mock.patch.object(accelerator, "current_stream", lambda *_: Stream(waiting)),
+        mock.patch.object(accelerator, "Event", lambda *_, **__: Stream(waiting)),
+        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
+        mock.patch.object(accelerator, "synchronize", lambda *_: waiting.count("synchronize")),
+    ):
+        model = build_model(config.model, objective=config.objective)
+        engine = build.build_engine(model, config, ranks, loader.num_micro_batches)
+        engine.optimizer.reduction_stream = Stream(waiting)
+        for step in range(1, WARM_UP_STEPS + 1):
+            _take(engine, loader, config, ranks, step)
+        waiting.waits.clear()
+        with waiting:
+            _take(engine, loader, config, ranks, WARM_UP_STEPS + 1)
+        waits = dict(waiting.waits)
+        engine.destroy()
+    forget_layout()
+    return waits
+
+
+def _take(engine: Any, loader: Any, config: Config, ranks: Ranks, step: int) -> None:
+    micro_batches = loader.step((step - 1) * config.training.global_batch_size)
+    train_step(engine, training_inputs(micro_batches, config, step, ranks.device), config, ranks, step)
+
+
+Held = dict[str, int]
+"""Bytes by kind: weights, gradients, optimizer; `all` counts every tensor that came since before the model."""
+
+
+def held_by(world_size: int, command_lines: list[list[str]]) -> list[list[Held]]:
+    """For each `pretrain_bert.py ARGUMENTS`, what each of the ranks holds in its second step."""
+    by_rank = run_ranks(world_size, _two_steps_each, command_lines, TIMEOUT)
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _two_steps_each(command_lines: list[list[str]], _: Path) -> list[Held]:
+    return [two_steps(parse_arguments(words).config) for words in command_lines]
+
+
+def two_steps(config: Config) -> Held:
+    """Train two steps; in the second, the most that is held after any micro-batch's backward pass."""
+    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    corpus = Corpus.open(config)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    gc.collect()
+    before = size(all_tensors())
+    model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
+    engine = build_engine(model, config, ranks, loader.num_micro_batches)
+    del model
+    held: Held = {}
+
+    def count_before(action: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            now = held_now(engine) | {"all": settled_size() - before}
+            held.update({kind: max(held.get(kind, 0), now[kind]) for kind in now})
+            return action(*arguments, **named)
+
+        return counting
+
+    for step in (1, 2):
+        if step == 2:
+            engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
+        micro_batches = loader.step((step - 1) * config.training.global_batch_size)
+        train_step(engine, training_inputs(micro_batches, config, step, ranks.device), config, ranks, step)
+    engine.destroy()
+    forget_layout()
+    return held
+
+
+def all_tensors() -> list[Tensor]:
+    return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+
+
+def settled_size() -> int:
+    """Return the bytes of all tensors, without those that a thread of gloo is about to let go after a collective."""
+    sizes = []
+    for _ in range(20):
+        gc.collect()
+        sizes.append(size(all_tensors()))
+        time.sleep(0.01)
+    return min(sizes)
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages, each once."""
+    there = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
+
+
+def held_now(engine: Any) -> Held:
+    """By kind, from where DeepSpeed keeps each."""
+    parameters = list(engine.module.parameters())
+    weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
+    zero = engine.optimizer
+    gradients = [grad for p in parameters for grad in (p.grad, getattr(p, "grad_accum", None)) if grad is not None]
+    for kept in ("averaged_gradients", "all_grad_tensors"):
+        gradients += [part for parts in getattr(zero, kept, {}).values() for part in parts or []]
+    if getattr(zero, "grad_partitions_flat_buffer", None) is not None:
+        gradients.append(zero.grad_partitions_flat_buffer)
+    adam = getattr(zero, "optimizer", zero)
+    state = [x for of_one in adam.state.values() for x in of_one.values() if isinstance(x, Tensor)]
+    own = {id(p) for p in parameters}
+    masters = [p for group in adam.param_groups for p in group["params"] if id(p) not in own]
+    masters += list(getattr(zero, "fp32_partitioned_groups_flat", []))
+    return {"weights": size(weights), "gradients": size(gradients), "optimizer": size(state + masters)}
+
+
+def train_emulated(command_lines: list[list[str]], _: Path) -> list[Any]:
+    """Train each `pretrain_bert.py ARGUMENTS`; return the steps' rows and the number of captured shapes."""
+    answers: list[Any] = []
+    for words in command_lines:
+        made: list[graphs.ModelGraphs] = []
+
+        def make(made: list[graphs.ModelGraphs] = made) -> graphs.ModelGraphs:
+            made.append(graphs.ModelGraphs(Emulator))
+            return made[-1]
+
+        as_on_a_gpu = mock.patch.object(graphs, "why_not_graphs", lambda *_: None)
+        with as_on_a_gpu, mock.patch.object(build, "ModelGraphs", make):
+            rows = train_run(parse_arguments(words).config)
+        answers.append([rows, [captured_shapes(each) for each in made]])
+    return answers
+
+
+def scaling(path: Path, **settings: int) -> Path:
+    """A DeepSpeed file with settings of the dynamic loss scale."""
+    path.write_text(json.dumps({"fp16": settings}), encoding="utf-8")
+    return path
+
+
+def allow_fp16_on_the_cpu() -> None:
+    """DeepSpeed refuses it for its speed; its arithmetic is what is wanted here."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+STEP = 2
+"""Step in which the bit flips."""
+
+
+class Fault(NamedTuple):
+    """One flipped bit: what of (`activation`, `gradient` or a weight's name), on which rank, in which pass.
+
+    Pass 0 is the training's, pass 1 the replay's. Later steps of `again` have the same fault.
+    """
+
+    kind: str
+    rank: int
+    number: int = 0
+    again: int = 0
+
+
+class Seen(NamedTuple):
+    """Lines that a rank's run printed, its gradient norms, its error, and whether the faulty step kept the weights."""
+
+    lines: list[str]
+    norms: list[float]
+    error: str
+    kept: bool
+
+
+def runs_with_faults(world_size: int, runs: list[tuple[list[str], Fault]]) -> list[list[Seen]]:
+    """Return what each rank saw of each run, `pretrain_bert.py ARGUMENTS` and its fault."""
+    by_rank = run_ranks(world_size, _train_all, runs, TIMEOUT)
+    return [[Seen(*seen) for seen in of_ranks] for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _train_all(runs: list[tuple[list[str], Fault]], _: Path) -> list[Seen]:
+    allow_fp16_on_the_cpu()
+    return [_train(words, Fault(*fault)) for words, fault in runs]
+
+
+def _train(words: list[str], fault: Fault) -> Seen:
+    kept: list[bool] = []
+    with (
+        mock.patch.object(nonfinite, "train_step", faulty(fault, kept)),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        rows, error = [], ""
+        try:
+            rows = train_run(parse_arguments(words).config)
+        except UserError as refusal:
+            error = str(refusal) if refusal.agreed else ""
+    return Seen(said.getvalue().splitlines(), [row["grad_norm"] for row in rows], error, kept[STEP - 1])
+
+
+def faulty(fault: Fault, kept: list[bool]) -> Callable[..., Any]:
+    """Return `train_step` with a fault; it notes in `kept` whether each step left this rank's weights as they were."""
+    train_step = nonfinite.train_step
+
+    def step_with_fault(engine: Any, micro_batches: Any, config: Any, ranks: Any, step: int, *others: Any) -> Any:
+        hook: Any = contextlib.nullcontext()
+        if STEP <= step <= STEP + fault.again and ranks.rank == fault.rank:
+            hook = flipped(engine.module, fault)
+        before = weights_of(engine.module)
+        try:
+            with hook:
+                return train_step(engine, micro_batches, config, ranks, step, *others)
+        finally:
+            after = weights_of(engine.module)
+            kept.append(all(torch.equal(after[name], weight) for name, weight in before.items()))
+
+    return step_with_fault
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of this rank's weights, or of its parts of them."""
+    return {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in local_parameters(module).items()}
+
+
+@contextlib.contextmanager
+def flipped(module: nn.Module, fault: Fault) -> Any:
+    """Flip the fault's bit within the context."""
+    if fault.kind not in ("activation", "gradient"):
+        flip(local_parameters(module)[fault.kind])
+        yield
+        return
+    calls: list[int] = []
+
+    def look(inner: nn.Module, given: Any, output: Tensor) -> None:
+        calls.append(1)
+        if len(calls) - 1 != fault.number:
+            return
+        if fault.kind == "activation":
+            flip(output)
+        else:
+            output.register_hook(flip)
+
+    named = {whole_name(inner): inner for inner in module.modules()}
+    hook = named["layers.0.feed_forward.output"].register_forward_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def flip(tensor: Tensor) -> Tensor:
+    """Flip the highest bit of the mantissa of a tensor's first number, in place, and return the tensor."""
+    integers, bit = (torch.int32, 22) if tensor.dtype == torch.float32 else (torch.int16, 6)
+    numbers = tensor.data.view(integers)
+    numbers[(0,) * tensor.dim()] ^= 1 << bit
+    return tensor
+
+
+def start_wrong(fault: Fault) -> None:
+    """Let this process's runs have a fault; for `before` of `start_ranks`."""
+    nonfinite.train_step = faulty(fault, [])

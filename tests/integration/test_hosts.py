@@ -1,0 +1,402 @@
+"""Ranks that do not meet end with one line that says why; a host that vanishes ends the run on the other, and the same
+command resumes; nobody else can reach a run from the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import functools
+import ipaddress
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import distributed
+
+from megatron_ddrp.parallel import rendezvous
+from megatron_ddrp.parallel.rendezvous import listen
+from megatron_ddrp.run import run_folder
+from megatron_ddrp.run.metrics import read_rows
+from tests.integration.hosts import INTERFACE, Host, ip, missing
+from tests.integration.launch import (
+    SCRIPT,
+    TIMEOUT,
+    Hold,
+    Result,
+    armed,
+    command_of_process,
+    free_port,
+    lines,
+    start_ranks,
+    training_rows,
+)
+
+Flags = Callable[..., list[str]]
+
+
+SECONDS = 12
+"""Time that ranks get to meet, where nothing but waiting can show that one will not come."""
+NEW_NETWORK, NEW_MOUNTS, NEW_NAMES = 0x40000000, 0x20000, 0x4000000
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
+"""Flags of Linux's `unshare` and `mount`."""
+
+
+def only(rank: int, **variables: str) -> None:
+    """Let this rank alone run, with other variables than the launcher's; it soon says for whom it waits."""
+    if os.environ["RANK"] != str(rank):
+        os._exit(0)
+    os.environ.update(variables)
+    rendezvous.SIGN_OF_LIFE = 1.0
+
+
+def line_of(result: Result, rank: int) -> str:
+    """Return the only line of a rank's standard error; without frames of C++ or Python."""
+    assert result.exit_codes[rank] == 1, result.stderr
+    [line] = result.stderr[rank].splitlines()
+    return line
+
+
+def die_while_connecting() -> None:
+    """Kill rank 1 once all ranks have met at the store."""
+    if os.environ["RANK"] == "1":
+        distributed.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+
+def stay_away(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        os._exit(0)
+
+
+VAIN: dict[str, tuple[int, Callable[[], None]]] = {
+    "without rank 1": (2, functools.partial(only, 0, LOCAL_RANK="0")),
+    "without rank 0": (2, functools.partial(only, 1, LOCAL_RANK="0")),
+    "without rank 2": (3, functools.partial(stay_away, 2)),
+    "killed": (2, die_while_connecting),
+    "rank 0 at no address": (2, functools.partial(only, 0, MASTER_ADDR="nowhere.invalid")),
+    "rank 1 at no address": (2, functools.partial(only, 1, MASTER_ADDR="nowhere.invalid")),
+    "at another host's address": (2, functools.partial(only, 0, MASTER_ADDR="192.0.2.1")),
+}
+"""Ranks that do not meet: their number, and what each does first."""
+
+
+def meet_in_vain(flags: Flags, ranks: int, before: Callable[[], None], **meanwhile: Any) -> Result:
+    words = flags(distributed_timeout_minutes=SECONDS / 60)
+    return start_ranks(words, ranks, before=before, timeout=5 * SECONDS + 60, **meanwhile)
+
+
+@pytest.fixture(scope="module")
+def found(flags: Flags) -> dict[str, Result]:
+    """What the ranks of `VAIN` say. They all wait at the same time: each is started while the one before it runs."""
+    results = {}
+
+    def meet_all(names: list[str]) -> None:
+        if names:
+            name, *others = names
+            results[name] = meet_in_vain(flags, *VAIN[name], during=lambda _: meet_all(others))
+
+    meet_all(list(VAIN))
+    return results
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named(found: dict[str, Result]) -> None:
+    line = line_of(found["without rank 1"], 0)
+    assert "rank 1 did not come within 0.2 minutes (--distributed-timeout-minutes); the others are on " in line
+    assert "look above for ssh's" in line and "port" not in line
+    assert "waiting for rank 1 …" in found["without rank 1"].stdout[0]
+
+
+@pytest.mark.slow
+def test_rank_0_that_does_not_come_is_named(found: dict[str, Result]) -> None:
+    line = line_of(found["without rank 0"], 1)
+    assert re.search(
+        r"rank 1 \(host .*\) cannot meet .*: Connection refused; rank 0 did not come, has another --master_addr", line
+    )
+    assert re.search(r"waiting for rank 0 at 127.0.0.1:\d+ …", found["without rank 0"].stdout[1])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_they_connect(found: dict[str, Result]) -> None:
+    killed = found["killed"]
+    assert killed.exit_codes == [1, -signal.SIGKILL], killed.stderr
+    [line] = lines(killed.stderr[0])
+    assert re.search("rank 0 (cannot meet|could not connect to)", line) and "port" not in line
+
+
+@pytest.mark.slow
+def test_each_rank_that_waits_names_the_missing_one(found: dict[str, Result]) -> None:
+    """Rank 0, which hosts their meeting place, leaves it last."""
+    waiting = found["without rank 2"]
+    assert waiting.exit_codes == [1, 1, 0], waiting.stderr
+    assert "rank 2 did not come within 0.2 minutes" in line_of(waiting, 0)
+    assert waiting.stderr[1] == "", "ranks of one host print once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_is_not_known(rank: int, found: dict[str, Result]) -> None:
+    line = line_of(found[f"rank {rank} at no address"], rank)
+    assert re.search(r"nowhere.invalid:\d+: .*[Nn]ame.*; give --master_addr \(MASTER_ADDR\) a name", line)
+
+
+@pytest.mark.slow
+def test_an_address_of_another_host(found: dict[str, Result]) -> None:
+    line = line_of(found["at another host's address"], 0)
+    assert re.search(r"192.0.2.1:\d+: .*; --master_addr \(MASTER_ADDR\) must be an address of this host", line)
+
+
+def enter(hosts: tuple[Host, ...], **variables: str) -> None:
+    """Move this rank to the host with its number, whose name is that of its network."""
+    host, libc = hosts[int(os.environ["RANK"])], ctypes.CDLL(None)
+    with open(f"/var/run/netns/{host.name}", "rb") as network:
+        assert libc.setns(network.fileno(), NEW_NETWORK) == 0
+    assert libc.unshare(NEW_NAMES) == 0
+    socket.sethostname(host.name)
+    os.environ.update(variables, LOCAL_RANK="0")
+
+
+@pytest.mark.slow
+def test_a_network_that_does_not_join_the_hosts(hosts: tuple[Host, Host], flags: Flags) -> None:
+    """Each rank tells the other a loopback address: one is refused at once, the other waits for it."""
+    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    apart = meet_in_vain(flags, 2, functools.partial(enter, hosts, **where))
+    assert apart.exit_codes == [1, 1], apart.stderr
+    for text in apart.stderr:
+        assert "frame #" not in text and "Traceback" not in text and "pytorch" not in lines(text)[-1]
+        assert text.count("name one by GLOO_SOCKET_IFNAME") == 1
+
+
+def with_own_disk(owner: Host, disk: str, hosts: tuple[Host, ...], **variables: str) -> None:
+    """Move this rank to its host. On one of them the folder of runs is another than on the others."""
+    enter(hosts, **variables)
+    run_folder.PATIENCE = datetime.timedelta(seconds=1)
+    if socket.gethostname() == owner.name:
+        libc = ctypes.CDLL(None)
+        assert libc.unshare(NEW_MOUNTS) == 0
+        assert libc.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None) == 0
+        assert libc.mount(f"{disk}-of-its-own".encode(), disk.encode(), None, BIND, None) == 0
+
+
+@pytest.mark.slow
+def test_a_save_folder_that_hosts_do_not_share(hosts: tuple[Host, Host], flags: Flags, tmp_path: Path) -> None:
+    disk, own = tmp_path / "disk", tmp_path / "disk-of-its-own"
+    disk.mkdir()
+    own.mkdir()
+
+    def start(*order: Host, **settings: object) -> Result:
+        where = {"MASTER_ADDR": order[0].address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": INTERFACE}
+        before = functools.partial(with_own_disk, hosts[1], str(disk), order, **where)
+        return start_ranks(flags(train_iters=2, save=disk / "run", **settings), 2, before=before)
+
+    first = start(*hosts).check()
+    unseen = f"--save {disk}/run is not shared: host {{}} does not see what rank 0 writes there"
+    assert first.stdout[0].count(unseen.format(hosts[1].name)) == 1
+    again = start(*hosts, load=disk / "run")
+    assert again.exit_codes == [1, 1]
+    assert f"(iter_0000002: missing or incomplete on host {hosts[1].name})" in again.stderr[0]
+    swapped = start(*reversed(hosts), load=disk / "run")
+    assert swapped.exit_codes == [1, 1]
+    assert f"{unseen.format(hosts[0].name)}, so --load would start afresh" in swapped.stderr[0]
+    assert not (own / "run/metrics.jsonl").exists() and not (own / "run/lock").exists()
+
+
+BIN = Path(sys.executable).parent
+PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+LONG_RUN = {"train_iters": 60, "save_interval": 4, "keep_last": 2, "distributed_timeout_minutes": 0.5}
+STEPS_BEFORE_DEATH = 6
+
+
+def write_hostfile(hosts: tuple[Host, Host], folder: Path) -> Path:
+    """One rank a host."""
+    path = folder / "hostfile"
+    path.write_text("".join(f"{host.address} slots=1\n" for host in hosts), encoding="utf-8")
+    return path
+
+
+def wait_for_step(step: int, folder: Path, running: subprocess.Popen[bytes], output: Path) -> None:
+    """Until a run has written that step's row."""
+    end = time.monotonic() + TIMEOUT
+    while sum("loss" in row for row in read_rows(folder)) < step:  # without the row that is being written
+        assert running.poll() is None and time.monotonic() < end, output.read_text(encoding="utf-8")
+        time.sleep(0.05)
+
+
+def assert_ends_as_undisturbed(folder: Path, flags: Flags, whole: Path) -> None:
+    """Each step once, with the numbers of a run that nobody disturbed."""
+    start_ranks(flags(save=whole, **LONG_RUN), 2).check()
+    rows = training_rows(folder)
+    assert [row["iteration"] for row in rows] == list(range(1, LONG_RUN["train_iters"] + 1))
+    assert rows == training_rows(whole)
+
+
+@pytest.mark.slow
+def test_a_host_vanishes_and_the_run_resumes(hosts: tuple[Host, Host], flags: Flags, tmp_path: Path) -> None:
+    """Each host is given its own command, as schedulers do where hosts cannot reach each other by ssh. The ranks that
+    resume are forks."""
+    hostfile, save = write_hostfile(hosts, tmp_path), tmp_path / "run"
+    outputs = [tmp_path / host.name for host in hosts]
+
+    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(free_port())}
+    launcher = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh", "--master_addr", where["MASTER_ADDR"]]
+    arguments = flags(save=save, load=save, **LONG_RUN)
+    running = [
+        host.start(
+            [*launcher, "--master_port", where["MASTER_PORT"], "--node_rank", number, SCRIPT, *arguments],
+            output,
+            PATH=PATH,
+        )
+        for number, (host, output) in enumerate(zip(hosts, outputs, strict=True))
+    ]
+    wait_for_step(STEPS_BEFORE_DEATH, save, running[0], outputs[0])
+    hosts[1].die()
+    assert running[0].wait(TIMEOUT) == 1
+    running[1].wait(TIMEOUT)
+    text = outputs[0].read_text(encoding="utf-8")
+    assert "layout: 2 ranks on cpu" in text
+    assert text.count("rank 0 lost another rank: ") == 1 and "Traceback" not in text
+    hosts[1].come_back()
+    before = functools.partial(enter, hosts, GLOO_SOCKET_IFNAME=INTERFACE, **where)
+    assert f"resumed from {save} at step " in start_ranks(arguments, 2, before=before).check().stdout[0]
+    assert_ends_as_undisturbed(save, flags, tmp_path / "whole")
+
+
+@pytest.fixture
+def ssh(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An sshd on each host that lets us in by a key of its own, and the variables with which pdsh finds it."""
+    reason = missing("sshd", "ssh-keygen", "pdsh")
+    if reason:
+        pytest.skip(reason)
+    tmp_path.chmod(0o700)
+    for name in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)  # which sshd insists on
+    settings = {
+        "HostKey": tmp_path / "host_key",
+        "AuthorizedKeysFile": tmp_path / "user_key.pub",
+        "PermitRootLogin": "yes",
+        "StrictModes": "no",  # of the folders above, which are everybody's
+        "PidFile": "none",
+    }
+    (tmp_path / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+    sshd = shutil.which("sshd", path=PATH)
+    servers = [host.start([sshd, "-D", "-e", "-f", tmp_path / "sshd_config"], tmp_path / "sshd") for host in hosts]
+    options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "ConnectionAttempts=10")
+    words = ["-i", str(tmp_path / "user_key"), *(word for option in options for word in ("-o", option))]
+    yield {"PATH": PATH, "PDSH_SSH_ARGS_APPEND": " ".join(words)}
+    for server in servers:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_a_host_dies_and_deepspeed_over_ssh_goes_on(
+    hosts: tuple[Host, Host], ssh: dict[str, str], flags: Flags, tmp_path: Path
+) -> None:
+    """One command on the first host starts the ranks of both."""
+    hostfile, save, output = write_hostfile(hosts, tmp_path), tmp_path / "run", tmp_path / "output"
+    kept = ("GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu", "CUDA_VISIBLE_DEVICES=")
+    (tmp_path / ".deepspeed_env").write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def start() -> subprocess.Popen[bytes]:
+        launcher = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh_check", "--master_addr", hosts[0].address]
+        arguments = [SCRIPT, *flags(save=save, load=save, **LONG_RUN)]
+        return hosts[0].start([*launcher, "--master_port", free_port(), *arguments], output, **ssh)
+
+    running = start()
+    wait_for_step(STEPS_BEFORE_DEATH, save, running, output)
+    for pid in pids_of_ranks(hosts[1], save):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert running.wait(TIMEOUT) != 0
+    text = output.read_text(encoding="utf-8")
+    assert "layout: 2 ranks on cpu" in text
+    assert text.count("rank 0 lost another rank: ") == 1 and "Traceback" not in text
+    assert start().wait(TIMEOUT) == 0, output.read_text(encoding="utf-8")
+    assert f"resumed from {save} at step " in output.read_text(encoding="utf-8")
+    assert_ends_as_undisturbed(save, flags, tmp_path / "whole")
+
+
+def pids_of_ranks(host: Host, save: Path) -> list[int]:
+    """The training processes there and what started them, but not the sshd, which comes back before they do."""
+    pids = [int(pid) for pid in ip("netns", "pids", host.name).split()]
+    return [pid for pid in pids if str(save).encode() in command_of_process(pid)]
+
+
+LISTENS = "0A"
+"""Of /proc/net/tcp: the state of a listening socket."""
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses at which a process listens, from what the kernel says."""
+    links = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    rows = [line.split() for table in ("tcp", "tcp6") for line in _table(table)]
+    return [str(_address(row[1].split(":")[0])) for row in rows if row[3] == LISTENS and row[9] in own]
+
+
+def _link(descriptor: Path) -> str:
+    """Return what a descriptor refers to, or nothing if another thread has closed it meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(descriptor)
+    return ""
+
+
+def _table(name: str) -> list[str]:
+    path = Path(f"/proc/self/net/{name}")
+    return path.read_text().splitlines()[1:] if path.exists() else []
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address as /proc has it, words of four bytes in the machine's order."""
+    words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
+    return ipaddress.ip_address(b"".join(words))
+
+
+def addresses(flags: Flags, folder: Path, ranks: int, **settings: object) -> list[list[str]]:
+    """Where each rank of a run listens in its second step."""
+    hold, found = Hold(folder / "pipe"), []
+
+    def look(processes: list[Any]) -> None:
+        found.extend([listening(hold.next_process(process.sentinel)) for process in processes])
+        hold.release()
+
+    start_ranks(flags(train_iters=2, **settings), ranks, armed(f"step.logged={hold.action}@2"), look).check()
+    return found
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older torch needs gloo for one rank")
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_one_process_opens_no_port(zero_stage: int, flags: Flags, tmp_path: Path) -> None:
+    assert addresses(flags, tmp_path, 1, zero_stage=zero_stage) == [[]]
+
+
+@pytest.mark.slow
+def test_ranks_of_one_machine_listen_to_it_alone(flags: Flags, tmp_path: Path) -> None:
+    found = [address for of_rank in addresses(flags, tmp_path, 2) for address in of_rank]
+    assert len(found) >= 3, "the store's port and gloo's"
+    assert all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def test_the_store_listens_at_its_address_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with listen("127.0.0.1", port) as listener:
+        assert listener.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", port)
+    assert listen("192.0.2.1", port) is None, "an address of another machine, which may forward to this one"
+    place = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: place)
+    assert listen("node1", port) is None, "other machines know node1 by another address"

@@ -1,0 +1,366 @@
+"""Fine-tuning, a comparison and sentence embeddings as a user starts them: on ranks, with workers, killed, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from scipy.stats import spearmanr
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS
+from tests.integration.launch import ROOT, Hold, Result, armed, run_command, start_ranks
+from tests.unit.conversion.conftest import WORDS, write_checkpoint
+
+SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
+PIECES = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A made-up CoLA of odd sizes, and a BERT with dropout that learns it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("glue")
+    rng = np.random.default_rng(0)
+    for task in ("CoLA", "STS-B"):
+        (folder / "data" / task).mkdir(parents=True)
+    for name, count in (("train", 61), ("dev", 37)):
+        cola, sts = [], ["index\tsentence1\tsentence2\tscore"]
+        for index in range(count):
+            words = rng.choice(len(PIECES), rng.integers(2, 6))
+            text = " ".join(PIECES[word] for word in words)
+            cola.append(f"made\t{int(words[0] < 3)}\t\t{text}")
+            sts.append(f"{index}\t{text}\tred cat\t{(words < 3).sum()}.000")
+        (folder / "data" / "CoLA" / f"{name}.tsv").write_text("\n".join(cola) + "\n")
+        (folder / "data" / "STS-B" / f"{name}.tsv").write_text("\n".join(sts) + "\n")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *PIECES]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(pieces), max_position_embeddings=16, initializer_range=0.2, **sizes)
+    transformers.BertModel(config).save_pretrained(folder / "bert")
+    (folder / "bert" / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    return folder
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    """What follows `python -m tasks.glue`; later words win."""
+    words = ["--tasks", "CoLA", "STS-B", "--data-dir", folder / "data", "--load", folder / "bert", "--output-dir", out]
+    words += ["--grid", "quick", "--seeds", "1", "--lr", "1e-2", "--batch-size", "8", "--epochs", "8", *more]
+    return [str(word) for word in words]
+
+
+def rows(out: Path) -> list[dict]:
+    """Lines of runs.jsonl by name, without what depends on the clock."""
+    found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    return sorted(
+        ({k: v for k, v in row.items() if k not in ("seconds", "crc32")} for row in found),
+        key=lambda row: row["predictions"],
+    )
+
+
+def predictions(out: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((out / "predictions").glob("*.tsv"))}
+
+
+def run(words: list[str], ranks: int | None = None) -> str:
+    """Standard output of `python -m tasks.glue WORDS`, or of rank 0 under a launcher; it must end well."""
+    return start_ranks(words, ranks, program="tasks.glue").check().stdout[0]
+
+
+def launched(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """`python -m tasks.glue WORDS` on two ranks of the real torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command_line = [sys.executable, *launcher, sys.executable, "-m", "tasks.glue", *words]
+    return run_command(command_line, PYTHONPATH=str(ROOT))
+
+
+def sweep_alone(folder: Path, out: Path, *more: str) -> Path:
+    """The sweep by one process; the encoder must learn."""
+    run(command(folder, out, *more))
+    assert [row["dev_examples"] for row in rows(out)] == [37, 37]
+    assert all(row["score"] is not None and row["score"] > 0.3 for row in rows(out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return sweep_alone(folder, folder / "alone")
+
+
+@pytest.fixture(scope="module")
+def ours_alone(folder):
+    """Of the same encoder as a checkpoint of ours: its workers need not import transformers."""
+    import_folder(folder / "bert", folder / "ours")
+    return sweep_alone(folder, folder / "ours alone", "--load", str(folder / "ours"))
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_have_the_same_scores(folder, alone):
+    """To the last digit of the regression's predictions, with dropout and an odd number of rows."""
+    said = run(command(folder, folder / "ranks"), ranks=2)
+    assert said.count("plan:") == 1
+    assert rows(folder / "ranks") == rows(alone)
+    assert predictions(folder / "ranks") == predictions(alone)
+
+
+@pytest.mark.slow
+def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
+    said = run(command(folder, folder / "workers", "--workers", "2"))
+    assert "[2/2]" in said
+    assert rows(folder / "workers") == rows(alone)
+    again = run(command(folder, folder / "workers", "--workers", "2"))
+    assert "0 of 2 runs to do" in again
+    assert rows(folder / "workers") == rows(alone)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours_alone):
+    """It is killed with a lease, while the other holds one too."""
+    out, hold = folder / "one killed", Hold(folder / "pipe")
+
+    def kill_a_worker(commands: list[Any]) -> None:
+        workers = [hold.next_process(commands[0].sentinel) for _ in range(2)]
+        os.kill(workers[0], signal.SIGKILL)
+        hold.release()
+
+    words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
+    points = armed(f"job.leased={hold.action}")
+    start_ranks(words, None, points, kill_a_worker, program="tasks.glue").check()
+    assert rows(out) == rows(ours_alone)
+    assert (out / "table.md").is_file()
+
+
+@pytest.mark.slow
+def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
+    """Workers must go with a killed parent, and the leases that they held must be free."""
+    out = folder / "killed"
+    words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
+    for point in ("job.leased", "job.appended"):
+        hold = Hold(folder / f"pipe of {point}")
+
+        def kill(commands: list[Any], hold: Hold = hold) -> None:
+            hold.next_process(commands[0].sentinel)
+            commands[0].kill()
+
+        killed = start_ranks(words, None, armed(f"{point}={hold.action}"), kill, program="tasks.glue")
+        assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
+        hold.release()
+    run(words)
+    assert rows(out) == rows(ours_alone)
+    assert predictions(out) == predictions(ours_alone)
+
+
+@pytest.mark.slow
+def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
+    (tmp_path / "data" / "CoLA").mkdir(parents=True)
+    for name in ("train", "dev"):
+        text = (folder / "data" / "CoLA" / f"{name}.tsv").read_text()
+        (tmp_path / "data" / "CoLA" / f"{name}.tsv").write_text(text.replace("\t1\t", "\t7\t", 1))
+    result = launched(command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"), "--tasks", "CoLA"))
+    assert result.returncode != 0
+    assert result.stderr.count("label '7', expected one of 0, 1") == 1
+    assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_ranks_with_other_runs_are_refused(folder, tmp_path):
+    words = command(folder, tmp_path / "out", "--tasks", "CoLA")
+    ended = start_ranks(words, 2, program="tasks.glue", last_arguments=["--lr", "0.25"])
+    assert ended.exit_codes == [WRONG_ARGUMENTS] * 2, ended.stderr
+    assert "-lr0.25-" in "".join(ended.stderr) and "".join(ended.stderr).count("run 1 is CoLA-") == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):
+    run(command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA"), ranks=2)
+    (row,) = rows(folder / "few")
+    assert (row["train_examples"], row["steps"]) == (3, 1)
+
+
+OFFICIAL = {"CoLA": 1043, "SST-2": 872, "MRPC": 408, "STS-B": 1500, "RTE": 277}
+
+
+@pytest.mark.slow
+def test_the_official_development_sets_are_scored_whole(folder, tmp_path):
+    if not SHARED.is_file():
+        pytest.skip(f"the official files are not at hand ({SHARED})")
+    import tarfile
+
+    with tarfile.open(SHARED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    words = command(folder, tmp_path / "out", "--seeds", "1", "--epochs", "1", "--max-train-examples", "32")
+    run([*words, "--data-dir", str(tmp_path / "glue"), "--tasks", *OFFICIAL])
+    found = rows(tmp_path / "out")
+    assert {row["task"]: row["dev_examples"] for row in found} == OFFICIAL
+    for row in found:
+        lines = (tmp_path / "out" / row["predictions"]).read_text().splitlines()
+        assert len(lines) == 1 + OFFICIAL[row["task"]]
+
+
+STEPS = 48
+COMPARE_TIMEOUT = 400.0
+"""Seconds, on a machine that others use too."""
+
+
+def compare(plan: Path, out: Path, *words: object, **harm: Any) -> Result:
+    """Run `python -m tasks.compare`; its jobs are processes of their own. `harm` is for `start_ranks`."""
+    return start_ranks(
+        [plan, "--output-dir", out, *words], None, program="tasks.compare", timeout=COMPARE_TIMEOUT, **harm
+    )
+
+
+def results_of(out: Path) -> list[dict[str, Any]]:
+    """The gains in results.json."""
+    return json.loads((out / "results.json").read_text())["gains"]
+
+
+@pytest.mark.slow
+def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus, tmp_path):
+    plan, out, pairs = tmp_path / "plan.yaml", tmp_path / "out", tmp_path / "pairs"
+    pairs.mkdir()
+    words = [word for word in tiny_corpus.vocab_file.read_text().split() if word.isalpha()][-40:]
+    rows = [{"sentence_good": " ".join(words[i:][:4]), "sentence_bad": " ".join(words[i::-1][:4])} for i in range(18)]
+    (pairs / "order.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "models": [
+            {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
+            {"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"},
+        ],
+        "seeds": 1,
+        "budget": {"steps": STEPS},
+        "checkpoints": 3,
+        "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file), "shuffle": True},
+        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+        "minimal_pairs": {"data_dir": str(pairs)},
+        "analyses": {"self-similarity": 8},
+    }
+    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
+
+    hold = Hold(tmp_path / "pipe")
+
+    def kill_in_a_run(drivers: list[Any]) -> None:
+        hold.next_process(drivers[0].sentinel)
+        drivers[0].kill()
+        hold.release()
+
+    compare(plan, out, before=armed(f"step.logged={hold.action}@18"), during=kill_in_a_run)
+    began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
+    assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
+
+    compare(plan, out).check()
+    rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
+    assert len({row["job"] for row in rows}) == len(rows) == 2 + 2 + 2 + 2
+    assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
+    logs = "".join(path.read_text() for path in out.glob("logs/course*.log"))
+    assert "resumed from" in logs
+    for folder in out.glob("courses/*"):
+        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        trained = [row["iteration"] for row in logged if "lm_loss" in row]
+        assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
+        assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (16, 32, 48)}
+    page = (out / "page.html").read_text()
+    assert "Missing" not in page and page.count("<img") == 5
+    (difference,) = [
+        row for row in results_of(out) if row["measure"] == "minimal pairs" and row["first"] == "DDRP (MTH)"
+    ]
+    assert difference["over_seeds"] is None and difference["over_items"] is not None
+    assert difference["n"] == 1 and difference["judgement"] is None and -1 <= difference["mean"] <= 1
+    assert len((out / "rows.jsonl").read_text().splitlines()) == 2
+
+    seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+    assert "0 of 0 jobs to do" in compare(plan, out).check().stdout[0]
+    assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+
+
+@pytest.mark.slow
+def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder(tiny_corpus, tmp_path):
+    plan, rows = tmp_path / "ladder.yaml", tmp_path / "rows.jsonl"
+    values = {
+        "plugins": [str(Path(__file__).with_name("plugin_encoding.py"))],
+        "models": [{"name": "slopes, MTH", "encoding": "slopes", "objective": "mth"}],
+        "rungs": [{"budget": {"tokens": 1024}}, {"budget": {"tokens": 4096}}],
+        "seeds": 1,
+        "checkpoints": 1,
+        "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
+        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+        "analyses": {"direction": 8},
+        "workers": 2,
+    }
+    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
+    compare(plan, tmp_path / "out", "--rows", rows).check()
+    lower, higher = sorted(map(json.loads, rows.read_text().splitlines()), key=lambda row: row["steps"])
+    assert (lower["steps"], higher["steps"]) == (8, 32) and lower["planned_tokens"] == 1024
+    assert higher["values"]["validation masked-LM loss"] < lower["values"]["validation masked-LM loss"]
+    assert (
+        0 <= higher["values"]["direction probe, shuffled"] <= 1
+        and len(higher["curves"]["training masked-LM loss"]) == 32
+    )
+    assert "1,024 tokens" in (tmp_path / "out" / "page.md").read_text()
+    assert "0 of 0 jobs to do" in compare(plan, tmp_path / "elsewhere", "--rows", rows).check().stdout[0]
+    assert (tmp_path / "elsewhere" / "page.html").is_file() and not (tmp_path / "elsewhere" / "courses").exists()
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "embeddings"
+MISSING = [name for name in ("sentence_transformers", "mteb", "accelerate") if find_spec(name) is None]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"the recipe needs pip install {' '.join(MISSING)}")
+@torch.no_grad()
+def test_an_export_becomes_a_sentence_encoder_that_mteb_scores(tmp_path, monkeypatch):
+    from sentence_transformers import SentenceTransformer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]), encoding="utf-8")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocabulary)
+    run = write_checkpoint(tmp_path / "run", tokenizer)
+    export_checkpoint(run, tmp_path / "hf")
+    animals = ("cat", "dog", "bird", "blue")
+    rows = [
+        {"sentence1": f"the {a} run", "sentence2": f"red {b}", "score": 5.0 * (a == b) + (a < b)}
+        for a in animals
+        for b in animals
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    model, _, _ = checkpoint.load_model(run)
+    texts = ["the cat", "red dog , blue bird ."]  # the shorter one is padded
+    embedded = SentenceTransformer(str(tmp_path / "hf"), trust_remote_code=True).encode(texts)
+    for text, found in zip(texts, embedded, strict=True):
+        ids = torch.tensor([[tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]])
+        hidden = model.encode(ids, ids * 0, ids * 0 + 1, torch.arange(ids.shape[1])[None])
+        torch.testing.assert_close(torch.from_numpy(found), hidden[0].mean(0), atol=1e-5, rtol=1e-5)
+
+    def run_example(name, **flags):
+        """Run one of the scripts in this process."""
+        words = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
+        monkeypatch.setattr(sys, "argv", [name, "--pairs", str(pairs), *words])
+        with torch.enable_grad():
+            run_path(str(EXAMPLES / name), run_name="__main__")
+
+    run_example("train_sentence_encoder.py", load=tmp_path / "hf", output=tmp_path / "sentences", max_seq_length=7)
+    trained = SentenceTransformer(str(tmp_path / "sentences"), trust_remote_code=True)
+    assert trained.max_seq_length == 7
+    first, second = (trained.encode([row[side] for row in rows]) for side in ("sentence1", "sentence2"))
+    assert not torch.allclose(torch.from_numpy(trained.encode(texts)), torch.from_numpy(embedded)), "it trained"
+    run_example("evaluate_mteb.py", load=tmp_path / "sentences", output=tmp_path / "scores.json")
+    cosines = torch.cosine_similarity(torch.from_numpy(first), torch.from_numpy(second))
+    expected = spearmanr(cosines, [row["score"] for row in rows]).statistic
+    found = json.loads((tmp_path / "scores.json").read_text())["cosine_spearman"]
+    assert found == pytest.approx(expected, abs=1e-6)
