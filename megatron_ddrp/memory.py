@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_ddrp.config import Config, encoding_class, flag
+from megatron_ddrp.config import Config, flag
 from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
@@ -101,10 +101,10 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
     for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
         held = {
-            name: parameter.numel() // (1 if split_dimension(name, config.model.position_encoding) is None else tensor)
+            name: parameter.numel() // (1 if split_dimension(name, config.model.encoding) is None else tensor)
             for name, parameter in local_parameters(modules).items()
         }
-        spared = names_without_decay(modules, config.model.position_encoding)
+        spared = names_without_decay(modules)
         for name, size in held.items():
             sizes[1 if name in spared else 0].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
@@ -232,7 +232,7 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
     tokens = config.training.micro_batch_size * model.seq_length
-    in_logits = encoding_class(model.position_encoding).in_logits
+    in_logits = model.encoding.in_logits
     heads_of_cosine = objective.cosine_heads(model.num_attention_heads)
     boundaries, layers = 0, []
     for hidden in part.layer_widths:

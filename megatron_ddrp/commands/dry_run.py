@@ -18,7 +18,6 @@ from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
-from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.fused import missing_code
 from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.run.devices import DEVICES, LISTED, SHARE, Device, why_not, with_chosen_backend
@@ -219,7 +218,7 @@ def setting(name: str, value: Any, model: ModelConfig) -> str:
         return " ".join(value) or "(none)"
     if value is not None:
         return str(value)
-    resolved = {"ffn_hidden_size": model.ffn_size, "deberta_emd": decodes_masks(model)}
+    resolved = {"ffn_hidden_size": model.ffn_size, "deberta_emd": model.decodes_masks}
     return str(resolved.get(name, f"({NOT_GIVEN.get(name, 'none')})"))
 
 

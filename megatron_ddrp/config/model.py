@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ddrp.config.reading import COUNT, POSITIVE, WAVELENGTH_BASE, Section, check_range, option, refuse
-from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_class
+from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS
 
 VOCABULARY_MULTIPLE = 128
 """Multiple to which every layout pads the vocabulary. Padding is never predicted, and exports omit it."""
@@ -153,7 +154,7 @@ class ModelConfig(Section):
 
     def _ask_encoding(self) -> None:
         """Take the encoding's defaults; refuse a distance, an embedding or sizes that the encoding does not support."""
-        encoding, name = encoding_class(self.position_encoding), f"--position-encoding {self.position_encoding}"
+        encoding, name = self.encoding, f"--position-encoding {self.position_encoding}"
         if self.relative_distance is None:
             object.__setattr__(self, "relative_distance", encoding.relative_distance)
         elif encoding.relative_distance is None:
@@ -179,11 +180,23 @@ class ModelConfig(Section):
             refuse(f"{name}: {reason}")
 
     @property
+    def encoding(self) -> Any:
+        """Class of the position encoding, a `PositionEncoding`. Raises `NotRegistered` for an unknown name."""
+        return ENCODINGS.find(self.position_encoding)
+
+    @property
     def adds_absolute_embedding(self) -> bool:
         """True if a learned absolute position embedding is added to the input."""
         if self.absolute_embedding is None:
-            return encoding_class(self.position_encoding).adds_absolute_embedding
+            return bool(self.encoding.adds_absolute_embedding)
         return self.absolute_embedding
+
+    @property
+    def decodes_masks(self) -> bool:
+        """True if a masked LM of this shape has the enhanced mask decoder."""
+        if self.deberta_emd is None:
+            return bool(self.encoding.decodes_absolute)
+        return self.deberta_emd
 
     @property
     def head_dim(self) -> int:

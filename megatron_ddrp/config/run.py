@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megatron_ddrp.config.model import STARTS, VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import CheckpointConfig, DataConfig, LoggingConfig, ObjectiveConfig
 from megatron_ddrp.config.reading import Place, flag, load_plugins, load_values, options_of, read_settings, refuse
-from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, OPTIMIZERS, PLUGINS, encoding_class, objective_class
+from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, OPTIMIZERS, PLUGINS, objective_class
 from megatron_ddrp.config.training import (
     LengthPhase,
     OptimizerConfig,
@@ -369,7 +369,7 @@ def _effects(config: Config) -> dict[str, Any]:
     model, idle = config.model, idle_settings(config)
     effects: dict[str, Any] = config.to_dict()["model"] | {"ffn_hidden_size": model.ffn_size}
     if model.deberta_emd is None and model.position_encoding in ENCODINGS:
-        effects["deberta_emd"] = encoding_class(model.position_encoding).decodes_absolute
+        effects["deberta_emd"] = model.encoding.decodes_absolute
     if not any(phase.rope_theta for phase in config.phases):  # which a default would follow
         effects["local_rope_theta"] = model.local_rope_theta or model.rope_theta
     return effects | dict.fromkeys({*STARTS, *idle} & effects.keys())

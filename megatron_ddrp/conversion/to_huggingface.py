@@ -47,7 +47,6 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.model.bert import decodes_masks
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,7 @@ def export_checkpoint(
         }
         if family.has_code:
             settings["objective"] = asdict(whole.objective)
-            settings["deberta_emd"] = decodes_masks(
-                whole.model
-            )  # under ELECTRA that of the generator, which stays here
+            settings["deberta_emd"] = whole.model.decodes_masks  # under ELECTRA the generator's, which stays here
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         family.write_code(folder, config)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)

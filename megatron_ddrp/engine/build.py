@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, encoding_class
+from megatron_ddrp.config import Config, ModelConfig, ParallelConfig
 from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.layout import (
     NEVER,
@@ -136,8 +136,8 @@ def choices(config: Config, device: torch.device) -> str:
     """Return the attention backend with the reason for it, how layers are launched, and the precision."""
     model, demand = config.model, attention_demand(config.model, config.training.precision, device)
     windows = {model.window(layer) for layer in range(model.num_layers)} - {None}
-    in_logits = encoding_class(model.position_encoding).in_logits
-    chosen = (resolve_backend(model.attention_backend, demand._replace(window=w), in_logits) for w in (None, *windows))
+    windowed = (demand._replace(window=window) for window in (None, *windows))
+    chosen = (resolve_backend(model.attention_backend, each, model.encoding.in_logits) for each in windowed)
     attention = ", in local layers ".join(dict.fromkeys(f"{backend} attention ({why})" for backend, why in chosen))
     layers = "compiled layers, " if compiles(model.compile, device) else ""
     graphs = "CUDA graphs of layers, " if uses_graphs(config, device) else ""
@@ -195,7 +195,7 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    apply_tensor_parallel(model, config.model.position_encoding, ranks)
+    apply_tensor_parallel(model, ranks)
     if config.parallel.cuts_sequence:
         apply_sequence_parallel(model, ranks)
     name_parameters(model)
@@ -269,7 +269,7 @@ def quiet_deepspeed() -> None:
 def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
     """Return the optimizer of the trained parameters; `names_without_decay` names those without weight decay."""
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
-    spared = names_without_decay(model, config.model.position_encoding)
+    spared = names_without_decay(model)
     groups = [
         {"params": [p for name, p in named if name not in spared], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
@@ -277,10 +277,10 @@ def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.opt
     return OPTIMIZERS.find(config.optimizer.optimizer).build(groups, model, config, ranks)
 
 
-def names_without_decay(model: nn.Module, encoding: str) -> set[str]:
-    """Return the names of the parameters without weight decay: by name, and those of norms and gains by their modules.
+def names_without_decay(model: nn.Module) -> set[str]:
+    """Return the names of the parameters without weight decay: biases, and those of norms and gains.
 
-    A plug-in gives its norms any names, and a part of a layer has gains of its own.
+    Biases are known by their names, norms also by their modules, since a plug-in gives its norms any names.
     """
     spared: set[int] = set()
     for module in model.modules():
@@ -288,14 +288,11 @@ def names_without_decay(model: nn.Module, encoding: str) -> set[str]:
             spared.update(id(parameter) for parameter in module.parameters(recurse=False))
         elif isinstance(module, (PositionEncoding, LayerPositions)):
             spared.update(id(parameter) for name, parameter in module.named_parameters() if name in module.gains)
-    named = local_parameters(model).items()
-    return {name for name, parameter in named if id(parameter) in spared or not decays(name, encoding)}
-
-
-def decays(parameter_name: str, position_encoding: str) -> bool:
-    """Return whether weight decay acts on a parameter by its name: not on biases, norms and an encoding's gains."""
-    gains = tuple(f".position.{gain}" for gain in encoding_class(position_encoding).gains)
-    return not (parameter_name.endswith((".bias", *gains)) or "norm." in parameter_name)
+    return {
+        name
+        for name, parameter in local_parameters(model).items()
+        if id(parameter) in spared or name.endswith(".bias") or "norm." in name
+    }
 
 
 def deepspeed_settings(

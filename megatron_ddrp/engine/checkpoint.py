@@ -33,7 +33,6 @@ from megatron_ddrp.config import (
     OptimizerConfig,
     changed_model,
     changed_settings,
-    encoding_class,
     flag,
 )
 from megatron_ddrp.config.registry import OPTIMIZERS
@@ -49,7 +48,6 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
 )
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
-from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.parallel.pipeline import gather_whole, local_buffers, local_parameters, own_part, uncut_shape
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 
@@ -116,8 +114,8 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
 
 def _serves_any_length(model: ModelConfig) -> bool:
     """Return whether neither weights nor attention depend on `--seq-length`."""
-    has_table = model.adds_absolute_embedding or decodes_masks(model)
-    return encoding_class(model.position_encoding).any_length and not has_table
+    has_table = model.adds_absolute_embedding or model.decodes_masks
+    return model.encoding.any_length and not has_table
 
 
 def _rotary_bases(config: Config, step: int) -> tuple[float, float]:
@@ -206,7 +204,7 @@ class HeldState:
     """This rank's part of the model, by the whole model's names. Its methods are collective calls."""
 
     def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
-        self.engine, self.encoding, self.ranks = engine, config.model.position_encoding, ranks
+        self.engine, self.encoding, self.ranks = engine, config.model.encoding, ranks
         self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
         own = {name: engine.own_moments.get(name, ()) for name in sorted(self.tensors)}
         by_rank = gather_objects((ranks.pipeline_rank, own))

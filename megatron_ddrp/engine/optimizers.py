@@ -222,7 +222,7 @@ class Muon(Optimizer):
 
     def __init__(self, adamw: torch.optim.Optimizer, module: nn.Module, config: Config, ranks: Ranks) -> None:
         """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
-        self.encoding, self.ranks, self.matrices = config.model.position_encoding, ranks, hidden_matrices(module)
+        self.encoding, self.ranks, self.matrices = config.model.encoding, ranks, hidden_matrices(module)
         self.found_inf = torch.zeros((), device=ranks.device)
         settings = config.optimizer
         scale = settings.numbers(self.options)["scale"]

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class, objective_class
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, objective_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer, start_at_offsets
@@ -138,7 +138,7 @@ class Bert(Encoder):
     def __init__(self, config: ModelConfig, objective: Judge, checkpoint_activations: bool = False) -> None:
         super().__init__(config, objective, checkpoint_activations)
         self.head = MaskedLMHead(config, self.embeddings.token, objective)
-        self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
+        self.mask_decoder = EnhancedMaskDecoder(config) if config.decodes_masks else None
         self.initialise()
 
     def stages(self) -> list[nn.Module]:
@@ -168,13 +168,6 @@ class Bert(Encoder):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, without padding."""
         return self.head.logits(hidden)[..., : self.config.vocab_size]
-
-
-def decodes_masks(config: ModelConfig) -> bool:
-    """Return whether a masked LM of this configuration has the enhanced mask decoder."""
-    if config.deberta_emd is None:
-        return encoding_class(config.position_encoding).decodes_absolute
-    return config.deberta_emd
 
 
 def run_stages(
@@ -307,7 +300,7 @@ class Generator(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
         self.head = MaskedLMHead(config, embeddings.token, objective)
         self.head.own = None  # the objective's modules are the discriminator's
-        self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
+        self.mask_decoder = EnhancedMaskDecoder(config) if config.decodes_masks else None
 
 
 class GeneratorEmbeddings(Embeddings):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.fused import Norm
@@ -184,7 +184,7 @@ class Embeddings(nn.Module):
         self.projection: nn.Module | None = None
         if shared is not None or width != config.hidden_size:
             self.projection = nn.Linear(width, config.hidden_size, bias=config.bias)
-        encoding = encoding_class(config.position_encoding)(config)
+        encoding = config.encoding(config)
         adds_absolute = config.adds_absolute_embedding
         self.longest = config.seq_length if encoding.limits_length or adds_absolute else None
         if shared is None:

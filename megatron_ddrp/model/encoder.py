@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, reads_runs, resolve_backend
 from megatron_ddrp.model.attention.logits import Attended, Attending, Demand, attention_logits
 from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
@@ -66,7 +66,7 @@ class SelfAttention(Projecting):
         super().__init__(config)
         self.head_dim, self.window, self.judge = config.head_dim, window, judge
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
-        self.encoding = encoding_class(config.position_encoding)
+        self.encoding = config.encoding
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias and config.key_bias)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
@@ -169,11 +169,10 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = ResidualNorm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        encoding = encoding_class(config.position_encoding)
-        self.position = encoding(config) if config.relative_table == "per-layer" else None
-        self.layer_position = encoding.layer_part(config)
+        self.position = config.encoding(config) if config.relative_table == "per-layer" else None
+        self.layer_position = config.encoding.layer_part(config)
         self.layer_position.is_local = self.attention.window is not None
-        self.name_terms = encoding.terms
+        self.name_terms = config.encoding.terms
 
     def forward(self, state: State) -> State:
         source, rotate = self._attention_input(state.hidden), self.layer_position.rotate

@@ -54,7 +54,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits, sum_of_counted
@@ -71,7 +70,7 @@ from megatron_ddrp.model.embeddings import (
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.fused import gradient_of_input, gradients_of_parameters
 from megatron_ddrp.model.heads import DecodingStage
-from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.positions import PositionEncoding, PositionTerms
 from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, NoteInputs, Output, State
 from megatron_ddrp.parallel.process_group import Ranks
 
@@ -269,13 +268,9 @@ SPLIT = (
 """(pattern of the end of a parameter's name, cut dimension)."""
 
 
-def split_dimension(name: str, encoding: str) -> int | None:
-    """Return the dimension along which tensor parallelism cuts a parameter or buffer; None if it stays whole.
-
-    `encoding` is a name in `config.registry.ENCODINGS`, here and below.
-    """
-    positions = encoding_class(encoding)
-    for module, by_head in (("position", positions.by_head), ("layer_position", positions.layer_part.by_head)):
+def split_dimension(name: str, encoding: type[PositionEncoding]) -> int | None:
+    """Return the dimension along which tensor parallelism cuts a parameter or buffer; None if it stays whole."""
+    for module, by_head in (("position", encoding.by_head), ("layer_position", encoding.layer_part.by_head)):
         for parameter, dimension in by_head.items():
             if name.endswith(f".{module}.{parameter}"):
                 return dimension
@@ -285,7 +280,7 @@ def split_dimension(name: str, encoding: str) -> int | None:
     return None
 
 
-def uncut_shape(name: str, local: Sequence[int], encoding: str, ranks: Ranks) -> tuple[int, ...]:
+def uncut_shape(name: str, local: Sequence[int], encoding: type[PositionEncoding], ranks: Ranks) -> tuple[int, ...]:
     """Return the shape of the whole tensor of which a tensor of shape `local` is this rank's `own_part`."""
     shape, dimension = list(local), split_dimension(name, encoding)
     if dimension is not None:
@@ -293,7 +288,7 @@ def uncut_shape(name: str, local: Sequence[int], encoding: str, ranks: Ranks) ->
     return tuple(shape)
 
 
-def own_part(name: str, whole: Tensor, encoding: str, ranks: Ranks) -> Tensor:
+def own_part(name: str, whole: Tensor, encoding: type[PositionEncoding], ranks: Ranks) -> Tensor:
     """Return this rank's part of a whole parameter, or of a tensor of its shape (gradient, Adam moment), as a view."""
     dimension = split_dimension(name, encoding)
     if dimension is None or ranks.tensor_size == 1:
@@ -301,7 +296,7 @@ def own_part(name: str, whole: Tensor, encoding: str, ranks: Ranks) -> Tensor:
     return whole.chunk(ranks.tensor_size, dimension)[ranks.tensor_rank]
 
 
-def gather_whole(name: str, local: Tensor, encoding: str, ranks: Ranks) -> Tensor:
+def gather_whole(name: str, local: Tensor, encoding: type[PositionEncoding], ranks: Ranks) -> Tensor:
     """Return the whole tensor of which `local` is this rank's `own_part`, on every tensor-parallel rank.
 
     A collective call among these ranks, on `ranks.device`.

@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.model.attention.logits import Attending
-from megatron_ddrp.model.bert import FormerGeneratorEmbeddings
+from megatron_ddrp.model.bert import Encoder, FormerGeneratorEmbeddings
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer, FeedForward, Projecting, SelfAttention
 from megatron_ddrp.model.fused import GeluLinear, Norm, normalise
@@ -217,11 +217,11 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
 """(pattern of the end of a module's name, subclass that such a module becomes if it is of the subclass's base)."""
 
 
-def apply_tensor_parallel(model: nn.Module, encoding: str, ranks: Ranks) -> None:
+def apply_tensor_parallel(model: Encoder, ranks: Ranks) -> None:
     """Cut a whole model to this rank's part, in place, and connect it with the other ranks' parts."""
     if ranks.tensor_size == 1:
         return
-    _keep_own_parts(model, encoding, ranks)
+    _keep_own_parts(model, ranks)
     specialise(model, PARALLEL, ranks=ranks)
     _sum_shared_position_gradients(model, ranks)
 
@@ -240,9 +240,10 @@ def specialise(model: nn.Module, table: Sequence[tuple[str, type[nn.Module]]], *
                 vars(module).update(attributes)
 
 
-def _keep_own_parts(model: nn.Module, encoding: str, ranks: Ranks) -> None:
+def _keep_own_parts(model: Encoder, ranks: Ranks) -> None:
     """Replace each cut parameter and buffer by this rank's part; tied ones stay tied, frozen ones stay frozen."""
     parts: dict[int, Tensor] = {}
+    encoding = model.config.encoding
     for module_name, module in model.named_modules():
         for name, whole in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full_name = f"{module_name}.{name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.config import Config
 
 SHARE = 0.18
 """Share of the dense peak: the MFU of `ddrp` + `mth` at base size on an H100 (docs/lab/benchmarks.md)."""
@@ -79,7 +79,6 @@ def why_not(config: Config, device: Device) -> str | None:
 
 def with_chosen_backend(config: Config, device: Device) -> Config:
     """Return the configuration with the attention that `auto` chooses on a device, if memory depends on it."""
-    in_logits = encoding_class(config.model.position_encoding).in_logits
-    if config.model.attention_backend == "auto" and device.is_recent and in_logits:
+    if config.model.attention_backend == "auto" and device.is_recent and config.model.encoding.in_logits:
         return config.replace(model={"attention_backend": "triton"})
     return config

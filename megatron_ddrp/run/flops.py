@@ -42,10 +42,9 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_ddrp.config import Config, ModelConfig, encoding_class
+from megatron_ddrp.config import Config, ModelConfig
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks, gather_objects
@@ -84,13 +83,13 @@ def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
     length, share, width = length or model.seq_length, objective.mask_rates.mean, model.embedding_width
     small = objective.generator_config(model)
     if small is not None:
-        applied = small.num_layers - decodes_masks(small)  # only the decoder applies the last layer
+        applied = small.num_layers - small.decodes_masks  # only the decoder applies the last layer
         generator = sum(_layers(small, length, applied)) + sum(_masked_lm(small, width, share, length))
         generator += TRAINING * width * small.hidden_size * (small.embedding_size is not None)  # the projection
         head = TRAINING * (model.hidden_size**2 + model.hidden_size)
         return TokenFlop(*_layers(model, length, model.num_layers), head, generator=generator)
     alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")
-    layers = model.num_layers - (2 / 3 if alone and decodes_masks(model) else 0)
+    layers = model.num_layers - (2 / 3 if alone and model.decodes_masks else 0)
     return TokenFlop(*_layers(model, length, layers), *_masked_lm(model, width, share, length))
 
 
@@ -134,7 +133,7 @@ def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tup
     """
     hidden = model.hidden_size
     head = TRAINING * share * (hidden * width + width * model.padded_vocab_size)
-    if not decodes_masks(model):
+    if not model.decodes_masks:
         return head, 0.0
     last = model.num_layers - 1
     of_queries, of_keys = _useful_rows(model, length, last)
@@ -155,7 +154,7 @@ def _useful_rows(model: ModelConfig, length: int, layer: int) -> tuple[int, int]
 @cache
 def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
     """Return the number of rows of the encoding's T^q and T^k for rows of `length` tokens, 0 for a missing table."""
-    encoding = encoding_class(model.position_encoding)
+    encoding = model.encoding
     row = torch.zeros(1, length, dtype=torch.long)
     with torch.device("meta"):
         maps = [nn.Linear(model.hidden_size, model.hidden_size) for _ in range(2)]

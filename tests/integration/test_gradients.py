@@ -149,7 +149,7 @@ def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str]
             for way, (heads, cuts) in WAYS.items():
                 whole, part = (_build(config, electra) for _ in range(2))
                 expected = _gradients(whole, heads)
-                apply_tensor_parallel(part, config.position_encoding, ranks)
+                apply_tensor_parallel(part, ranks)
                 if cuts:
                     part.checkpoint_activations = True
                     apply_sequence_parallel(part, ranks)
@@ -178,7 +178,7 @@ def _gradients(model: Encoder, heads: tuple[tuple[int, ...], ...]) -> dict[str, 
 
 
 def _difference(name: str, ours: Tensor, whole: Tensor, config: ModelConfig, ranks: Ranks) -> float:
-    return float((ours - own_part(name, whole, config.position_encoding, ranks)).norm() / whole.norm().clamp_min(1e-4))
+    return float((ours - own_part(name, whole, config.encoding, ranks)).norm() / whole.norm().clamp_min(1e-4))
 
 
 ZERO_3_OF_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

@@ -87,7 +87,7 @@ def assert_replicas_agree(module: torch.nn.Module, config: Config, ranks: Ranks)
     """Whoever holds the same (part of a) weight holds the same bits, along every axis, tied weights included."""
     digests: list[dict[tuple[str, int], str]] = [{} for _ in range(ranks.world_size)]
     for name, parameter in local_parameters(module).items():
-        part = 0 if split_dimension(name, config.model.position_encoding) is None else ranks.tensor_rank
+        part = 0 if split_dimension(name, config.model.encoding) is None else ranks.tensor_rank
         digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().float().cpu().numpy().tobytes()).hexdigest()
     torch.distributed.all_gather_object(digests, digests[ranks.rank])
     seen: dict[tuple[str, int], str] = {}
