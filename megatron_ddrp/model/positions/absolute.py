@@ -59,6 +59,7 @@ from megatron_ddrp.model.positions.contract import (
     PositionEncoding,
     PositionTerms,
     Sizes,
+    initialise_table,
 )
 
 
@@ -146,8 +147,7 @@ class TupeA(PositionEncoding):
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         self.head_dim = config.head_dim
-        rows = torch.empty(config.seq_length + 1, config.hidden_size)
-        self.table = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.table = initialise_table(config.seq_length + 1, config.hidden_size, config)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
@@ -191,8 +191,7 @@ class TupeR(TupeA):
 
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
-        rows = torch.empty(NUM_BUCKETS + 1, config.num_attention_heads)
-        self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.relative = initialise_table(NUM_BUCKETS + 1, config.num_attention_heads, config)
         self.largest_distance = config.relative_distance
 
     def by_position(self, length: int) -> Tensor:

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.model.positions.absolute import NUM_BUCKETS, relative_bucket
-from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, Sizes
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, Sizes, initialise_table
 
 
 class T5(PositionEncoding):
@@ -54,8 +54,7 @@ class T5(PositionEncoding):
 
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
-        rows = torch.empty(NUM_BUCKETS, config.num_attention_heads)
-        self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.relative = initialise_table(NUM_BUCKETS, config.num_attention_heads, config)
         self.largest_distance = config.relative_distance
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:

@@ -13,39 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-
-class Sizes(Protocol):
-    """Settings of a model that an encoding may read. `ModelConfig` and an exported folder's configuration have them."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def seq_length(self) -> int: ...
-    @property
-    def hidden_dropout(self) -> float: ...
-    @property
-    def layernorm_epsilon(self) -> float: ...
-    @property
-    def init_method_std(self) -> float: ...
-    @property
-    def relative_distance(self) -> int: ...
-    @property
-    def direction_init(self) -> str: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def local_rope_theta(self) -> float | None: ...
-    @property
-    def head_dim(self) -> int: ...
+Sizes: TypeAlias = Any
+"""Settings of a model that an encoding may read. `ModelConfig` and an exported folder's configuration have them:
+`num_layers`, `hidden_size`, `num_attention_heads`, `seq_length`, `hidden_dropout`, `layernorm_epsilon`,
+`init_method_std`, `relative_distance`, `direction_init`, `rope_theta`, `local_rope_theta` and `head_dim`."""
 
 
 HEAD_DIMENSIONS: Mapping[str, int] = MappingProxyType({"query_table": 0, "key_table": 0, "bias": 1, "offset_bias": 0})
@@ -252,6 +228,6 @@ class PositionEncoding(nn.Module):
         return PositionTerms(scale=config.head_dim**-0.5)
 
 
-def initialise_table(rows: int, config: Sizes) -> nn.Parameter:
-    """Return a table of `rows` learned vectors of the head size, drawn from normal(0, `init_method_std`)."""
-    return nn.Parameter(torch.empty(rows, config.head_dim).normal_(std=config.init_method_std))
+def initialise_table(rows: int, width: int, config: Sizes) -> nn.Parameter:
+    """Return a learned table `[rows, width]`, drawn from normal(0, `init_method_std`)."""
+    return nn.Parameter(torch.empty(rows, width).normal_(std=config.init_method_std))

@@ -87,7 +87,7 @@ class BertR(PositionEncoding):
 
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
-        self.relative = initialise_table(2 * config.relative_distance, config)
+        self.relative = initialise_table(2 * config.relative_distance, config.head_dim, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Return (T^q `[1, 2·r_s, d]`,)."""
@@ -122,7 +122,7 @@ class Ddrp(PositionEncoding):
         super().__init__(config)
         noise = torch.empty(3, config.head_dim).normal_()
         self.direction = nn.Parameter(DIRECTION_INITS[config.direction_init](noise, config.init_method_std))
-        self.distance = initialise_table(config.relative_distance, config)
+        self.distance = initialise_table(config.relative_distance, config.head_dim, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Return (T^q `[1, 2·reach + 1, d]`,): row c + reach serves the clipped offset c = i − j."""
@@ -175,8 +175,7 @@ class Deberta(PositionEncoding):
 
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
-        rows = torch.empty(2 * config.relative_distance, config.hidden_size)
-        self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.relative = initialise_table(2 * config.relative_distance, config.hidden_size, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Return (P,)."""
@@ -225,8 +224,7 @@ class DebertaV2(PositionEncoding):
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         self.buckets, self.longest = config.relative_distance, config.seq_length
-        rows = torch.empty(2 * self.buckets, config.hidden_size)
-        self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.relative = initialise_table(2 * self.buckets, config.hidden_size, config)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
