@@ -135,18 +135,24 @@ class _CrossEntropyOfRanks(torch.autograd.Function):
         return (d_logits * gradient).to(ctx.dtype), None, None, None
 
 
-class ProjectingOfRanks(Projecting):
-    """A block with some rows of each linear map on this rank."""
+class OfRanks:
+    """Base of modules with a cut region: parts of it are on other ranks."""
 
     ranks: Ranks
-
-    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        return (hidden, *column_maps(hidden, self.entrance, maps))
+    rows: SharedRows | None = None
+    """Rows of sequence parallelism, if the module's input and output are parts of them."""
 
     @property
     def entrance(self) -> Entrance:
-        """Entrance of hidden states into the block."""
-        return replicated_entrance(self.ranks)
+        """Entrance of hidden states into the cut region."""
+        return replicated_entrance(self.ranks) if self.rows is None else self.rows.entrance
+
+
+class ProjectingOfRanks(OfRanks, Projecting):
+    """A block with some rows of each linear map on this rank."""
+
+    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        return (hidden, *column_maps(hidden, self.entrance, maps))
 
 
 class FeedForwardOfRanks(ProjectingOfRanks, FeedForward):
@@ -177,10 +183,8 @@ class ColumnParallelLinear(nn.Linear):
         return column_map(x, replicated_entrance(self.ranks), self.weight, self.bias)
 
 
-class ColumnParallelGeluLinear(GeluLinear):
+class ColumnParallelGeluLinear(OfRanks, GeluLinear):
     """A `GeluLinear` with some rows on this rank."""
-
-    ranks: Ranks
 
     def forward(self, x: Tensor, gelu: bool = False) -> Any:
         return super().forward(x, gelu) if gelu else column_map(x, self.entrance, self.weight, self.bias)
@@ -188,21 +192,23 @@ class ColumnParallelGeluLinear(GeluLinear):
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
         return x, column_map(x, self.entrance, self.weight, None)
 
-    @property
-    def entrance(self) -> Entrance:
-        """Entrance of the input into the map."""
-        return replicated_entrance(self.ranks)
 
+class RowParallelLinear(OfRanks, nn.Linear):
+    """A linear map with some columns on this rank: reads its part of the input, returns the whole output.
 
-class RowParallelLinear(nn.Linear):
-    """A linear map with some columns on this rank: reads its part of the input, returns the whole output."""
-
-    ranks: Ranks
+    With sequence parallelism it returns this rank's part of the rows, unless they are whole.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[.., in / tensor_size]` → `[.., out]`; the bias is added once, to the sum."""
-        total = sum_of_ranks(F.linear(x, self.weight), self.ranks)
-        return total if self.bias is None else total + self.bias
+        summand = F.linear(x, self.weight)
+        if self.rows is None or self.rows.length is None:
+            total = sum_of_ranks(summand, self.ranks)
+        else:
+            total = leave(summand, self.ranks)
+        if self.bias is None:
+            return total
+        return total + (self.bias if self.rows is None else self.rows.for_rows(self.bias))
 
 
 PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
@@ -236,7 +242,10 @@ def specialise(model: nn.Module, table: Sequence[tuple[str, type[nn.Module]]], *
             base = next(one for one in subclass.__mro__ if not one.__module__.startswith(__package__))
             if re.search(rf"(^|\.){pattern}$", name) and isinstance(module, base):
                 own = type(module)  # an objective's model may use a subclass of its own here
-                module.__class__ = subclass if issubclass(subclass, own) else type(own.__name__, (subclass, own), {})
+                if not isinstance(module, subclass):
+                    module.__class__ = (
+                        subclass if issubclass(subclass, own) else type(own.__name__, (subclass, own), {})
+                    )
                 vars(module).update(attributes)
 
 
@@ -387,45 +396,6 @@ class EncoderLayerOfParts(EncoderLayer):
         return False
 
 
-class ProjectingOfParts(ProjectingOfRanks):
-    """A block that gathers its input rows."""
-
-    rows: SharedRows
-
-    @property
-    def entrance(self) -> Entrance:
-        return self.rows.entrance
-
-
-class FeedForwardOfParts(ProjectingOfParts, FeedForwardOfRanks):
-    """A feed-forward block that gathers its input rows."""
-
-
-class SelfAttentionOfParts(ProjectingOfParts, SelfAttentionOfRanks):
-    """Attention that gathers its input rows."""
-
-
-class GeluLinearOfParts(ColumnParallelGeluLinear):
-    """A feed-forward block's first map, which gathers its input rows."""
-
-    rows: SharedRows
-
-    @property
-    def entrance(self) -> Entrance:
-        return self.rows.entrance
-
-
-class RowParallelLinearToParts(RowParallelLinear):
-    """A `RowParallelLinear` that returns this rank's part of the output, unless the rows are whole."""
-
-    rows: SharedRows
-
-    def forward(self, x: Tensor) -> Tensor:
-        summand = F.linear(x, self.weight)
-        total = sum_of_ranks(summand, self.ranks) if self.rows.length is None else leave(summand, self.ranks)
-        return total if self.bias is None else total + self.rows.for_rows(self.bias)
-
-
 class NormOfParts(Norm):
     """A norm whose parameters get gradients from all parts."""
 
@@ -479,10 +449,7 @@ class MaskDecoderOfParts(EnhancedMaskDecoder):
 
 SEQUENCE_PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"layers\.\d+", EncoderLayerOfParts),
-    (r"attention", SelfAttentionOfParts),
-    (r"feed_forward", FeedForwardOfParts),
-    (r"feed_forward\.input", GeluLinearOfParts),
-    (r"(attention|feed_forward)\.output", RowParallelLinearToParts),
+    *PARALLEL[:4],
     (r"(attention|feed_forward)_norm", NormOfParts),
     (r"embeddings\.norm", SplittingNorm),
     (r"(layers\.\d+|embeddings)\.dropout", DropoutOfParts),
