@@ -26,6 +26,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
 from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets
 from megatron_ddrp.engine.build import build_engine, check_device, rows_for
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.step import MicroBatch, train_step, training_inputs
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks
@@ -159,18 +160,19 @@ def training(arm: StepArm, bench: Bench) -> Iterator[Callable[[], StepWork]]:
     check_device(arm.config(bench), ranks.device)
     config, loader = open_loader(arm.config(bench))
     torch.manual_seed(SEED)
-    engine = build_engine(allocate_model(config), config, ranks, loader.num_micro_batches)
+    setup = Setup.of(config, ranks)
+    engine = build_engine(allocate_model(config), setup)
 
     def step() -> StepWork:
         number, micro_batches = next(stream)
-        result = train_step(engine, micro_batches, config, ranks, number)
+        result = train_step(engine, micro_batches, setup, number)
         arrays = [micro_batch.arrays for micro_batch in micro_batches]
         tokens = sum(int((batch.document_ids > 0).sum()) for batch in arrays)  # the step's own counts wait for its end
         flop = flop_of_rows(config, [batch.input_ids.shape for batch in arrays])
         return StepWork(tokens, flop, lambda: result.grad_norm)
 
     def prepare(batches: list[Batch], number: int) -> tuple[int, list[MicroBatch]]:
-        return number + 1, training_inputs(batches, config, number + 1, ranks.device)
+        return number + 1, training_inputs(batches, setup, number + 1)
 
     with closing(iterate(loader, 0, STEPS, prepare)) as stream:
         try:

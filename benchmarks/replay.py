@@ -20,6 +20,7 @@ from measure import benchmark_parser, print_ratio, time_rounds
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.step import training_inputs
 from megatron_ddrp.model import build_model
@@ -33,15 +34,16 @@ ARMS = {"off": None, "A/A": None, "replay": 1}
 
 def arms(num_micro_batches: int, ranks: process_group.Ranks) -> dict[str, Callable[[], object]]:
     """Return a step of each arm; all arms train one engine."""
-    config = Config().replace(model=MODEL, training={"micro_batch_size": ROWS, "train_iters": 100})
-    engine = build_engine(build_model(config.model, objective=config.objective), config, ranks, num_micro_batches)
+    batch = {"micro_batch_size": ROWS, "global_batch_size": ROWS * num_micro_batches}
+    setup = Setup.of(Config().replace(model=MODEL, training={**batch, "train_iters": 100}), ranks)
+    engine = build_engine(build_model(setup.config.model, objective=setup.config.objective), setup)
     arrays = full_rows(ROWS, SEQ)
     labels = np.where(arrays.labels == IGNORED_LABEL, IGNORED_LABEL, arrays.labels % VOCABULARY)
     arrays = arrays._replace(input_ids=arrays.input_ids % VOCABULARY, labels=labels)
-    inputs = training_inputs([arrays] * num_micro_batches, config, 1, ranks.device)
+    inputs = training_inputs([arrays] * num_micro_batches, setup, 1)
 
     def step(interval: int | None) -> Callable[[], object]:
-        steps = FiniteSteps(engine, config.replace(training={"replay_interval": interval}), ranks, print)
+        steps = FiniteSteps(engine, setup.replace(training={"replay_interval": interval}), print)
         return lambda: steps.finish(steps.launch(inputs, 1))
 
     return {name: step(interval) for name, interval in ARMS.items()}

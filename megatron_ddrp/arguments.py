@@ -110,7 +110,9 @@ class Settings(dict[str, Any]):
 def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     """Parse a command line (default: this process's). Raises `UserError` for wrong arguments."""
     words = sys.argv[1:] if words is None else words
-    file = config_file_of(words)
+    scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    scout.add_argument("--config", nargs="?")
+    file = scout.parse_known_args(words)[0].config  # read before the flags, which may have names from its plug-ins
     from_file = read_config(file) if file else FromFile({})
     typed = CommandLine(words)
     settings = Settings(under_flags(from_file.values, typed.given))
@@ -124,13 +126,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     remarks = (from_file.remark, *remarks_on(typed.taken, settings, config), decided)
     remarks += (idle_remark(settings, config), warmup_remark(config.optimizer, config.training.train_iters))
     return Arguments(config, run.dry_run, run.world_size, run.device_memory, tuple(filter(None, remarks)))
-
-
-def config_file_of(words: Sequence[str]) -> str | None:
-    """Return the value of `--config`, whose file is read before the flags: these may have names from its plug-ins."""
-    scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scout.add_argument("--config", nargs="?")
-    return scout.parse_known_args(words)[0].config
 
 
 class CommandLine:

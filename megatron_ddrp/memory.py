@@ -25,15 +25,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_ddrp.config import Config, flag
+from megatron_ddrp.config import flag
 from megatron_ddrp.config.registry import OPTIMIZERS
-from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
-from megatron_ddrp.engine.layout import offload_device
+from megatron_ddrp.engine.layout import Setup, offload_device
 from megatron_ddrp.model import Encoder, on_meta_device
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.graphs import MOST_SHAPES
-from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.pipeline import local_parameters, name_parameters, split_dimension, split_stages
 
 FP32 = 4
@@ -68,7 +66,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """A rank's share of the model under tensor and pipeline parallelism."""
 
     groups: tuple[tuple[int, ...], tuple[int, ...]]
@@ -88,13 +86,13 @@ class Part:
         return self.groups[0] + self.groups[1]
 
 
-def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
+def cut_up(model: Encoder, setup: Setup) -> list[RankPart]:
     """Return the parts of a model, which may be on the meta device, in the order of the pipeline.
 
     All tensor-parallel ranks of a part hold the same amount.
     """
     name_parameters(model)
-    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    config, tensor, pipeline = setup.config, setup.ranks.tensor_size, setup.ranks.pipeline_size
     stages = split_stages(model.stages(), pipeline) if pipeline > 1 else [[model]]
     chosen = OPTIMIZERS.find(config.optimizer.optimizer)
     parts = []
@@ -107,30 +105,26 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
         spared = names_without_decay(modules)
         for name, size in held.items():
             sizes[1 if name in spared else 0].append(size)
-        widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
-        in_flight = min(pipeline - place, micro_batches)
+        layers = [module for module in modules.modules() if isinstance(module, EncoderLayer)]
+        widths = tuple(layer.attention.query.in_features for layer in layers)
+        in_flight = min(pipeline - place, setup.num_micro_batches)
         moments = sum(held[name] * len(names) for name, names in chosen.moments_of(modules).items())
         groups, has_head = (tuple(sizes[0]), tuple(sizes[1])), place == pipeline - 1
-        parts.append(Part(groups, widths, has_head, moments, len(chosen.moments), in_flight))
+        parts.append(RankPart(groups, widths, has_head, moments, len(chosen.moments), in_flight))
     return parts
 
 
-def _width(layer: nn.Module) -> int:
-    """Return the hidden size of a layer: the length of its LayerNorms."""
-    return next(len(m.weight) for m in layer.modules() if isinstance(m, nn.LayerNorm))
-
-
 def memory_of_rank(
-    part: Part, config: Config, stage: int, settings: Mapping[str, Any], data_rank: int, data_size: int, notes: int = 0
+    part: RankPart, setup: Setup, stage: int, settings: Mapping[str, Any], data_rank: int, notes: int = 0
 ) -> Memory:
-    """Return the memory of data-parallel rank `data_rank` of the `data_size` ranks that hold `part`.
+    """Return the memory of data-parallel rank `data_rank` of those that hold `part`.
 
     `settings` are DeepSpeed's; their stage is ignored. `notes` is the size of the dictionary in bytes.
     """
-    zero = settings["zero_optimization"]
+    config, zero = setup.config, settings["zero_optimization"]
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
     sums = FP32 if not stage or settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
-    held = held_elements(part, stage, zero, sums != width, data_rank, data_size)
+    held = held_elements(part, stage, zero, sums != width, data_rank, setup.ranks.data_size)
     weights, optimizer = (width if stage else FP32) * held.weights, FP32 * held.optimizer
     optimizer_on_host = optimizer if stage and offload_device(zero) != "none" else 0
     # The weights that a rank keeps for itself under ZeRO 3 are those of its gradients.
@@ -139,9 +133,9 @@ def memory_of_rank(
         weights=weights - weights_on_host,
         gradients=sums * held.gradients,
         optimizer=optimizer - optimizer_on_host,
-        activations_estimate=activation_bytes(part, config, width),
+        activations_estimate=activation_bytes(part, setup, width),
         buffers=buffer_bytes(part, stage, zero, width, sums),
-        graphs=graph_bytes(part, config, stage, width),
+        graphs=graph_bytes(part, setup, stage, width),
         on_host=optimizer_on_host + weights_on_host + notes,
     )
 
@@ -156,7 +150,7 @@ class Elements(NamedTuple):
 
 
 def held_elements(
-    part: Part, stage: int, zero: Mapping[str, Any], adds_in_fp32: bool, data_rank: int, data_size: int
+    part: RankPart, stage: int, zero: Mapping[str, Any], adds_in_fp32: bool, data_rank: int, data_size: int
 ) -> Elements:
     """Return what a data-parallel rank holds at a ZeRO stage, as the table at the top of this file says.
 
@@ -179,7 +173,7 @@ def held_elements(
     return Elements(sum(flat), gradients, (1 + part.moments_per_element) * own)
 
 
-def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, sums: int) -> int:
+def buffer_bytes(part: RankPart, stage: int, zero: Mapping[str, Any], width: int, sums: int) -> int:
     """Return the bytes of DeepSpeed's buffers; weights have `width` bytes per element, summed gradients `sums`."""
     bucket, in_turn = int(zero["reduce_bucket_size"]), 2 if zero["overlap_comm"] else 1
     converted = sums * bucket if sums != width else 0  # a bucket of 16-bit gradients, to be reduced in fp32
@@ -190,16 +184,18 @@ def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, su
     return (copies, sums * bucket * in_turn, width * bucket * in_turn + converted)[stage]
 
 
-def graph_bytes(part: Part, config: Config, stage: int, width: int) -> int:
+def graph_bytes(part: RankPart, setup: Setup, stage: int, width: int) -> int:
     """Return the bytes of the outputs and gradients that graphs keep for `MOST_SHAPES` shapes of full rows."""
-    if config.parallel.cuda_graphs == "off" or config.graphs_fault not in (None, "--zero-stage 3") or stage == 3:
+    config = setup.config
+    could = setup.ranks.device.type == "cuda" and config.parallel.cuda_graphs != "off" and stage != 3
+    if not could or config.graphs_fault not in (None, "--zero-stage 3"):
         return 0
     tokens = config.training.micro_batch_size * config.model.seq_length
     of_layer = sum(part.sizes) // len(part.layer_widths) * (width if stage else FP32)
     return MOST_SHAPES * 2 * tokens * sum(part.layer_widths) * width + of_layer
 
 
-def differing_data_ranks(part: Part, data_size: int) -> list[int]:
+def differing_data_ranks(part: RankPart, data_size: int) -> list[int]:
     """Return data-parallel ranks one of which needs the most: the first, and those in whose block a parameter begins.
 
     Ranks differ only in the parameters that their blocks overlap (`held_elements`), and the others begin none.
@@ -220,7 +216,7 @@ def _size_in_block(sizes: Sequence[int], rank: int, length: int) -> int:
     return total
 
 
-def activation_bytes(part: Part, config: Config, width: int) -> int:
+def activation_bytes(part: RankPart, setup: Setup, width: int) -> int:
     """Return an estimate of the bytes that micro-batches keep for the backward pass.
 
     A layer keeps about 10 tensors of hidden size, of which sequence parallelism divides 6; 6 more and two of the
@@ -229,11 +225,12 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     `--attention-backend triton` no logits are kept. An objective may also keep attention maps. The head keeps the
     predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs and one layer's tensors stay.
     """
-    model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
+    config, tensor = setup.config, setup.ranks.tensor_size
+    model, objective = config.model, config.objective
     parts = tensor if config.parallel.cuts_sequence else 1
     tokens = config.training.micro_batch_size * model.seq_length
     in_logits = model.encoding.in_logits
-    heads_of_cosine = objective.cosine_heads(model.num_attention_heads)
+    compared = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
     boundaries, layers = 0, []
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
@@ -241,8 +238,8 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
         kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + maps * ffn) // tensor) * width
         if model.attention_backend != "triton":
             kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
-            kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
-        kept += tokens * model.seq_length * (heads // tensor) * FP32 * make_objective(objective).kept_maps
+            kept += tokens * model.seq_length * min(compared, heads) * FP32 * 3
+        kept += tokens * model.seq_length * (heads // tensor) * FP32 * setup.objective.kept_maps
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight
@@ -250,24 +247,20 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     return boundaries * part.in_flight + inside + logits
 
 
-def by_zero_stage(
-    model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0, device_type: str = "cuda"
-) -> dict[int, list[Memory]]:
+def by_zero_stage(model: Encoder, setup: Setup, notes: int = 0) -> dict[int, list[Memory]]:
     """Return the memory at each ZeRO stage that the other settings allow; `notes` as in `memory_of_rank`.
 
     The lists have `differing_data_ranks` of each pipeline stage, in their order; tensor-parallel neighbours need the
-    same. `device_type` decides the size of buckets, and whether there can be graphs.
+    same.
     """
-    if device_type != "cuda":
-        config = config.replace(parallel={"cuda_graphs": "off"})
-    has_pipeline = config.parallel.pipeline_model_parallel_size > 1
-    least, most = config.training.fp16, 1 if has_pipeline else 3
+    config, data_size = setup.config, setup.ranks.data_size
+    least, most = config.training.fp16, 1 if setup.ranks.pipeline_size > 1 else 3
     stages = [s for s in OPTIMIZERS.find(config.optimizer.optimizer).zero_stages if least <= s <= most]
-    parts = cut_up(model, config, micro_batches)
-    settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes), device_type) for part in parts]
+    parts = cut_up(model, setup)
+    settings = [deepspeed_settings(setup, sum(part.sizes)) for part in parts]
     return {
         stage: [
-            memory_of_rank(part, config, stage, of_part, data_rank, data_size, notes)
+            memory_of_rank(part, setup, stage, of_part, data_rank, notes)
             for part, of_part in zip(parts, settings, strict=True)
             for data_rank in differing_data_ranks(part, data_size)
         ]
@@ -275,40 +268,34 @@ def by_zero_stage(
     }
 
 
-def neediest_by_zero_stage(
-    model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0, device_type: str = "cuda"
-) -> dict[int, Memory]:
+def neediest_by_zero_stage(model: Encoder, setup: Setup, notes: int = 0) -> dict[int, Memory]:
     """Return the memory of the rank that needs the most, at each ZeRO stage; the parameters are `by_zero_stage`'s."""
-    ranks = by_zero_stage(model, config, data_size, micro_batches, notes, device_type)
+    ranks = by_zero_stage(model, setup, notes)
     return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
 
 
 WORTH_IT = 0.9
-"""Share of the memory below which another ZeRO stage is worth a word."""
+"""RankPart of the memory below which another ZeRO stage is worth a word."""
 
 
-def need_less_memory(config: Config, world_size: int, device_type: str) -> str:
+def need_less_memory(setup: Setup) -> str:
     """Return how much memory a rank of a run needs by estimate, and which flags lower it, as one line."""
-    needs = estimated_needs(config, world_size, device_type)
-    needed = needs[config.parallel.zero_stage]
+    needs = estimated_needs(setup)
+    needed = needs[setup.config.parallel.zero_stage]
     return (
         f"a rank needs about {needed.total / GIB:,.1f} GiB by estimate, {needed.activations_estimate / GIB:,.1f} of "
-        f"them for activations: use {', '.join(ways(config, needs, device_type))}; --dry-run estimates any choice"
+        f"them for activations: use {', '.join(ways(setup, needs))}; --dry-run estimates any choice"
     )
 
 
-def estimated_needs(config: Config, world_size: int, device_type: str) -> dict[int, Memory]:
+def estimated_needs(setup: Setup) -> dict[int, Memory]:
     """Return the memory of the rank that needs the most, at each ZeRO stage that the run allows."""
-    data_size = config.parallel.data_parallel_size(world_size)
-    training = config.training
-    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
-    model = on_meta_device(config.model, config.objective)
-    return neediest_by_zero_stage(model, config, data_size, micro_batches, device_type=device_type)
+    return neediest_by_zero_stage(on_meta_device(setup.config.model, setup.config.objective), setup)
 
 
-def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str]:
+def ways(setup: Setup, needs: dict[int, Memory]) -> list[str]:
     """Return the changes of flags that need less memory, those that cost the least first."""
-    training, parallel = config.training, config.parallel
+    training, parallel = setup.config.training, setup.config.parallel
     found = []
     if training.micro_batch_size > 1:
         found.append(_instead("micro_batch_size", training.micro_batch_size // 2, training.micro_batch_size))
@@ -319,7 +306,7 @@ def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str
     lower = [stage for stage in needs if needs[stage].total < WORTH_IT * needs[parallel.zero_stage].total]
     if lower:
         found.append(_instead("zero_stage", min(lower), parallel.zero_stage))
-    if device_type == "cuda" and parallel.zero_stage > 0 and parallel.offload_optimizer == "none":
+    if setup.ranks.device.type == "cuda" and parallel.zero_stage > 0 and parallel.offload_optimizer == "none":
         found.append(f"{flag('offload_optimizer')} cpu")
     return [*found, "a smaller --seq-length or --hidden-size", "or more ranks"]
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,7 +17,7 @@ from megatron_ddrp.checkpoint.weights import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, package_sum, plugin_files
 from megatron_ddrp.config.run import settings_of_all_ranks
-from megatron_ddrp.config.translation import flatten_keys, load_file
+from megatron_ddrp.config.translation import flatten_keys
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
 from megatron_ddrp.data.batches.samples import split_documents
@@ -35,7 +34,7 @@ from megatron_ddrp.engine.build import (
     unused_devices,
 )
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, changed_tokenizer, check_stored, load_checkpoint
-from megatron_ddrp.engine.layout import deepspeed_version, read_settings
+from megatron_ddrp.engine.layout import Setup, deepspeed_version
 from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.errors import allocations_as_user_errors, refusals_as_user_errors
 from megatron_ddrp.memory import need_less_memory
@@ -74,76 +73,147 @@ def train(
     """
     requests = requests or StopRequests(config.checkpoint.exit_duration_in_mins, alone=not is_launched()).heed()
     ranks = process_group.start(config.parallel, settings_of_all_ranks(config))
+    setup, own_callbacks = agree(partial(prepare, config, ranks))
+    if with_data:
+        check_without_data(setup)
+        setup = replace(setup, config=with_data(setup.config))
+    data = open_data(setup)
+    setup, model = agree(partial(allocate, setup, data.corpus))
+    about_model = [introduction(setup, data.corpus, data.loader, count_parameters(model))]
+    about_model += OPTIMIZERS.find(setup.config.optimizer.optimizer).remarks(model)
+    with ExitStack() as stack:
+        stack.enter_context(allocations_as_user_errors(partial(need_less_memory, setup)))
+        engine = build_engine(model, setup)
+        stack.callback(release, engine)
+        start = resume(engine, setup, data.corpus)
+        remarks = remarks_of_ranks(setup, (*data.remarks, *start.remarks, *open_folder(setup, data, stack)))
+        first = ranks.rank == 0
+        listeners = Callbacks([PlateauWatch(data.level), *own_callbacks, *callbacks] if first else [], requests)
+        log = agree(lambda: stack.enter_context(open_log(setup.config, start.resumed, first, listeners)))
+        for line in (*remarks, *about_model, where_we_start(setup.config, start.resumed)):
+            log.say(line)
+        agree(lambda: listeners.start(setup.config, start.progress.iteration, engine.module))
+        if setup.config.training.gradient_proof:
+            GradientProof(engine, setup, log.say)
+        run = TrainingRun(setup, engine, log, setup.config.checkpoint.folders[0], start.notes)
+        progress, request = run.steps(data.loader, data.validation, start.progress, requests)
+        return Trained(run.end(progress, request), progress.iteration)
+
+
+def prepare(config: Config, ranks: Ranks) -> tuple[Setup, list[Callback]]:
+    """Prepare this process; return the setup of the run, and the callbacks that flags and plug-ins name.
+
+    Raises `UserError` for all that can be refused before the data are opened.
+    """
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
         bound_kernel_caches()
     allow_tf32(config.training.tf32, ranks.device)
-    agree(lambda: check_device(config, ranks.device))
-    folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
-    agree(lambda: refuse_folders(folder, load))
-    own_callbacks = agree(lambda: callbacks_of(config.logging))
-    agree(lambda: read_settings(config.parallel, ranks.device.type))
-    config = agree(lambda: with_stored_layout(config, load))
-    if with_data:
-        check_without_data(config, ranks, folder, load)
-        config = with_data(config)
-    verified = agree_on_long_work(partial(verify_data, config) if ranks.first_on_host else tuple)
-    corpus, loader, validation = agree(lambda: open_data(config, ranks))
-    if ranks.world_size > 1:
-        refuse_differences(agree(lambda: corpus.description | contents_of_files(config)))
-    config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
-    torch.manual_seed(config.training.seed)
-    model = agree(lambda: allocate_model(config))
-    sizes = count_parameters(model)
-    about_optimizer = OPTIMIZERS.find(config.optimizer.optimizer).remarks(model)
-    advice = partial(need_less_memory, config, ranks.world_size, ranks.device.type)
-    first = ranks.rank == 0
-    with ExitStack() as stack:
-        stack.enter_context(allocations_as_user_errors(advice))
-        engine = build_engine(model, config, ranks, loader.num_micro_batches)
-        stack.callback(release, engine)
-        resumed = load_checkpoint(engine, load, config, ranks) if load else None
-        progress = resumed.progress if resumed else Progress()
-        changes = agree(lambda: changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else [])
-        changes += agree(lambda: corpus.changes(progress.datasets))
-        progress = replace(progress, datasets=corpus.contents)
-        notes = open_notes(config, corpus)
-        if notes is not None and resumed and not resumed.weights_only:
-            agree(lambda: load_notes(notes, resumed.path))
-        level = agree(lambda: corpus.unigram_loss if first else 0.0)
-        home = RunFolder(folder, config, corpus.tokenizer, level) if folder and first else None
-        agree(lambda: stack.enter_context(home or nullcontext()))
-        at_home = [*find_unshared(folder, load is not None, ranks), *(home.remarks if home else ())]
-        listeners = Callbacks([PlateauWatch(level), *own_callbacks, *callbacks] if first else [], requests)
-        log = agree(lambda: stack.enter_context(open_log(config, resumed, first, listeners)))
-        shifted = agree(lambda: corpus.split_remarks() if first else [])
-        own = (*verified, *corpus.remarks, *changes, *shifted, *at_home, *precision_remarks(config, ranks.device))
-        own += missing_graphs(config, ranks.device)
-        remarks = remarks_of_ranks(own)
-        first_lines = introduction(config, ranks, corpus, loader, sizes)
-        for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
-            log.say(line)
-        log.say(where_we_start(config, resumed))
-        agree(lambda: listeners.start(config, progress.iteration, engine.module))
-        if config.training.gradient_proof:
-            GradientProof(engine, config, ranks, log.say)
-        run = TrainingRun(config, ranks, engine, log, folder, notes)
-        progress, request = run.steps(loader, validation, progress, requests)
-        return Trained(run.end(progress, request), progress.iteration)
+    check_device(config, ranks.device)
+    save, load = config.checkpoint.folders
+    refuse_folders(save, load)
+    callbacks = callbacks_of(config.logging)
+    setup = Setup.of(config, ranks)
+    path = newest(load) if load and config.objective.generates else None
+    if path:  # the layout of a checkpoint's generator has no flag
+        stored = Config.from_dict(read_state(path)["config"]).objective
+        setup = setup.replace(objective={"generator_embeddings": stored.generator_embeddings})
+    return setup, callbacks
 
 
-def check_without_data(config: Config, ranks: Ranks, folder: Path | None, load: Path | None) -> None:
+def check_without_data(setup: Setup) -> None:
     """Raise `UserError` for what would be refused behind the data, as far as that needs none, on one rank."""
-    count_micro_batches(config.training.global_batch_size, config.training.micro_batch_size, ranks.data_size)
+    config, (save, load) = setup.config, setup.config.checkpoint.folders
+    count_micro_batches(config.training.global_batch_size, config.training.micro_batch_size, setup.ranks.data_size)
     split_documents(1, config.data.split or "1")
     tokenizer = tokenizer_flags(with_tokenizer(config, ())).build()
-    with refusals_as_user_errors(folder), sole_writer(folder) if folder and folder.exists() else nullcontext():
+    with refusals_as_user_errors(save), sole_writer(save) if save and save.exists() else nullcontext():
         pass
     if path := newest(load) if load else None:
         check_stored(path, config.with_vocabulary(tokenizer.vocab_size))
         changed_tokenizer(path, tokenizer)
+
+
+class Data(NamedTuple):
+    """Data of a run."""
+
+    corpus: Corpus
+    loader: BatchLoader
+    validation: BatchLoader | None
+    """Loader of the held-out text, if the run validates."""
+    level: float
+    """Unigram level of the training text, in nats; 0 on other ranks than rank 0."""
+    remarks: list[str]
+    """Lines for the user."""
+
+
+def open_data(setup: Setup) -> Data:
+    """Open the data on every rank; a collective call. Raises `UserError` if the ranks have other data or code."""
+    config, ranks, first = setup.config, setup.ranks, setup.ranks.rank == 0
+    verified: Sequence[str] = agree_on_long_work(partial(verify_data, config) if ranks.first_on_host else tuple)
+
+    def open_here() -> tuple[Data, dict[str, str]]:
+        corpus = Corpus.open(config)
+        place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))
+        validation = corpus.loader("valid", *place) if config.logging.validates else None
+        loader, level = corpus.loader("train", *place), corpus.unigram_loss if first else 0.0
+        remarks = [*verified, *corpus.remarks, *(corpus.split_remarks() if first else ())]
+        data = Data(corpus, loader, validation, level, remarks)
+        return data, corpus.description | contents_of_files(setup) if ranks.world_size > 1 else {}
+
+    data, own = agree(open_here)
+    if ranks.world_size > 1:
+        refuse_differences(own)
+    return data
+
+
+def allocate(setup: Setup, corpus: Corpus) -> tuple[Setup, Encoder]:
+    """Return the setup with the tokenizer's vocabulary, and the whole model, initialised."""
+    config = corpus.config.with_vocabulary(corpus.tokenizer.vocab_size)
+    torch.manual_seed(config.training.seed)
+    return replace(setup, config=config), allocate_model(config)
+
+
+class Start(NamedTuple):
+    """Place at which a run starts."""
+
+    resumed: Resumed | None
+    progress: Progress
+    notes: NoteDictionary | None
+    """Dictionary of `--notes`."""
+    remarks: list[str]
+    """Lines for the user about what has changed, and about the notes."""
+
+
+def resume(engine: Any, setup: Setup, corpus: Corpus) -> Start:
+    """Fill the engine from the checkpoint of `--load`, if there is one; return where to start. A collective call."""
+    load = setup.config.checkpoint.folders[1]
+    resumed = load_checkpoint(engine, load, setup) if load else None
+
+    def take_up() -> Start:
+        progress = resumed.progress if resumed else Progress()
+        changes = changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else []
+        changes += corpus.changes(progress.datasets)
+        notes = open_notes(setup.config, corpus)
+        if notes is not None:
+            size = notes.size_bytes / 2**20
+            changes += [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory per rank"]
+            if resumed and not resumed.weights_only:
+                load_notes(notes, resumed.path)
+        return Start(resumed, replace(progress, datasets=corpus.contents), notes, changes)
+
+    return agree(take_up)
+
+
+def open_folder(setup: Setup, data: Data, stack: ExitStack) -> list[str]:
+    """Open the `--save` folder on rank 0 until `stack` ends; return lines about it for the user. A collective call."""
+    (folder, load), home = setup.config.checkpoint.folders, None
+    if folder and setup.ranks.rank == 0:
+        home = RunFolder(folder, setup.config, data.corpus.tokenizer, data.level)
+    agree(lambda: stack.enter_context(home or nullcontext()))
+    return [*find_unshared(folder, load is not None, setup.ranks), *(home.remarks if home else ())]
 
 
 def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: Callbacks | None = None) -> MetricsLog:
@@ -154,18 +224,12 @@ def open_log(config: Config, resumed: Resumed | None, active: bool, callbacks: C
     return MetricsLog(config, resumed.progress.iteration, active, stored.logging.log_interval, callbacks)
 
 
-def remarks_of_ranks(own: Sequence[str]) -> list[str]:
-    """Return the remarks of all ranks and on versions that differ, each line once; a collective call."""
-    return list(dict.fromkeys([*other_versions(), *(remark for remarks in gather_objects(own) for remark in remarks)]))
-
-
-def with_stored_layout(config: Config, load: Path | None) -> Config:
-    """Return `config` with the layout of a checkpoint's generator, for which there is no flag."""
-    path = newest(load) if load and config.objective.generates else None
-    if path is None:
-        return config
-    stored = Config.from_dict(read_state(path)["config"]).objective
-    return config.replace(objective={"generator_embeddings": stored.generator_embeddings})
+def remarks_of_ranks(setup: Setup, own: Sequence[str]) -> list[str]:
+    """Return the remarks of all ranks, and those on versions and devices, each line once; a collective call."""
+    config, device = setup.config, setup.ranks.device
+    own = [*own, *precision_remarks(config, device), *missing_graphs(config, device)]
+    of_ranks = [remark for remarks in gather_objects(own) for remark in remarks]
+    return list(dict.fromkeys([*other_versions(), *of_ranks, *unused_devices(setup.ranks.world_size)]))
 
 
 def allocate_model(config: Config) -> Encoder:
@@ -177,21 +241,12 @@ def allocate_model(config: Config) -> Encoder:
         return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
 
 
-def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
-    """Return the corpus, the training loader and, if the run validates, the validation loader."""
-    corpus = Corpus.open(config)
-    place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))
-    validation = corpus.loader("valid", *place) if config.logging.validates else None
-    return corpus, corpus.loader("train", *place), validation
-
-
-def contents_of_files(config: Config) -> dict[str, str]:
+def contents_of_files(setup: Setup) -> dict[str, str]:
     """Return what all ranks must share: name → value of each key of the DeepSpeed file, and the sums of the code.
 
     The keys of paths are left out: a node may have its own disk.
     """
-    path, plugins = config.parallel.deepspeed_config, plugin_files()
-    keys = flatten_keys(load_file(path)) if path else {}
+    keys, plugins = flatten_keys(setup.deepspeed), plugin_files()
     read = {f"{key} of --deepspeed_config": str(value) for key, value in keys.items() if not key.endswith("_path")}
     with refusals_as_user_errors():
         read["the code of megatron_ddrp"] = package_sum()
@@ -212,20 +267,12 @@ def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
     return NoteDictionary(corpus.rare_words[0], config.model.hidden_size, config.objective)
 
 
-def about(notes: NoteDictionary | None, corpus: Corpus) -> list[str]:
-    """Return a line about the dictionary of notes; no line without one."""
-    if notes is None:
-        return []
-    size = notes.size_bytes / 2**20
-    return [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory per rank"]
-
-
-def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
+def introduction(setup: Setup, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
     """Return three lines about the run, and more for a blend and for ranks whose devices made another choice.
 
     `sizes` comes from `count_parameters`. A collective call.
     """
-    parameters, position_parameters = sizes
+    config, ranks, (parameters, position_parameters) = setup.config, setup.ranks, sizes
     chosen = gather_objects(choices(config, ranks.device))
     chosen_lines = "\n".join((chosen[0], *other_choices(chosen)))
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)

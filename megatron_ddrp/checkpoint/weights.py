@@ -187,7 +187,7 @@ def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple
             for name, form in forms.items():
                 given, tensor = next(remaining)
                 assert (given, Form.of(tensor)) == (name, form), f"{given} {Form.of(tensor)} instead of {name} {form}"
-                data = _bytes(tensor)
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 stream.write(data)
                 checksum = zlib.crc32(data, checksum)
             stream.flush()
@@ -208,13 +208,6 @@ def _header(forms: Mapping[str, Form]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensor: Any) -> Any:
-    """Return a tensor's bytes, `[numel * itemsize]`, without a copy if it is contiguous and on the CPU."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:

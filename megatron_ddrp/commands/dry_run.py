@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, concerns, 
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import OPTIMIZERS, plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
-from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.build import precision_fault
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import GIB, Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
@@ -64,8 +64,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     world_size = world_size or launched_world_size()
     config, data = open_data(config)
     training, parallel = config.training, config.parallel
-    data_size = parallel.data_parallel_size(world_size)
-    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
+    setup = Setup.planned(config, world_size, "cuda")
     model = on_meta_device(config.model, config.objective)
     parameters, position_parameters = count_parameters(model)
 
@@ -73,7 +72,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         """Return the memory of the rank that needs the most, by ZeRO stage; bf16 implies Triton attention."""
         if training.bf16:
             config = with_chosen_backend(config, DEVICES["a100"])
-        return neediest_by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
+        return neediest_by_zero_stage(model, replace(setup, config=config), data.dictionary_bytes)
 
     needs = needs_of(config)
     memory = needs[parallel.zero_stage]
@@ -87,9 +86,9 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         "world_size": world_size,
         "tensor_parallel": parallel.tensor_model_parallel_size,
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
-        "data_parallel": data_size,
+        "data_parallel": setup.ranks.data_size,
         "zero_stage": parallel.zero_stage,
-        "micro_batches_per_step": micro_batches,
+        "micro_batches_per_step": setup.num_micro_batches,
         "train_iters": training.train_iters,
         "estimates": estimates(config, world_size, needs_of),
         **data.facts,

@@ -33,6 +33,7 @@ from megatron_ddrp.config import Config, flag_words
 from megatron_ddrp.config.run import config_of
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.build import precision_fault
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError
 from megatron_ddrp.memory import GIB, neediest_by_zero_stage
 from megatron_ddrp.model import Encoder, count_parameters, on_meta_device
@@ -231,7 +232,7 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
 
     model = on_meta_device(config_at(1).model, config_at(1).objective)
     parameters = count_parameters(model)[0]
-    one, two = (memory(model, config_at(1, size), ranks, device) for size in (1, 2))
+    one, two = (memory(model, config_at(size, size), ranks, device) for size in (1, 2))
     if one > FULL * device.memory:
         return None
     largest = power_of_two(1 + (FULL * device.memory - one) / (two - one))
@@ -239,14 +240,14 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
     rows = rows_per_rank(seen, length, ranks)
     step, seen = run_at(rows)
     settings = settings_of(seen, rows, step.micro_batch)
-    needed = memory(model, config_at(rows, step.micro_batch), ranks, device)
+    needed = memory(model, config_at(step.micro_batch, step.micro_batch), ranks, device)
     return Candidate(shape, parameters, settings, seen, step, largest, needed)
 
 
 def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | PresentDevice) -> float:
     """Return the estimated memory of a rank in GiB; it is linear in the rows of a micro-batch."""
     config = with_chosen_backend(config, device.like) if device.like else config
-    needs = neediest_by_zero_stage(model, config, ranks, 1, device_type=device.type)
+    needs = neediest_by_zero_stage(model, Setup.planned(config, ranks, device.type))
     return needs[config.parallel.zero_stage].total / GIB
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ddrp.config.model import ModelConfig
 from megatron_ddrp.config.reading import (
@@ -154,14 +155,6 @@ class ObjectiveConfig(Section):
         """Return the sizes of the generator trained beside a model; None without one."""
         return objective_class(self.objective)(self).generator_config(model)
 
-    def generator_heads(self, num_attention_heads: int) -> int:
-        """Return the number of heads of ELECTRA's generator: its share, rounded (halves to even), and at least one."""
-        return max(1, round(num_attention_heads * self.generator_size))
-
-    def cosine_heads(self, num_attention_heads: int) -> int:
-        """Return the number of heads per layer whose logits HCD compares; 0 without HCD."""
-        return (self.hcd_heads or num_attention_heads) if self.hcd_weight else 0
-
     @property
     def mask_shares(self) -> dict[str, float]:
         """Shares of the selected pieces that become [MASK] and a random piece, as arguments of a `Masker`."""
@@ -271,6 +264,11 @@ class CheckpointConfig(Section):
         "save and exit 75 at the first step after this many minutes; the same command resumes",
         within="(0, 1000000]",
     )
+
+    @property
+    def folders(self) -> tuple[Path | None, Path | None]:
+        """Paths of `save` and `load`."""
+        return Path(self.save) if self.save else None, Path(self.load) if self.load else None
 
 
 @dataclass(frozen=True)

@@ -75,15 +75,6 @@ def refuse(message: str) -> None:
     raise UserError(message, exit_code=2)
 
 
-def check_ranges(section: Any) -> None:
-    """Refuse the first number of a concern's dataclass that lies outside its option's range."""
-    for f in fields(section):
-        value = getattr(section, f.name)
-        if "within" in f.metadata and "read" not in f.metadata and value is not None:
-            for number in value if isinstance(value, (list, tuple)) else (value,):
-                check_range(f.name, number, f.metadata["within"])
-
-
 def own_numbers(owner: str, name: str, words: Iterable[str], declared: Mapping[str, Number]) -> dict[str, float]:
     """Return the numbers that an objective or an optimizer declares, with those given as NAME=NUMBER in their place.
 
@@ -129,7 +120,11 @@ class Section:
     """Base of the dataclasses of flags: refuses numbers outside their options' ranges."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if "within" in f.metadata and "read" not in f.metadata and value is not None:
+                for number in value if isinstance(value, (list, tuple)) else (value,):
+                    check_range(f.name, number, f.metadata["within"])
 
 
 def check_range(name: str, value: Any, within: str) -> None:

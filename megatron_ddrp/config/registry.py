@@ -32,7 +32,7 @@ class NotRegistered(UserError):
     """Error for a name that this process does not know."""
 
 
-class Table(dict[str, str]):
+class Registry(dict[str, str]):
     """Name → "module:Class", or "module:function", of one kind of extension."""
 
     def __init__(self, flag: str, base: str, places: Mapping[str, str], needs: str = "") -> None:
@@ -102,12 +102,12 @@ _ENCODINGS = {
 ENCODING_WORDS = "; ".join(f"{name}: {words}" for name, (_, words) in _ENCODINGS.items())
 """Description of every encoding for `--help`."""
 
-ENCODINGS = Table(
+ENCODINGS = Registry(
     "--position-encoding",
     f"{_POSITIONS}:PositionEncoding(config)",
     {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.items()},
 )
-OBJECTIVES = Table(
+OBJECTIVES = Registry(
     "--objective",
     f"{_OBJECTIVES}.contract:Objective(config)",
     {
@@ -119,17 +119,17 @@ OBJECTIVES = Table(
         "head-disagreement": f"{_OBJECTIVES}.masked:HeadDisagreement",
     },
 )
-MASKINGS = Table(
+MASKINGS = Registry(
     "--masking",
     f"{_UNITS}:Masking()",
     {"whole-word": f"{_UNITS}:WholeWord", "token": f"{_UNITS}:Token", "ngram": f"{_UNITS}:Ngram"},
 )
-OPTIMIZERS = Table(
+OPTIMIZERS = Registry(
     "--optimizer",
     f"{_OPTIMIZERS}:Optimizer",
     {"adamw": f"{_OPTIMIZERS}:AdamW", "muon": f"{_OPTIMIZERS}:Muon"},
 )
-SCHEDULES = Table(
+SCHEDULES = Registry(
     "--lr-decay-style",
     "(step, warmup, last, config)",
     {
@@ -137,10 +137,10 @@ SCHEDULES = Table(
         for name in ("linear", "cosine", "constant", "inverse-square-root", "wsd")
     },
 )
-CALLBACKS = Table("--plugin", "megatron_ddrp.run.callbacks:Callback()", {})
-METRICS = Table("--metric", "(labels, predictions)", {}, needs="kinds")
+CALLBACKS = Registry("--plugin", "megatron_ddrp.run.callbacks:Callback()", {})
+METRICS = Registry("--metric", "(labels, predictions)", {}, needs="kinds")
 """Metrics of plug-ins; the package's stand in each kind of task."""
-KINDS = Table(
+KINDS = Registry(
     "--kind",
     f"{_KINDS}.contract:Kind()",
     {

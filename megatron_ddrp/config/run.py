@@ -39,14 +39,6 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import parse_json
 
 
-def with_generator_embeddings(objective: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored objective's settings with the source of ELECTRA's generator embeddings.
-
-    Before the setting existed, the generator had its own.
-    """
-    return {"generator_embeddings": "own", **objective} if objective.get("objective") == "electra" else objective
-
-
 @dataclass(frozen=True)
 class Config:
     """Configuration of a run, by concern. `Config()` is the paper's base model and hyper-parameters (appendix A)."""
@@ -67,7 +59,13 @@ class Config:
                 "--zero-stage 1 or higher, or --bf16"
             )
         self._check_layout()
-        self._check_optimizer()
+        name, stage = self.optimizer.optimizer, self.parallel.zero_stage
+        allowed = OPTIMIZERS.find(name).zero_stages if name in OPTIMIZERS else (stage,)  # else: a plug-in not loaded
+        if stage not in allowed:
+            refuse(
+                f"--optimizer {name} with --zero-stage {stage}: it needs whole parameters, and ZeRO cuts them into "
+                f"flat parts; use --zero-stage {' or '.join(map(str, allowed))}"
+            )
         self._check_schedules()
         if self.parallel.cuda_graphs == "on" and self.graphs_fault is not None:
             refuse(
@@ -150,17 +148,6 @@ class Config:
         self._check_cut(f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", padded)
         return config
 
-    def _check_optimizer(self) -> None:
-        name, stage = self.optimizer.optimizer, self.parallel.zero_stage
-        if name not in OPTIMIZERS:  # settings of a run with a plug-in load without the plug-in
-            return
-        chosen = OPTIMIZERS.find(name)
-        if stage not in chosen.zero_stages:
-            refuse(
-                f"--optimizer {name} with --zero-stage {stage}: it needs whole parameters, and ZeRO cuts them into "
-                f"flat parts; use --zero-stage {' or '.join(map(str, chosen.zero_stages))}"
-            )
-
     @property
     def graphs_fault(self) -> str | None:
         """Setting whose layers no CUDA graph can hold, as on a command line; None if there is none."""
@@ -219,7 +206,8 @@ class Config:
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
             given = values.get(concern, {})
-            given = with_generator_embeddings(given) if concern == "objective" else given
+            if concern == "objective" and given.get("objective") == "electra":
+                given = {"generator_embeddings": "own", **given}  # as before the setting existed
             hints = typing.get_type_hints(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}
@@ -406,7 +394,7 @@ def read_config(path: str) -> FromFile:
     if isinstance(content, Mapping) and PLUGIN_KEY in content:
         load_plugins(content[PLUGIN_KEY], place.at(PLUGIN_KEY), Path(path), _is_of_a_run(content))
         content = {key: value for key, value in content.items() if key != PLUGIN_KEY}
-    if not _is_nested(content):
+    if not isinstance(content, Mapping) or not any(isinstance(value, Mapping) for value in content.values()):
         values = read_settings(options_of(*concerns().values()), content, place, HINTS)
         _refuse_two_warmups(values, place)
         return FromFile(values)
@@ -415,7 +403,11 @@ def read_config(path: str) -> FromFile:
     for concern, given in content.items():
         if concern not in concerns():
             raise place.error(f"unknown section {concern!r}; expected {', '.join(concerns())}")
-        values |= _read_concern(concern, given or {}, place.at(concern), is_of_a_run)
+        options, given = options_of(concerns()[concern]), given or {}
+        if is_of_a_run and isinstance(given, Mapping):  # it stores settings without a flag too
+            without_flag = {f.name for f in dataclasses.fields(concerns()[concern])} - set(options)
+            given = {name: each for name, each in given.items() if name not in without_flag and each is not None}
+        values |= read_settings(options, given, place.at(concern), HINTS)
     if not is_of_a_run:
         _refuse_two_warmups(values, place)
         return FromFile(values)
@@ -436,25 +428,10 @@ def _load(path: Path, place: Place) -> Any:
     return content or {}
 
 
-def _is_nested(content: Any) -> bool:
-    """Return whether a file has its settings by concern."""
-    return isinstance(content, Mapping) and any(isinstance(value, Mapping) for value in content.values())
-
-
 def _is_of_a_run(content: Mapping[str, Any]) -> bool:
     """Return whether a run wrote the settings: it stores the size of the vocabulary, which no flag sets."""
     model = content.get("model")
     return isinstance(model, Mapping) and "vocab_size" in model
-
-
-def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> dict[str, Any]:
-    """Return the settings of one section; those without a flag are left out."""
-    section = concerns()[concern]
-    options = options_of(section)
-    if is_of_a_run and isinstance(given, Mapping):
-        without_flag = {f.name for f in dataclasses.fields(section)} - set(options)
-        given = {name: value for name, value in given.items() if name not in without_flag and value is not None}
-    return read_settings(options, given, place, HINTS)
 
 
 def _refuse_two_warmups(values: Mapping[str, Any], place: Place) -> None:

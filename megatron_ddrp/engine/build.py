@@ -24,7 +24,7 @@ from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.layout import (
     NEVER,
     GradientClipping,
-    ModelParallelUnit,
+    Setup,
     ZeroClipping,
     adds_up_in_fp32,
     build_pipeline,
@@ -32,9 +32,8 @@ from megatron_ddrp.engine.layout import (
     import_quietly,
     lay_over,
     mark_invalid,
+    model_parallel_unit,
     offload_device,
-    read_settings,
-    settings_without_optimizer,
 )
 from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -45,7 +44,6 @@ from megatron_ddrp.model.fused import compiles, is_nvidia, why_not_compile
 from megatron_ddrp.model.graphs import ModelGraphs, uses_graphs, why_not_graphs
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import DTYPES
-from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.pipeline import local_parameters, name_parameters
 from megatron_ddrp.parallel.process_group import Ranks
@@ -182,13 +180,16 @@ OVERLAPPED_BUCKET = 32_000_000
 """Largest bucket, in elements, that is reduced during the backward pass: a token embedding of width 1,024 fits."""
 
 
-def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
+def build_engine(model: Encoder, setup: Setup) -> Any:
     """Return the DeepSpeed engine of this rank's part of a freshly initialised model; `model` is cut in place."""
     import_quietly()
     import deepspeed
 
-    quiet_deepspeed()  # its import has set the level of its log
-
+    config, ranks = setup.config, setup.ranks
+    # DeepSpeed's log lines and warnings would break the progress line; its import has set the level of its log.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    for category in (FutureWarning, UserWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(torch|deepspeed)\b")
     if ranks.device.type == "cpu":
         # Otherwise DeepSpeed compiles a shared-memory helper: 40 s, a compiler, and a lock file if the build is killed.
         import deepspeed.ops
@@ -204,10 +205,9 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     has_pipeline = ranks.pipeline_size > 1
     module: nn.Module = model
     if has_pipeline:
-        travelling = make_objective(config.objective).travelling
-        module = build_pipeline(model, travelling, config.parallel.checkpoint_activations, ranks)
+        module = build_pipeline(model, setup)
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
-    settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters, ranks.device.type)
+    settings = deepspeed_settings(setup, num_parameters)
     chosen = OPTIMIZERS.find(config.optimizer.optimizer)
     moments, optimizer = chosen.moments_of(module), build_optimizer(module, config, ranks)
     with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory
@@ -215,11 +215,11 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
             model=module,
             optimizer=optimizer,
             config=settings,
-            mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
+            mpu=model_parallel_unit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
             dist_init_required=False,
         )
     check_deepspeed(engine)
-    if uses_graphs(config, ranks.device):
+    if setup.uses_graphs:
         model.graphs = ModelGraphs()
     engine.own_moments, engine.own_clipping = moments, None
     if config.parallel.zero_stage == 0:
@@ -259,13 +259,6 @@ def leave_groups() -> None:
     process_group.leave()
 
 
-def quiet_deepspeed() -> None:
-    """Hide DeepSpeed's log lines and warnings, which would break the progress line; its errors stay."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)\b")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
-
-
 def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
     """Return the optimizer of the trained parameters; `names_without_decay` names those without weight decay."""
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
@@ -295,20 +288,19 @@ def names_without_decay(model: nn.Module) -> set[str]:
     }
 
 
-def deepspeed_settings(
-    config: Config, num_micro_batches: int, data_size: int, num_parameters: int, device_type: str
-) -> dict[str, Any]:
+def deepspeed_settings(setup: Setup, num_parameters: int) -> dict[str, Any]:
     """Return the flags as DeepSpeed's JSON settings, overridden by `--deepspeed_config`.
 
-    `num_parameters` counts this rank's parameters, `data_size` the data-parallel ranks. DeepSpeed allocates a whole
-    bucket even for a small model, so buckets are at most as large as the model. GPUs reduce smaller buckets, two in
-    turn, during the backward pass. CPUs would do both on the same cores, and DeepSpeed's pipelines cannot overlap them.
-    One rank has nothing to overlap. DeepSpeed would wait for the device to measure its throughput, to overlap
-    reductions, to check gradients and to clip them; where the device can do it, nothing waits.
+    `num_parameters` counts this rank's parameters. DeepSpeed allocates a whole bucket even for a small model, so
+    buckets are at most as large as the model. GPUs reduce smaller buckets, two in turn, during the backward pass. CPUs
+    would do both on the same cores, and DeepSpeed's pipelines cannot overlap them. One rank has nothing to overlap.
+    DeepSpeed would wait for the device to measure its throughput, to overlap reductions, to check gradients and to clip
+    them; where the device can do it, nothing waits.
     """
+    config, data_size, from_file = setup.config, setup.ranks.data_size, setup.deepspeed
     parallel, training = config.parallel, config.training
     bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, num_parameters + num_parameters % 2))  # DeepSpeed needs it even
-    overlaps = device_type != "cpu" and parallel.pipeline_model_parallel_size == 1
+    overlaps = setup.ranks.device.type != "cpu" and parallel.pipeline_model_parallel_size == 1
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
         "overlap_comm": (overlaps and data_size > 1) or parallel.zero_stage == 3,
@@ -319,9 +311,9 @@ def deepspeed_settings(
     if parallel.offload_optimizer != "none":
         zero["offload_optimizer"] = {"device": parallel.offload_optimizer}
     settings: dict[str, Any] = {
-        "train_batch_size": training.micro_batch_size * num_micro_batches * data_size,
+        "train_batch_size": training.micro_batch_size * setup.num_micro_batches * data_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_accumulation_steps": setup.num_micro_batches,
         "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": zero,
         "bf16": {"enabled": training.bf16, "immediate_grad_update": True},
@@ -333,7 +325,6 @@ def deepspeed_settings(
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    from_file = settings_without_optimizer(config, read_settings(parallel, device_type))
     if training.bf16 and adds_up_in_fp32(parallel, from_file):
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     if clips_on_device(training.bf16, parallel, from_file):

@@ -29,7 +29,6 @@ from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import (
     CheckpointConfig,
     Config,
-    ModelConfig,
     OptimizerConfig,
     changed_model,
     changed_settings,
@@ -47,6 +46,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     read_description,
 )
 from megatron_ddrp.engine import optimizer_state as state_of
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.parallel.pipeline import gather_whole, local_buffers, local_parameters, own_part, uncut_shape
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
@@ -58,20 +58,16 @@ FREE_PIECE = "[unused"
 """Begin of BERT's pieces that no text gives; a user may give words of their own to them."""
 
 
-def layout(zero_stage: int, precision: str, ranks: Ranks) -> dict[str, Any]:
+def layout(setup: Setup) -> dict[str, Any]:
     """Return a checkpoint's note about the layout that wrote it; the saved tensors do not depend on the layout."""
+    ranks = setup.ranks
     return {
         "ranks": ranks.world_size,
         "tensor": ranks.tensor_size,
         "pipeline": ranks.pipeline_size,
-        "zero_stage": zero_stage,
-        "precision": precision,
+        "zero_stage": setup.config.parallel.zero_stage,
+        "precision": setup.config.training.precision,
     }
-
-
-def changed_layout(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Return the line for the user about another layout, such as `checkpoint of 4 ranks (TP 2, ZeRO 1, bf16) → …`."""
-    return [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
 
 
 def _in_words(layout: dict[str, Any]) -> str:
@@ -96,7 +92,8 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
     """Raise `UserError` if the weights of a checkpoint, written after `step` steps, belong to another architecture."""
     ours, theirs = config.to_dict()["model"], stored.to_dict()["model"]
     changeable = set(CHANGEABLE)
-    if _serves_any_length(config.model):
+    model = config.model
+    if model.encoding.any_length and not (model.adds_absolute_embedding or model.decodes_masks):
         changeable.add("seq_length")
     if _rotary_bases(stored, step) == _rotary_bases(config, step):
         changeable |= {"rope_theta", "local_rope_theta"}
@@ -110,12 +107,6 @@ def check_architecture(path: Path, stored: Config, config: Config, step: int = 0
             f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
             f"{path.parent / 'config.json'} has them all), or another --load and --save"
         )
-
-
-def _serves_any_length(model: ModelConfig) -> bool:
-    """Return whether neither weights nor attention depend on `--seq-length`."""
-    has_table = model.adds_absolute_embedding or model.decodes_masks
-    return model.encoding.any_length and not has_table
 
 
 def _rotary_bases(config: Config, step: int) -> tuple[float, float]:
@@ -203,7 +194,8 @@ class Resumed:
 class HeldState:
     """This rank's part of the model, by the whole model's names. Its methods are collective calls."""
 
-    def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
+    def __init__(self, engine: Any, setup: Setup) -> None:
+        ranks, config = setup.ranks, setup.config
         self.engine, self.encoding, self.ranks = engine, config.model.encoding, ranks
         self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
         own = {name: engine.own_moments.get(name, ()) for name in sorted(self.tensors)}
@@ -257,8 +249,7 @@ def save_checkpoint(
     engine: Any,
     folder: Path,
     progress: Progress,
-    config: Config,
-    ranks: Ranks,
+    setup: Setup,
     since: int,
     beside: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
@@ -267,7 +258,7 @@ def save_checkpoint(
     `since` is the step at which this process resumed or last saved: checkpoints of the steps between go.
     Raise `UserError` on every rank if the system refuses, as on a full disk; earlier checkpoints stay unchanged.
     """
-    temporary = folder / f"{files.tag(progress.iteration)}.tmp"
+    config, ranks, temporary = setup.config, setup.ranks, folder / f"{files.tag(progress.iteration)}.tmp"
     try:
         agree(lambda: _make_empty(temporary) if ranks.rank == 0 else None)
         state_of.create_moments(engine)
@@ -275,8 +266,8 @@ def save_checkpoint(
             **asdict(progress),
             "optimizer_step": state_of.get_step(engine),
             "loss_scaler": state_of.get_loss_scaler(engine),
-            "layout": layout(config.parallel.zero_stage, config.training.precision, ranks),
-            "files": _write_files(temporary, HeldState(engine, config, ranks), beside, ranks),
+            "layout": layout(setup),
+            "files": _write_files(temporary, HeldState(engine, setup), beside, ranks),
             "config": config.to_dict(),
         }
         agree(lambda: _complete(temporary, state, since, config.checkpoint) if ranks.rank == 0 else None)
@@ -321,9 +312,10 @@ def _complete(temporary: Path, state: dict[str, Any], since: int, settings: Chec
     files.prune(temporary.parent, settings.keep_last, temporary.stem, settings.milestone_interval)
 
 
-def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Resumed | None:
+def load_checkpoint(engine: Any, folder: Path, setup: Setup) -> Resumed | None:
     """Resume from the newest whole checkpoint of a folder; return None if it holds none. A collective call."""
-    path, remarks = _newest_whole(folder, ranks)
+    config = setup.config
+    path, remarks = _newest_whole(folder, setup.ranks)
     if path is None:
         return None
 
@@ -336,7 +328,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
             held.check(tensors, moments)
         return state, theirs, stored
 
-    held = HeldState(engine, config, ranks)
+    held = HeldState(engine, setup)
     state, theirs, stored = agree(read)
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
@@ -348,8 +340,9 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
-    own_layout = layout(config.parallel.zero_stage, config.training.precision, ranks)
-    changes = (*changed_layout(state["layout"], own_layout), *changed_settings(state["config"], config))
+    changes = changed_settings(state["config"], config)
+    if (before := state["layout"]) != (now := layout(setup)):
+        changes.insert(0, f"checkpoint of {_in_words(before)} → {_in_words(now)}")
     return Resumed(resumed_progress(path, state, theirs, config), path, (*remarks, *changes))
 
 

@@ -1,4 +1,6 @@
-"""DeepSpeed's settings and layout: the file of `--deepspeed_config`, the grid of ranks, and gradients.
+"""The setup of a run, with DeepSpeed's settings and layout: its file, the grid of ranks, and gradients.
+
+What follows from a run's configuration and its ranks, computed once and handed on (`Setup`).
 
 The file of `--deepspeed_config`, checked by DeepSpeed's own models and laid over the flags.
 
@@ -14,6 +16,9 @@ import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,9 +36,12 @@ from megatron_ddrp.config.translation import (
     refuse_contradiction,
     refuse_file,
 )
+from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.model.stages import Output
+from megatron_ddrp.model.graphs import uses_graphs
+from megatron_ddrp.model.stages import ModelOutput
+from megatron_ddrp.objectives.contract import Objective, make_objective
 from megatron_ddrp.parallel.pipeline import Courier, MailOfRanks, PipelinePart, split_stages, whole_name
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 
@@ -42,6 +50,53 @@ LOWEST_DEEPSPEED = "0.19.8"
 
 NEVER = 2**62
 """`steps_per_print` of a run whose file gives none: DeepSpeed prints no lines of its own."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration on its ranks, with all that follows from both alone."""
+
+    config: Config
+    ranks: Ranks
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `--deepspeed_config`, checked, without the optimizer, which we build; empty without a file."""
+
+    @classmethod
+    def of(cls, config: Config, ranks: Ranks) -> Setup:
+        """Return the setup with the settings of the DeepSpeed file. Raises `UserError` for what a run cannot use."""
+        return cls(config, ranks, settings_without_optimizer(config, read_settings(config.parallel, ranks.device.type)))
+
+    @classmethod
+    def planned(cls, config: Config, world_size: int, device_type: str) -> Setup:
+        """Return the setup of the first of `world_size` ranks that need not be here. Raises `UserError` as `of`."""
+        parallel = config.parallel
+        ranks = Ranks(
+            *(0, world_size, torch.device(device_type)),
+            data_size=parallel.data_parallel_size(world_size),
+            tensor_size=parallel.tensor_model_parallel_size,
+            pipeline_size=parallel.pipeline_model_parallel_size,
+        )
+        return cls.of(config, ranks)
+
+    def replace(self, **changes: dict[str, Any]) -> Setup:
+        """Return the setup with some settings changed, as `Config.replace`; the DeepSpeed file is not read again."""
+        return replace(self, config=self.config.replace(**changes))
+
+    @cached_property
+    def objective(self) -> Objective:
+        """Objective of training. Raises `UserError` if its class contradicts itself."""
+        return make_objective(self.config.objective)
+
+    @cached_property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a rank per step. Raises `UserError` if the batch sizes and the ranks do not divide."""
+        training = self.config.training
+        return count_micro_batches(training.global_batch_size, training.micro_batch_size, self.ranks.data_size)
+
+    @cached_property
+    def uses_graphs(self) -> bool:
+        """True if the run replays its layers as CUDA graphs."""
+        return uses_graphs(self.config, self.ranks.device)
 
 
 def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
@@ -122,7 +177,7 @@ def import_quietly() -> None:
     import deepspeed  # noqa: F401
 
 
-def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
+def lay_over(below: dict[str, Any], above: Mapping[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
     """Merge nested settings; `above` wins, except that it must equal what a flag decides (`FLAGS`)."""
     merged = dict(below)
     for key, value in above.items():
@@ -182,7 +237,8 @@ def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:
             *inside, name = (str(part) for part in first["loc"])
             where = ".".join([section, *inside]) + "."
             if first["type"] == "extra_forbidden":
-                check_names(path, [name], _field_names(_model_inside(models[section], inside)), where)
+                fields = _model_inside(models[section], inside).model_fields.items()
+                check_names(path, [name], [each for key, one in fields for each in (key, one.alias) if each], where)
             refuse_file(path, f"{where}{name} is {first['input']!r}: {first['msg']}")
         except (TypeError, ValueError, AssertionError) as error:
             refuse_file(path, f"{section}: {error}")
@@ -195,10 +251,6 @@ def _model_inside(model: Any, names: Iterable[str]) -> Any:
         choices = typing.get_args(found.annotation) or (found.annotation,)
         model = next(choice for choice in choices if hasattr(choice, "model_fields"))
     return model
-
-
-def _field_names(model: Any) -> list[str]:
-    return [name for key, field in model.model_fields.items() for name in (key, field.alias) if name]
 
 
 def _check_plain_sections(path: str, settings: dict[str, Any]) -> None:
@@ -220,33 +272,13 @@ def _check_plain_sections(path: str, settings: dict[str, Any]) -> None:
             check_names(path, settings[section], names, section + ".")
 
 
-class ModelParallelUnit:
-    """The grid of ranks through DeepSpeed's interface, for layouts without a pipeline (pipelines have their own)."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def get_model_parallel_rank(self) -> int:
-        return self.ranks.tensor_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.ranks.tensor_size
-
-    def get_model_parallel_group(self) -> Any:
-        return self.ranks.tensor_group
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.ranks.data_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.ranks.data_size
-
-    def get_data_parallel_group(self) -> Any:
-        return self.ranks.data_group
+def model_parallel_unit(ranks: Ranks) -> Any:
+    """Return the grid of ranks in DeepSpeed's interface, for layouts without a pipeline (pipelines have their own)."""
+    of_tensor = {"rank": ranks.tensor_rank, "world_size": ranks.tensor_size, "group": ranks.tensor_group}
+    of_data = {"rank": ranks.data_rank, "world_size": ranks.data_size, "group": ranks.data_group}
+    axes = {"model": of_tensor, "tensor_model": of_tensor, "data": of_data}
+    answers = {f"get_{axis}_parallel_{what}": value for axis, place in axes.items() for what, value in place.items()}
+    return SimpleNamespace(**{name: partial(lambda value: value, value) for name, value in answers.items()})
 
 
 class WeightedLoss:
@@ -261,32 +293,30 @@ class WeightedLoss:
         self.weights, self.sums = weights, torch.zeros_like(weights)
         self.notes: list[Tensor] = []
 
-    def __call__(self, output: Output, _labels: Tensor | None = None) -> Tensor:
-        """Return the loss. DeepSpeed's pipelines also pass labels; ours travel inside the inputs."""
+    def __call__(self, output: ModelOutput, _labels: Tensor | None = None) -> Tensor:
+        """Return the loss. DeepSpeed's pipelines also pass labels; ours travel inside the inputs.
+
+        If the loss is not finite, so are its gradients (an infinite loss can have finite ones). The gradient norm is
+        equal on all ranks, so every rank then skips the step (`engine/nonfinite.py`).
+        """
         if output.notes is not None:
             self.notes.append(output.notes)
         self.sums += output.sums.detach()
-        return spread_nonfinite((output.sums * self.weights).sum())
+        loss = (output.sums * self.weights).sum()
+        return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
-def spread_nonfinite(loss: Tensor) -> Tensor:
-    """Return `loss`; if it is not finite, so are its gradients (an infinite loss can have finite ones).
-
-    The gradient norm is equal on all ranks, so every rank then skips the step (`engine/nonfinite.py`).
-    """
-    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-
-
-def build_pipeline(model: Encoder, travelling: tuple[type, ...], recompute: bool, ranks: Ranks) -> Any:
+def build_pipeline(model: Encoder, setup: Setup) -> Any:
     """Return this rank's part of the model as DeepSpeed's `PipelineModule`, in which each of our parts is one layer."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+    ranks, recompute = setup.ranks, setup.config.parallel.checkpoint_activations
     all_parts = [nn.ModuleList(part) for part in split_stages(model.stages(), ranks.pipeline_size)]
     held = [{str(whole_name(weight)): name for name, weight in part.named_parameters()} for part in all_parts]
     tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
     place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
-    courier = Courier(travelling, MailOfRanks(ranks))
+    courier = Courier(setup.objective.travelling, MailOfRanks(ranks))
     make = (PipelinePart, all_parts[place], place == last, recompute, courier, model.compute_dtype)
     own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
     layers = [  # DeepSpeed builds only the one of this rank

@@ -19,14 +19,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
 from megatron_ddrp.engine.proofs import Replay
 from megatron_ddrp.engine.step import MicroBatch, StepResult, train_step
 from megatron_ddrp.errors import shared_error
 from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
-from megatron_ddrp.parallel.process_group import Ranks, gather_objects
+from megatron_ddrp.parallel.process_group import gather_objects
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,32 @@ class Launched:
     """Difference that a replay found; the step was dropped."""
 
 
-def reads_late(config: Config, ranks: Ranks) -> bool:
+def reads_late(setup: Setup) -> bool:
     """Return whether a step's numbers are read after the next step was launched.
 
     It is false on CPUs, which compute in order; in fp16, whose next loss scale depends on these numbers; and with
     notes, which the next step reads.
     """
-    return ranks.device.type != "cpu" and not config.training.fp16 and not config.objective.notes
+    config = setup.config
+    return setup.ranks.device.type != "cpu" and not config.training.fp16 and not config.objective.notes
 
 
 class FiniteSteps:
     """Training steps, with a count of those skipped in a row."""
 
     def __init__(
-        self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None], notes: NoteDictionary | None = None
+        self, engine: Any, setup: Setup, say: Callable[[str], None], notes: NoteDictionary | None = None
     ) -> None:
-        self.engine, self.config, self.ranks, self.say, self.notes = engine, config, ranks, say, notes
+        self.engine, self.setup, self.say, self.notes = engine, setup, say, notes
+        self.training, self.ranks = setup.config.training, setup.ranks
         self.skipped = 0
 
     def launch(self, micro_batches: list[MicroBatch], step: int) -> Launched:
         """Start a step; `finish` reads its numbers."""
-        scaler, interval = get_loss_scaler(self.engine), self.config.training.replay_interval
+        scaler, interval = get_loss_scaler(self.engine), self.training.replay_interval
         if interval is None or (step % interval and not self.skipped):
             return Launched(micro_batches, step, scaler, self._try(micro_batches, step))
-        with Replay(self.engine, self.config, self.ranks, step) as replay:
+        with Replay(self.engine, self.setup, step) as replay:
             result = self._try(micro_batches, step)
         return Launched(micro_batches, step, scaler, result, replay.fault)
 
@@ -85,29 +87,26 @@ class FiniteSteps:
             with Watch(self.engine.module) as watch:
                 result = self._try(launched.micro_batches, step)
             where, rank = _first(gather_objects((watch.found, self.ranks.pipeline_rank, watch.looked)))
-            self._tell(step, math.isfinite(result.grad_norm), f"{where} on rank {rank} is the first that is not finite")
+            if math.isfinite(result.grad_norm):
+                self.say(f"step {step}: not finite, but finite when tried again: taken")
+                self.skipped = 0
+            else:
+                cause = f"{where} on rank {rank} is the first that is not finite"
+                self._skip(step, cause, "were not finite", "with a lower --lr or without the data of these steps")
         return result
-
-    def _tell(self, step: int, taken: bool, cause: str) -> None:
-        """Report the repeated step."""
-        if taken:
-            self.say(f"step {step}: not finite, but finite when tried again: taken")
-            self.skipped = 0
-        else:
-            self._skip(step, cause, "were not finite", "with a lower --lr or without the data of these steps")
 
     def _skip(self, step: int, cause: str, what: str, remedy: str) -> None:
         """Report a skipped step, and raise `UserError` after too many in a row."""
         self.skipped += 1
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
-        if self.skipped >= self.config.training.max_skipped_steps:
+        if self.skipped >= self.training.max_skipped_steps:
             raise shared_error(
                 f"{self.skipped} steps in a row {what}, the last of them step {step}: {cause}; resume from the last "
                 f"checkpoint {remedy} (--max-skipped-steps)"
             )
 
     def _try(self, micro_batches: list[MicroBatch], step: int) -> StepResult:
-        return train_step(self.engine, micro_batches, self.config, self.ranks, step, self.notes)
+        return train_step(self.engine, micro_batches, self.setup, step, self.notes)
 
     def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:
         """Return whether fp16's loss scale was too large and can still be lowered."""

@@ -31,14 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import Config
-from megatron_ddrp.engine.layout import LOWEST_DEEPSPEED, deepspeed_version, pipeline_part
+from megatron_ddrp.engine.layout import LOWEST_DEEPSPEED, Setup, deepspeed_version, pipeline_part
 from megatron_ddrp.engine.optimizer_state import whole_shape
 from megatron_ddrp.engine.step import seed_dropout
 from megatron_ddrp.errors import shared_error
-from megatron_ddrp.model.stages import Output
+from megatron_ddrp.model.stages import ModelOutput
 from megatron_ddrp.parallel.pipeline import local_parameters
-from megatron_ddrp.parallel.process_group import Ranks, gather_objects, sum_over_ranks
+from megatron_ddrp.parallel.process_group import gather_objects, sum_over_ranks
 
 KINDS = ("generator", "position", "embeddings.absolute", "norm", "embeddings.token", "bias", "attention")
 """Parts of names; a parameter is of the first kind whose word its name has."""
@@ -56,12 +55,12 @@ class GradientProof:
     On a failure, `engine` raises the same `UserError` on all ranks in the place of its step.
     """
 
-    def __init__(self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None]) -> None:
+    def __init__(self, engine: Any, setup: Setup, say: Callable[[str], None]) -> None:
         """Begin; `say` gets the line of a run whose gradients are summed in a low precision, as it asked for."""
-        self.engine, self.config, self.ranks, self.say = engine, config, ranks, say
+        self.engine, self.config, self.ranks, self.say = engine, setup.config, setup.ranks, say
         self.parameters = chosen(engine.module)
         sizes = [len(sampled(torch.empty(whole_shape(p), device="meta"))) + 1 for p in self.parameters.values()]
-        self.flat = torch.zeros(sum(sizes), device=ranks.device)
+        self.flat = torch.zeros(sum(sizes), device=self.ranks.device)
         self.sums = dict(zip(self.parameters, self.flat.split(sizes), strict=True))
         """Name → sum of the sampled gradient and, in the last place, the sum of its norms."""
         self.hooks = [p.register_hook(partial(self._add, self.sums[name])) for name, p in self.parameters.items()]
@@ -205,9 +204,9 @@ class Replay:
         fault: the ranks whose two passes differ and the first sum that does, or "". The step was then dropped.
     """
 
-    def __init__(self, engine: Any, config: Config, ranks: Ranks, step: int) -> None:
-        self.engine, self.config, self.ranks, self.step = engine, config, ranks, step
-        self.part = pipeline_part(engine) if ranks.pipeline_size > 1 else None
+    def __init__(self, engine: Any, setup: Setup, step: int) -> None:
+        self.engine, self.config, self.ranks, self.step = engine, setup.config, setup.ranks, step
+        self.part = pipeline_part(engine) if self.ranks.pipeline_size > 1 else None
         self.module = engine.module if self.part is None else self.part
         self.trained = {name: p for name, p in local_parameters(engine.module).items() if p.requires_grad}
         self.fault, self.passes, self.number = "", [Sums(), Sums()], 0
@@ -328,7 +327,7 @@ def _read(sums: Sums) -> dict[str, int]:
 
 def _root(output: Any) -> Tensor:
     """Return the tensor at which the backward pass begins: the sums of losses, or what goes to the next part."""
-    return output.sums if isinstance(output, Output) else output[0]
+    return output.sums if isinstance(output, ModelOutput) else output[0]
 
 
 def _learned(given: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -10,7 +10,6 @@ micro-batch's loss is its exact share of the step's loss. No mean of micro-batch
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,17 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.word_counts import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.engine.layout import NEVER, WeightedLoss, pipeline_part
+from megatron_ddrp.engine.layout import NEVER, Setup, WeightedLoss, pipeline_part
 from megatron_ddrp.engine.optimizers import learning_rate
-from megatron_ddrp.model.graphs import uses_graphs
 from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.model.stages import Inputs, layout_of
-from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
+from megatron_ddrp.objectives.contract import Objective, count, losses_of
 from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel.pipeline import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts, sum_over_ranks
@@ -51,15 +48,16 @@ class MicroBatch:
     """int64 `[counts]`: the objective's counts, in their order."""
 
     @classmethod
-    def of(cls, arrays: Batch, objective: Objective, config: Config, step: int, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with the draws for one step; its memory is pinned if `device` is a GPU."""
-        draws = objective.draw(arrays, config.model, config.training.seed, step)
-        if config.data.packing and uses_graphs(config, device):
+    def of(cls, arrays: Batch, setup: Setup, step: int) -> MicroBatch:
+        """Return the micro-batch with the draws for one step; its memory is pinned if the run is on GPUs."""
+        config = setup.config
+        draws = setup.objective.draw(arrays, config.model, config.training.seed, step)
+        if config.data.packing and setup.uses_graphs:
             draws = draws.with_documents(-(-draws.num_documents // DOCUMENT_MULTIPLE) * DOCUMENT_MULTIPLE)
         inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
-        if device.type != "cpu":
+        if setup.ranks.device.type != "cpu":
             inputs = _map_tensors(inputs, Tensor.pin_memory)
-        return cls(arrays, inputs, count(objective, [arrays]))
+        return cls(arrays, inputs, count(setup.objective, [arrays]))
 
     def with_notes(self, notes: NoteDictionary | None) -> tuple[Inputs, Occurrences | None]:
         """Return the inputs with current notes, and the rare words' occurrences that will make new notes."""
@@ -69,12 +67,9 @@ class MicroBatch:
         return self.inputs._replace(notes=read), occurrences
 
 
-def training_inputs(
-    micro_batches: Iterable[Batch], config: Config, step: int, device: torch.device
-) -> list[MicroBatch]:
+def training_inputs(micro_batches: Iterable[Batch], setup: Setup, step: int) -> list[MicroBatch]:
     """Return the micro-batches of step 1, 2, … with all model inputs. Any thread can call it: it uses no device."""
-    objective = make_objective(config.objective)
-    return [MicroBatch.of(arrays, objective, config, step, device) for arrays in micro_batches]
+    return [MicroBatch.of(arrays, setup, step) for arrays in micro_batches]
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
@@ -148,18 +143,13 @@ class StepResult:
 
 
 def train_step(
-    engine: Any,
-    micro_batches: list[MicroBatch],
-    config: Config,
-    ranks: Ranks,
-    step: int,
-    notes: NoteDictionary | None = None,
+    engine: Any, micro_batches: list[MicroBatch], setup: Setup, step: int, notes: NoteDictionary | None = None
 ) -> StepResult:
     """Run forward, backward and update over this rank's `micro_batches` of step 1, 2, …, then store the new notes.
 
     Without notes the function returns before the device has finished.
     """
-    objective = make_objective(config.objective)
+    config, ranks, objective = setup.config, setup.ranks, setup.objective
     counts = _global_counts(micro_batches, ranks)
     loss = WeightedLoss(_loss_weights(objective, counts, ranks.data_size * len(micro_batches)))
     lr = learning_rate(step, config.training.train_iters, config.optimizer)
@@ -227,7 +217,7 @@ class NoteTaking:
 
 
 def evaluate(
-    engine: Any, steps: Iterable[list[Batch]], config: Config, ranks: Ranks, notes: NoteDictionary | None = None
+    engine: Any, steps: Iterable[list[Batch]], setup: Setup, notes: NoteDictionary | None = None
 ) -> dict[str, float]:
     """Return losses over some global batches of held-out text, without dropout; notes are read but not made.
 
@@ -235,17 +225,18 @@ def evaluate(
     With `--log-similarity`, so do `token_similarity`, f(S), and `head_similarity`, f(H), of the masked text (eq. 15,
     16).
     """
-    settings = dataclasses.replace(config.objective, tcd_weight=0.0, hcd_weight=0.0)
-    if config.logging.log_similarity:  # over all tokens and heads, TCD and HCD are f(S) and f(H)
-        settings = dataclasses.replace(settings, tcd_weight=1.0, hcd_weight=1.0, tcd_tokens=0, hcd_heads=0)
-    objective, config = make_objective(settings), config.replace(training={"seed": VALIDATION_SEED})
+    measured: dict[str, Any] = {"tcd_weight": 0.0, "hcd_weight": 0.0}
+    if setup.config.logging.log_similarity:  # over all tokens and heads, TCD and HCD are f(S) and f(H)
+        measured = {"tcd_weight": 1.0, "hcd_weight": 1.0, "tcd_tokens": 0, "hcd_heads": 0}
+    setup = setup.replace(objective=measured, training={"seed": VALIDATION_SEED})
+    ranks, objective = setup.ranks, setup.objective
     total = torch.zeros(len(objective.sum_names), dtype=torch.float64, device=ranks.device)
     counted = count(objective, ())
     run = _evaluate_pipeline if ranks.pipeline_size > 1 else _evaluate_whole
     engine.eval()
     with torch.no_grad():
         for micro_batches in steps:
-            prepared = [MicroBatch.of(b, objective, config, VALIDATION_STEP, ranks.device) for b in micro_batches]
+            prepared = [MicroBatch.of(arrays, setup, VALIDATION_STEP) for arrays in micro_batches]
             counted += sum(micro_batch.counts for micro_batch in prepared)
             inputs = [micro_batch.with_notes(notes)[0] for micro_batch in prepared]
             loss = WeightedLoss(torch.zeros_like(total))

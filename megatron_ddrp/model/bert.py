@@ -58,8 +58,8 @@ from megatron_ddrp.model.stages import (
     Inputs,
     Judge,
     Layout,
+    ModelOutput,
     NoteInputs,
-    Output,
     State,
     blend,
     layout_of,
@@ -101,12 +101,12 @@ class Encoder(nn.Module):
             module.bias.data.zero_()
 
     def stages(self) -> list[nn.Module]:
-        """Return the model as a list of stages: `Inputs` → `State`, then `State` → `State`, last `State` → `Output`."""
+        """Return the list of stages: `Inputs` → `State`, then `State` → `State`, last `State` → `ModelOutput`."""
         raise AssertionError(f"{type(self).__name__} does not say its stages")
 
     def forward(
         self, batch: Batch, draws: Draws, notes: NoteInputs | None = None, layout: Layout | None = None
-    ) -> Output:
+    ) -> ModelOutput:
         """Return the sums of the objective over this micro-batch; the caller divides them by the global counts.
 
         Without `layout` the CPU waits for the batch's device to compute it.
@@ -177,7 +177,7 @@ def run_stages(
     graphs: ModelGraphs | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Run consecutive stages and return the last one's output: a `State`, or the model's `Output`.
+    """Run consecutive stages and return the last one's output: a `State`, or the model's `ModelOutput`.
 
     With `recompute` a layer keeps only its input for the backward pass. With `graphs` layers are replayed by them.
     `compute_dtype` is the `Encoder`'s.
@@ -280,7 +280,7 @@ class Electra(Discriminator):
 
 def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelConfig:
     """Return the configuration of ELECTRA's generator: fewer heads than the discriminator, of the same size each."""
-    heads = settings.generator_heads(config.num_attention_heads)
+    heads = max(1, round(config.num_attention_heads * settings.generator_size))  # halves to even
     return replace(
         config,
         num_attention_heads=heads,
@@ -356,7 +356,11 @@ class SamplingStage(nn.Module):
         """
         head, batch = self.generator_head, state.inputs.batch
         places, labels = state.inputs.layout.predicted, state.inputs.predicted_labels  # [num_predicted] each
-        logits = head.logits(self._predicted_hidden(state, places))  # [num_predicted, vocab]
+        if self.decoder is None:
+            predicted = state.hidden.flatten(0, 1).index_select(0, places)
+        else:
+            predicted = self.decoder(state, self.last_layer)
+        logits = head.logits(head.last_hidden(predicted))  # [num_predicted, vocab]
         sampled = head.sample(logits, state.inputs.draws.own.keys.flatten().index_select(0, places))
         originals = torch.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)
         replaced = replace_tokens(originals, places, sampled)
@@ -365,11 +369,3 @@ class SamplingStage(nn.Module):
         sums = OfGenerator(*(x.to(state.head_cosine.dtype) for x in (head.lm_sum(logits, labels), correct)))
         inputs = state.inputs._replace(batch=batch._replace(input_ids=replaced, labels=targets))
         return self.embeddings(inputs)._replace(own=sums)
-
-    def _predicted_hidden(self, state: State, places: Tensor) -> Tensor:
-        """Return the hidden states of the predicted tokens, `[num_predicted, width]`, in the order of the labels."""
-        if self.decoder is None:
-            hidden = state.hidden.flatten(0, 1).index_select(0, places)
-        else:
-            hidden = self.decoder(state, self.last_layer)
-        return self.generator_head.last_hidden(hidden)

@@ -27,7 +27,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.fused import Norm
-from megatron_ddrp.model.stages import Inputs, State, blend
+from megatron_ddrp.model.stages import Inputs, State, blend, wide
 
 SMALLEST_NORM = 1e-12
 """Norm below which a vector counts as zero; its cosine with any vector is then 0."""
@@ -47,8 +47,7 @@ def token_cosine(hidden: Tensor, token_mask: Tensor, squared: bool = False) -> T
     (Welch, 1974), and only vectors spread evenly over all dimensions have so little. Two opposite poles have 1, the
     most, whereas their mean cosine is the least. It needs one hidden×hidden buffer per document.
     """
-    if hidden.dtype.itemsize < 4:
-        hidden = hidden.float()
+    hidden = wide(hidden)
     weights = token_mask * _inverse_root(hidden.pow(2).sum(-1)).unsqueeze(1)  # [batch, documents, seq]
     if squared:
         marked = hidden.unsqueeze(1) * weights.unsqueeze(-1)  # [batch, documents, seq, hidden], unit vectors or 0

@@ -20,9 +20,8 @@ Kolter, arXiv:2305.09828).
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -252,12 +251,6 @@ GAIN = 1.5
 """g. Half of it is too little: random terms then hide the maximum."""
 
 
-def offsets() -> Iterator[int]:
-    """Yield the offset of each head: −1, 1, −2, 2, …"""
-    for distance in itertools.count(1):
-        yield from (-distance, distance)
-
-
 @torch.no_grad()
 def start_at_offsets(positions: nn.Embedding, layers: Iterable[EncoderLayer], config: ModelConfig) -> None:
     """Set the table of positions, and add the maps that read it to the queries and keys of every layer."""
@@ -267,7 +260,7 @@ def start_at_offsets(positions: nn.Embedding, layers: Iterable[EncoderLayer], co
     angles = torch.arange(places, device=number.device).unsqueeze(1) * frequencies + number  # [places, width/2]
     waves = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)  # [places, width], but for an odd last column
     positions.weight[:, : waves.shape[1]] = math.sqrt(2) * config.init_method_std * waves
-    shifts = list(itertools.islice(offsets(), config.num_attention_heads))
+    shifts = [(head // 2 + 1) * (1 if head % 2 else -1) for head in range(config.num_attention_heads)]  # −1, 1, −2, …
     key, query = (GAIN * shifted_pairs(frequencies, some, config) for some in ([0] * len(shifts), shifts))
     for layer in layers:
         layer.attention.key.weight += key

@@ -21,7 +21,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.fused import Norm
-from megatron_ddrp.model.stages import End, Judge, Output, State
+from megatron_ddrp.model.stages import End, Judge, ModelOutput, State, wide
 
 _CHUNK, _GPU_CHUNK = 1 << 19, 1 << 28
 """Logits per chunk: on a CPU a chunk's noise fits in a core's cache; on a GPU it needs few launches and 2 GiB."""
@@ -91,7 +91,7 @@ def rtd_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
     `logits` of "replaced" and `targets` `[batch, seq]`, see `rtd_targets` → fp32 (or fp64) scalars.
     """
-    logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+    logits = wide(logits)
     valid, is_replaced = targets != IGNORED_LABEL, targets == 1
     losses = F.binary_cross_entropy_with_logits(logits, is_replaced.to(logits.dtype), reduction="none")
     judged_replaced = logits.detach() > 0
@@ -106,12 +106,11 @@ def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
     `logits` `[num_predicted, vocab]` in any precision, `labels` int64 `[num_predicted]` → fp32 (or fp64) scalar.
     """
-    logits = logits if logits.dtype.itemsize >= 4 else logits.float()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return F.cross_entropy(wide(logits), labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 class Head(nn.Module):
-    """Base of the last stages: `State` → `Output`. The objective computes the sums."""
+    """Base of the last stages: `State` → `ModelOutput`. The objective computes the sums."""
 
     def __init__(self, config: ModelConfig, objective: Judge) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class Head(nn.Module):
         """Return the encoder's output, `[.., hidden]`: normalised once more in a pre-LN model."""
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
-    def forward(self, state: State) -> Output:
+    def forward(self, state: State) -> ModelOutput:
         return self.objective.output(End(state, self.last_hidden(state.hidden), self))
 
 
@@ -175,7 +174,7 @@ class MaskedLMHead(Head):
         """Return the likeliest piece of each token, int64 `[n]`."""
         return self.winner(*logits.detach().max(-1))
 
-    def forward(self, state: State) -> Output:
+    def forward(self, state: State) -> ModelOutput:
         hidden = self.last_hidden(state.hidden)
         predicted = hidden.flatten(0, 1).index_select(0, state.inputs.layout.predicted)
         return self.objective.output(End(state, hidden, self, predicted))
@@ -246,7 +245,7 @@ class DecodingStage(nn.Module):
         assert isinstance(last_layer, EncoderLayer)
         self.last_layer, self.decoder, self.head = last_layer, decoder, head
 
-    def forward(self, before: State) -> Output:
+    def forward(self, before: State) -> ModelOutput:
         """Return the sums of the objective; `before` holds H[L−1]."""
         state = self.last_layer(before)
         predicted = self.head.last_hidden(self.decoder(before, self.last_layer))

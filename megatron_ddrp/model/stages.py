@@ -1,4 +1,4 @@
-"""Types that travel between stages: `Inputs` → first stage → `State` → layers → `State` → last stage → `Output`.
+"""Types that travel between stages: `Inputs` → first → `State` → layers → `State` → last → `ModelOutput`.
 
 All three are named tuples of tensors, Python numbers, named tuples, tuples and None. DeepSpeed's hooks and torch's
 activation checkpointing look into these types only. One process passes them on in memory; `parallel/pipeline.py` alone
@@ -160,7 +160,7 @@ LEARNED = ("hidden", "position", "head_cosine", "own")
 """Fields of `State` whose floating-point tensors receive gradients."""
 
 
-class Output(NamedTuple):
+class ModelOutput(NamedTuple):
     """Output of the last stage."""
 
     sums: Tensor
@@ -198,7 +198,7 @@ class Judge(Protocol):
     def look_inside(self, state: State, attended: Any) -> Any:
         """Return the next state's `own`, computed from a layer's input state and its `Attended`."""
 
-    def output(self, end: End) -> Output:
+    def output(self, end: End) -> ModelOutput:
         """Return the sums of the objective's terms and rates, and the new notes."""
 
 
@@ -211,6 +211,11 @@ class NoteInputs(NamedTuple):
     """fp32 `[m, hidden]`: the note that each piece reads."""
     windows: Tensor
     """int64 `[occurrences, widest]`: flat places of the tokens in each rare word's window; −1 is filling."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in fp32, or unchanged if its type is as wide or wider."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor:
@@ -230,8 +235,7 @@ def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
     """
     hidden, inside = hidden.detach().flatten(0, 1), windows >= 0
     states = hidden[windows.clamp_min(0)]  # [n, widest, hidden]
-    states = states if states.dtype.itemsize >= 4 else states.float()
-    return states.masked_fill(~inside.unsqueeze(-1), 0.0).sum(1) / inside.sum(1, keepdim=True)
+    return wide(states).masked_fill(~inside.unsqueeze(-1), 0.0).sum(1) / inside.sum(1, keepdim=True)
 
 
 def copies_of_weights(stage: nn.Module) -> dict[str, nn.Parameter]:

@@ -30,7 +30,7 @@ from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.model.attention.logits import Attended
 from megatron_ddrp.model.bert import Bert, Encoder
 from megatron_ddrp.model.embeddings import token_cosine
-from megatron_ddrp.model.stages import Draws, End, Output, State, window_means
+from megatron_ddrp.model.stages import Draws, End, ModelOutput, State, window_means
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Objective:
         logits = end.head.logits(end.predicted)
         return {"lm_loss": end.head.lm_sum(logits, end.state.inputs.predicted_labels)}
 
-    def output(self, end: End) -> Output:
+    def output(self, end: End) -> ModelOutput:
         """Return the sums in the order of `sum_names`, and the new notes."""
         sums = self.sums(end)
         if set(sums) != set(self.sum_names):
@@ -214,7 +214,7 @@ class Objective:
             refuse(f"--objective {self.config.objective} gives the sums {sorted(sums)}; {wanted}")
         notes = end.state.inputs.notes
         dtype = end.state.head_cosine.dtype
-        return Output(
+        return ModelOutput(
             torch.stack([sums[name].to(dtype) for name in self.sum_names]),
             None if notes is None else window_means(end.hidden, notes.windows),
         )

@@ -51,7 +51,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.attention.backends import attention_map
 from megatron_ddrp.model.attention.logits import Attended
 from megatron_ddrp.model.embeddings import SMALLEST_NORM, document_mask
-from megatron_ddrp.model.stages import End, State
+from megatron_ddrp.model.stages import End, State, wide
 from megatron_ddrp.objectives.contract import Objective, Rate, Term
 
 
@@ -86,8 +86,7 @@ def contrast_sum(hidden: Tensor, documents: Tensor, margin: float) -> Tensor:
 
     `hidden` `[batch, seq, hidden]`, `documents` bool `[batch, documents, seq]` → fp32 (or fp64) scalar.
     """
-    hidden = hidden if hidden.dtype.itemsize >= 4 else hidden.float()
-    unit = F.normalize(hidden, dim=-1, eps=SMALLEST_NORM)
+    unit = F.normalize(wide(hidden), dim=-1, eps=SMALLEST_NORM)
     hinges = F.relu(margin - 1 + unit @ unit.transpose(1, 2))  # [batch, seq, seq]
     hinges = hinges - hinges.diagonal(dim1=1, dim2=2).diag_embed()
     tokens = documents.to(hinges.dtype)
@@ -172,8 +171,7 @@ def agreement(part: str, attended: Attended, lengths: Tensor) -> Tensor:
         weights = (lengths > 0).to(mean.dtype)
     else:
         x = attended.context if part == "output" else attended.attending.value
-        x = x if x.dtype.itemsize >= 4 else x.float()
-        mean = attended.mean_of_heads(F.normalize(x, dim=-1, eps=SMALLEST_NORM))  # [b, s, d]
+        mean = attended.mean_of_heads(F.normalize(wide(x), dim=-1, eps=SMALLEST_NORM))  # [b, s, d]
         weights = torch.where(lengths > 0, 1 / lengths.to(mean.dtype), 0.0)
     return (mean.pow(2).sum(-1) * weights).sum()
 

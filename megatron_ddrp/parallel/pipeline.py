@@ -71,7 +71,7 @@ from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.fused import gradient_of_input, gradients_of_parameters
 from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.positions import PositionEncoding, PositionTerms
-from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, NoteInputs, Output, State
+from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, ModelOutput, NoteInputs, State, wide
 from megatron_ddrp.parallel.process_group import Ranks
 
 
@@ -208,7 +208,7 @@ class CosineOfAllRanks:
             total = sum_of_ranks(self._total(attending, documents), self.ranks)
             return cosine_of_total(total, documents, num_heads)
         own = torch.stack([self._own(x, heads, 1) for x in (query, key)])  # [2, b, m′, s, d]
-        query, key = _wide(sum_of_ranks(own, self.ranks))
+        query, key = wide(sum_of_ranks(own, self.ranks))
         if attending.compares_content:
             return cosine_of_gram(content_gram(query, key, documents, terms.scale))
         terms = self._terms_of(heads, terms, query.dtype)
@@ -217,7 +217,7 @@ class CosineOfAllRanks:
     @staticmethod
     def _total(attending: Attending, documents: Tensor) -> Tensor:
         """Return Σ_a A_a/‖A_a‖ over this rank's heads, `[b, s, s]`."""
-        query, key = _wide(attending.query), _wide(attending.key)
+        query, key = wide(attending.query), wide(attending.key)
         if attending.compares_content:
             return content_total(query, key, documents)
         terms = attending.terms.compared.map(lambda x, _: x.to(query.dtype))
@@ -246,11 +246,6 @@ class CosineOfAllRanks:
 def _pairs_allowed(attending: Attending) -> Tensor:
     """Return `allowed_pairs` of a call of attention, bool `[b, 1, s, s]`."""
     return allowed_pairs(attending.document_ids, attending.window)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return `x` in fp32 or wider."""
-    return x.float() if x.dtype.itemsize < 4 else x
 
 
 ROWS, COLUMNS = 0, 1
@@ -388,7 +383,7 @@ class PipelinePart(nn.Module):
         """Call `seed(number)` before each coming micro-batch in training; `number` counts from 0."""
         self.seed, self.number = seed, 0
 
-    def forward(self, sent: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | Output:
+    def forward(self, sent: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | ModelOutput:
         """Return the next part's input, or the model's output, from the two tensors of the previous part."""
         if self.training:
             self.seed(self.number)
@@ -397,7 +392,7 @@ class PipelinePart(nn.Module):
         given = run_stages(self.stages, received, self.recompute, compute_dtype=self.compute_dtype)
         return given if self.last else self.courier.send(given)
 
-    def again(self, sent: tuple[Tensor, Tensor], header: Tensor) -> tuple[Tensor, Tensor] | Output:
+    def again(self, sent: tuple[Tensor, Tensor], header: Tensor) -> tuple[Tensor, Tensor] | ModelOutput:
         """Repeat the step's first micro-batch from what came with `header`; the next part gets no header for it."""
         mail, self.courier.mail, self.number = self.courier.mail, Mail(), 0
         self.courier.mail.post(header, is_first=True)

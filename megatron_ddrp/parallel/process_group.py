@@ -197,16 +197,9 @@ def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     grid = torch.arange(world_size).view(pipeline_size, data_size, tensor_size)
     pipeline_rank, data_rank, tensor_rank = (int(place) for place in (grid == rank).nonzero()[0])
+    place = (rank, world_size, device, data_rank, data_size, tensor_rank, tensor_size, pipeline_rank, pipeline_size)
     return Ranks(
-        rank,
-        world_size,
-        device,
-        data_rank,
-        data_size,
-        tensor_rank,
-        tensor_size,
-        pipeline_rank,
-        pipeline_size,
+        *place,
         data_group=_own_group(grid.transpose(1, 2).reshape(-1, data_size), rank, timeout),
         tensor_group=_own_group(grid.reshape(-1, tensor_size), rank, timeout),
         model_group=_own_group(grid.transpose(0, 1).reshape(data_size, -1), rank, timeout),

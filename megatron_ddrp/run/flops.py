@@ -45,9 +45,10 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_ddrp.config import Config, ModelConfig
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.parallel.process_group import Ranks, gather_objects
+from megatron_ddrp.parallel.process_group import gather_objects
 from megatron_ddrp.run.devices import SHARE, Device, device_named
 
 TRAINING = 6
@@ -101,12 +102,12 @@ def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]]) -> float:
     return sum(count * flop_per_token(config, length).total for length, count in tokens.items())
 
 
-def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -> float:
+def flop_of_step(setup: Setup, micro_batches: Iterable[Batch]) -> float:
     """Return the FLOP of a step over all ranks, from the micro-batches of this one.
 
     The loader gives all data-parallel ranks rows of about the same length.
     """
-    return flop_of_rows(config, (batch.input_ids.shape for batch in micro_batches)) * ranks.data_size
+    return flop_of_rows(setup.config, (batch.input_ids.shape for batch in micro_batches)) * setup.ranks.data_size
 
 
 def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:
@@ -166,10 +167,10 @@ def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
     return rows_of_queries, rows_of_keys
 
 
-def peak_of_run(config: Config, ranks: Ranks) -> float | None:
+def peak_of_run(setup: Setup) -> float | None:
     """Return the FLOP/s of all ranks' devices together, assumed equal to this one; None if unknown."""
-    of_device = peak_of_device(config, ranks.device)
-    return None if of_device is None else of_device * ranks.world_size
+    of_device = peak_of_device(setup.config, setup.ranks.device)
+    return None if of_device is None else of_device * setup.ranks.world_size
 
 
 def peak_of_device(config: Config, device: torch.device) -> float | None:
@@ -203,9 +204,9 @@ class StepProfile:
     Without `--profile` it does nothing.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, steps_done: int) -> None:
+    def __init__(self, setup: Setup, steps_done: int) -> None:
         """Choose the steps for a run that continues after `steps_done` steps."""
-        logging = config.logging
+        config, logging = setup.config, setup.config.logging
         self.start = steps_done + WARM_UP if logging.profile_step_start is None else logging.profile_step_start
         """Number of the step after which the profile begins."""
         self.end = self.start + LENGTH if logging.profile_step_end is None else logging.profile_step_end
@@ -220,7 +221,7 @@ class StepProfile:
             ]
         self._pending = logging.profile and not self.refusal
         self._folder = Path(config.checkpoint.save or "") / FOLDER
-        self._ranks = ranks
+        self._ranks = setup.ranks
         self._profiler: Any = None
         self._began = 0.0
 

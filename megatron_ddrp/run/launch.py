@@ -111,18 +111,13 @@ def run_rank(main: Callable[[], object]) -> NoReturn:
         try:
             return main()
         except UserError as error:
-            if _is_first_on_host() or not error.agreed:
+            local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")  # else rank 0 is the first
+            if not error.agreed or (local_rank == "0" if local_rank else _speaks()):
                 raise
             sys.exit(error.exit_code)
 
     with exit_without_teardown():
         run_command(silent_beside_the_first)
-
-
-def _is_first_on_host() -> bool:
-    """Return whether this is the first rank of its host, or rank 0 where no launcher counts the ranks of a host."""
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    return local_rank == "0" if local_rank else _speaks()
 
 
 @contextlib.contextmanager
@@ -222,7 +217,8 @@ def guest() -> Iterator[None]:
         raise UserError("this thread cannot handle signals: call the function from the main thread")
     alone = not is_launched()
     with plugins_forgotten_after(), ExitStack() as stack:
-        stack.callback(_restore_environment, dict(os.environ))
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
         for number in SIGNALS:
             stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
         stack.callback(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it for its process groups
@@ -235,12 +231,6 @@ def guest() -> Iterator[None]:
         _keep_matplotlib(stack)
         _keep_torch(stack, alone)
         yield
-
-
-def _restore_environment(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
 
 
 def _keep_matplotlib(stack: ExitStack) -> None:

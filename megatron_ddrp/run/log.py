@@ -37,7 +37,6 @@ class MetricsLog:
 
         `now` is the clock in seconds.
         """
-        self.config = config
         self.active = active
         self.callbacks = callbacks or Callbacks()
         self._now, self._printed = now, now()
@@ -45,17 +44,12 @@ class MetricsLog:
         if not active:
             return
         if config.checkpoint.save:
-            self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
-            self._tell_of_missing_rows(start_iteration, logged_every or config.logging.log_interval)
-
-    def _tell_of_missing_rows(self, start_iteration: int, logged_every: int) -> None:
-        """Warn if a run that resumes in its own folder finds fewer rows than it has logged there."""
-        save, load = self.config.checkpoint.save, self.config.checkpoint.load
-        if not (self._file and save and load and start_iteration and Path(save).resolve() == Path(load).resolve()):
-            return
-        logged = start_iteration - start_iteration % logged_every or 1
-        if self._file.last_row < logged:
-            self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
+            path, load = Path(config.checkpoint.save) / METRICS, config.checkpoint.load
+            self._file = MetricsFile(path, start_iteration, self.say)
+            logged = start_iteration - start_iteration % (logged_every or config.logging.log_interval) or 1
+            resumes_here = start_iteration and load and path.parent.resolve() == Path(load).resolve()
+            if resumes_here and self._file.last_row < logged:
+                self.say(f"{path}: the rows after step {self._file.last_row} up to step {logged} are missing")
 
     def write(self, row: dict[str, Any], event: str) -> None:
         """Append a row to metrics.jsonl at once, so that it survives a kill; then tell the callbacks of the event."""

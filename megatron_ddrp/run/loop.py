@@ -22,17 +22,17 @@ import torch
 
 from megatron_ddrp.checkpoint import last_name
 from megatron_ddrp.checkpoint.weights import note_tensors
-from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate, validation_steps
 from megatron_ddrp.data.points import point
 from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
 from megatron_ddrp.engine.step import HostCopy, MicroBatch, StepResult, evaluate, training_inputs
 from megatron_ddrp.errors import ASKED_TO_STOP, UserError, shared_error
-from megatron_ddrp.objectives.contract import losses_of, make_objective
+from megatron_ddrp.objectives.contract import losses_of
 from megatron_ddrp.objectives.electra import NoteDictionary
-from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device, largest_over_ranks
+from megatron_ddrp.parallel.process_group import agree, largest_on_device, largest_over_ranks
 from megatron_ddrp.run.flops import StepProfile, flop_of_step, peak_of_run
 from megatron_ddrp.run.launch import StopRequests, name_of, note_exit_code
 from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities, terms
@@ -120,8 +120,7 @@ def _status_bytes(name: str) -> int:
 class TrainingRun:
     """State of one rank's running training, shared by steps, validations and checkpoints."""
 
-    config: Config
-    ranks: Ranks
+    setup: Setup
     engine: Any
     log: MetricsLog
     folder: Path | None
@@ -136,20 +135,20 @@ class TrainingRun:
         Return the progress and the request's code, 0 without one. If numbers are read late (on GPUs), a step is
         finished after the next one was launched, and a request takes effect one step later.
         """
-        config, ranks, begin = self.config, self.ranks, progress
-        clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(config, ranks))
-        finite = FiniteSteps(self.engine, config, ranks, self.log.say, self.notes)
-        late, profile = reads_late(config, ranks), StepProfile(config, ranks, begin.iteration)
+        setup, config, ranks, begin = self.setup, self.setup.config, self.setup.ranks, progress
+        clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(setup))
+        finite = FiniteSteps(self.engine, setup, self.log.say, self.notes)
+        late, profile = reads_late(setup), StepProfile(setup, begin.iteration)
         self.say(profile.refusal)
 
         def prepare(micro_batches: list[Batch], number: int) -> list[MicroBatch]:
-            return training_inputs(micro_batches, config, begin.iteration + 1 + number, ranks.device)
+            return training_inputs(micro_batches, setup, begin.iteration + 1 + number)
 
         def finish(launched: Launched) -> Progress:
             result = finite.finish(launched)
             after = advance(progress, result, config.training.global_batch_size)
             arrays = [micro_batch.arrays for micro_batch in launched.micro_batches]
-            flop = 0.0 if clock.peak is None else flop_of_step(config, arrays, ranks)
+            flop = 0.0 if clock.peak is None else flop_of_step(setup, arrays)
             clock.count(result.counts["tokens"], flop)
             if logged := self.logs(after.iteration):
                 self.log_step(result, after, clock)
@@ -192,11 +191,11 @@ class TrainingRun:
 
     def end(self, progress: Progress, request: int) -> int:
         """Report the end of the run, also in DIR/exit_code, and return its code, which `Trained.code` describes."""
-        code = ASKED_TO_STOP if request and progress.iteration < self.config.training.train_iters else 0
+        code = ASKED_TO_STOP if request and progress.iteration < self.setup.config.training.train_iters else 0
         if code:
             saved = "" if self.folder else "; nothing is saved without --save"
             self.log.say(f"stopped at step {progress.iteration:,} by {name_of(request)}{saved}")
-        if self.folder and self.ranks.rank == 0:
+        if self.folder and self.setup.ranks.rank == 0:
             note_exit_code(self.folder, code)
         return code
 
@@ -207,20 +206,20 @@ class TrainingRun:
 
     def logs(self, iteration: int) -> bool:
         """Return whether a step is logged: the first, every `--log-interval`-th and the last."""
-        return iteration == 1 or self.is_due(iteration, self.config.logging.log_interval)
+        return iteration == 1 or self.is_due(iteration, self.setup.config.logging.log_interval)
 
     def is_due(self, iteration: int, interval: int) -> bool:
         """Return whether an action of every `interval` steps and of the last step is due."""
-        return iteration % interval == 0 or iteration == self.config.training.train_iters
+        return iteration % interval == 0 or iteration == self.setup.config.training.train_iters
 
     def ends(self, iteration: int) -> bool:
         """Return whether the run ends here, at its last step or by `--exit-interval`."""
-        interval = self.config.checkpoint.exit_interval
-        return iteration == self.config.training.train_iters or (interval is not None and iteration % interval == 0)
+        interval, last = self.setup.config.checkpoint.exit_interval, self.setup.config.training.train_iters
+        return iteration == last or (interval is not None and iteration % interval == 0)
 
     def pauses_after(self, iteration: int, validates: bool) -> bool:
         """Return whether a validation, a checkpoint or the end follows a step; the next step must wait for it."""
-        config = self.config
+        config = self.setup.config
         saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
         return saves or self.ends(iteration) or (validates and self.is_due(iteration, config.logging.eval_interval))
 
@@ -229,7 +228,7 @@ class TrainingRun:
 
         All of them were read when the step was finished.
         """
-        objective = make_objective(self.config.objective)
+        objective = self.setup.objective
         return {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -242,7 +241,7 @@ class TrainingRun:
 
     def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
         """Log a step: its numbers, the memory of all ranks, and the columns of callbacks."""
-        row, device = self.numbers_of(result, progress, clock), self.ranks.device
+        row, device = self.numbers_of(result, progress, clock), self.setup.ranks.device
         clock.restart()
         row["peak_memory_gib"] = largest_over_ranks(peak_memory_bytes(device), device) / 2**30
         row |= self.log.callbacks.columns(row)
@@ -252,16 +251,16 @@ class TrainingRun:
 
     def show_step(self, row: Mapping[str, Any], clock: Clock) -> None:
         """Print the progress line of a step's numbers."""
-        labels, iteration = make_objective(self.config.objective).labels, row["iteration"]
-        self.log.say(progress_line(row, labels, self.config.training.train_iters, clock.eta(iteration)))
+        labels, iteration = self.setup.objective.labels, row["iteration"]
+        self.log.say(progress_line(row, labels, self.setup.config.training.train_iters, clock.eta(iteration)))
 
     def validate(self, loader: BatchLoader, progress: Progress) -> None:
         """Log the validation losses; samples, masks and draws are the same each time and for every `--seed`."""
-        config = self.config
+        config = self.setup.config
         steps = validation_steps(config.logging.eval_iters, len(loader.samples), loader.global_batch_size)
-        losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
+        losses = evaluate(self.engine, iterate(loader, 0, steps), self.setup, self.notes)
         self.log.write({"iteration": progress.iteration, **losses}, "on_validation")
-        labels = make_objective(config.objective).labels
+        labels = self.setup.objective.labels
         line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
         self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
@@ -273,7 +272,7 @@ class TrainingRun:
         notes = {} if self.notes is None else note_tensors(self.notes)
         try:
             agree(self.log.sync)
-            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, since, notes)
+            saved = save_checkpoint(self.engine, folder, progress, self.setup, since, notes)
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:

@@ -19,6 +19,7 @@ from megatron_ddrp.conversion import to_huggingface
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.engine import checkpoint as engine_checkpoint
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.model import build_model
 from megatron_ddrp.run.metrics import MetricsFile
 from tests.conftest import documents, write_vocabulary
@@ -105,7 +106,7 @@ class Sample:
         progress = engine_checkpoint.Progress(step, step * 8, step * 99)
         config = self.config.replace(checkpoint={"keep_last": keep_last})
         with alone():
-            engine_checkpoint.save_checkpoint(self.model(step), run, progress, config, RANK, since)
+            engine_checkpoint.save_checkpoint(self.model(step), run, progress, Setup(config, RANK), since)
 
     def make_run(self, run: Path, steps: Sequence[int]) -> Path:
         """Write a run with some checkpoints and a row of metrics per step."""

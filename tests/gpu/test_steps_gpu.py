@@ -16,12 +16,13 @@ from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ModelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.engine.build import check_device
-from megatron_ddrp.engine.layout import WeightedLoss
+from megatron_ddrp.engine.layout import Setup, WeightedLoss
 from megatron_ddrp.engine.step import move_tensors, training_inputs
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.objectives.contract import count, make_objective
+from megatron_ddrp.parallel.process_group import Ranks
 from tests.gpu.conftest import half_precision, on_devices
 
 LOSS, NORM = 1e-3, 0.1
@@ -62,7 +63,7 @@ def loss_and_norms(config: Config, arrays: Batch, device: str, dtype: torch.dtyp
     weights = torch.zeros(len(objective.sum_names), device=device)
     for number, term in enumerate(objective.terms):
         weights[number] = term.weight / max(1, counts[term.per])
-    (micro_batch,) = training_inputs([arrays], config, 1, torch.device(device))
+    (micro_batch,) = training_inputs([arrays], Setup(config, Ranks(0, 1, torch.device(device))), 1)
     loss = WeightedLoss(weights)(model(*move_tensors(micro_batch.inputs, torch.device(device))))
     (loss * SCALE).backward()
     norms = {name: w.grad.float().norm() / SCALE for name, w in model.named_parameters() if w.grad is not None}

@@ -31,6 +31,7 @@ from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine import build, nonfinite
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.engine.step import train_step, training_inputs
 from megatron_ddrp.errors import UserError
@@ -55,7 +56,8 @@ def _first_steps(command_lines: list[list[str]], _: Path) -> list[float]:
 
 def error_of_first_step(config: Config) -> float:
     """Return ‖g − Σ‖ ÷ ‖Σ‖ over this rank's parameters; Σ adds up each micro-batch's gradient in float64."""
-    engine, loader, config, ranks = _built(config)
+    engine, loader, setup = _built(config)
+    ranks = setup.ranks
     is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
     assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
     parameters = local_parameters(engine.module)
@@ -68,21 +70,22 @@ def error_of_first_step(config: Config) -> float:
         return take_step(*arguments, **named)
 
     engine._take_model_step = compare_first
-    train_step(engine, training_inputs(loader.step(0), config, 1, ranks.device), config, ranks, 1)
+    train_step(engine, training_inputs(loader.step(0), setup, 1), setup, 1)
     engine.destroy()
     forget_layout()
     return found[0]
 
 
-def _built(config: Config) -> tuple[Any, BatchLoader, Config, Ranks]:
-    """Return the engine of this rank, its samples, the whole configuration and the place of the rank."""
+def _built(config: Config) -> tuple[Any, BatchLoader, Setup]:
+    """Return the engine of this rank, its samples and the setup."""
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
     torch.manual_seed(0)
     model = build_model(config.model, objective=config.objective)
-    return build_engine(model, config, ranks, loader.num_micro_batches), loader, config, ranks
+    setup = Setup.of(config, ranks)
+    return build_engine(model, setup), loader, setup
 
 
 class Proved(NamedTuple):
@@ -105,15 +108,15 @@ def _all_proofs(runs: list[tuple[list[str], str]], _: Path) -> list[Proved]:
 
 
 def _proofs(config: Config, changed: str) -> Proved:
-    engine, loader, config, ranks = _built(config)
-    inputs = training_inputs(loader.step(0), config, 1, ranks.device)
+    engine, loader, setup = _built(config)
+    ranks, inputs = setup.ranks, training_inputs(loader.step(0), setup, 1)
     parameters, lines = local_parameters(engine.module), []
     hooks = {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
-    proof = GradientProof(engine, config, ranks, lines.append)
-    train_step(engine, inputs, config, ranks, 1)
+    proof = GradientProof(engine, setup, lines.append)
+    train_step(engine, inputs, setup, 1)
     assert "_take_model_step" not in vars(engine) or engine._take_model_step == proof.take_step
     assert hooks == {name: len(parameter._backward_hooks or ()) for name, parameter in parameters.items()}
-    GradientProof(engine, config, ranks, lines.append)
+    GradientProof(engine, setup, lines.append)
     seen: list[int] = []
 
     def lose_a_tenth(gradient: Tensor) -> Tensor:
@@ -125,7 +128,7 @@ def _proofs(config: Config, changed: str) -> Proved:
         parameters[changed].register_hook(lose_a_tenth)
     error = ""
     try:
-        train_step(engine, inputs, config, ranks, 2)
+        train_step(engine, inputs, setup, 2)
     except UserError as refusal:
         error = str(refusal) if refusal.agreed else ""
     engine.destroy()
@@ -229,22 +232,23 @@ def waits_of_step(config: Config) -> Waits:
         mock.patch.object(accelerator, "synchronize", lambda *_: waiting.count("synchronize")),
     ):
         model = build_model(config.model, objective=config.objective)
-        engine = build.build_engine(model, config, ranks, loader.num_micro_batches)
+        setup = Setup.of(config, ranks)
+        engine = build.build_engine(model, setup)
         engine.optimizer.reduction_stream = Stream(waiting)
         for step in range(1, WARM_UP_STEPS + 1):
-            _take(engine, loader, config, ranks, step)
+            _take(engine, loader, setup, step)
         waiting.waits.clear()
         with waiting:
-            _take(engine, loader, config, ranks, WARM_UP_STEPS + 1)
+            _take(engine, loader, setup, WARM_UP_STEPS + 1)
         waits = dict(waiting.waits)
         engine.destroy()
     forget_layout()
     return waits
 
 
-def _take(engine: Any, loader: Any, config: Config, ranks: Ranks, step: int) -> None:
-    micro_batches = loader.step((step - 1) * config.training.global_batch_size)
-    train_step(engine, training_inputs(micro_batches, config, step, ranks.device), config, ranks, step)
+def _take(engine: Any, loader: Any, setup: Setup, step: int) -> None:
+    micro_batches = loader.step((step - 1) * setup.config.training.global_batch_size)
+    train_step(engine, training_inputs(micro_batches, setup, step), setup, step)
 
 
 Held = dict[str, int]
@@ -270,7 +274,8 @@ def two_steps(config: Config) -> Held:
     gc.collect()
     before = size(all_tensors())
     model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
-    engine = build_engine(model, config, ranks, loader.num_micro_batches)
+    setup = Setup.of(config, ranks)
+    engine = build_engine(model, setup)
     del model
     held: Held = {}
 
@@ -286,7 +291,7 @@ def two_steps(config: Config) -> Held:
         if step == 2:
             engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
-        train_step(engine, training_inputs(micro_batches, config, step, ranks.device), config, ranks, step)
+        train_step(engine, training_inputs(micro_batches, setup, step), setup, step)
     engine.destroy()
     forget_layout()
     return held
@@ -414,14 +419,14 @@ def faulty(fault: Fault, kept: list[bool]) -> Callable[..., Any]:
     """Return `train_step` with a fault; it notes in `kept` whether each step left this rank's weights as they were."""
     train_step = nonfinite.train_step
 
-    def step_with_fault(engine: Any, micro_batches: Any, config: Any, ranks: Any, step: int, *others: Any) -> Any:
+    def step_with_fault(engine: Any, micro_batches: Any, setup: Any, step: int, *others: Any) -> Any:
         hook: Any = contextlib.nullcontext()
-        if STEP <= step <= STEP + fault.again and ranks.rank == fault.rank:
+        if STEP <= step <= STEP + fault.again and setup.ranks.rank == fault.rank:
             hook = flipped(engine.module, fault)
         before = weights_of(engine.module)
         try:
             with hook:
-                return train_step(engine, micro_batches, config, ranks, step, *others)
+                return train_step(engine, micro_batches, setup, step, *others)
         finally:
             after = weights_of(engine.module)
             kept.append(all(torch.equal(after[name], weight) for name, weight in before.items()))

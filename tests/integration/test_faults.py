@@ -148,15 +148,15 @@ def poison(steps: tuple[int, ...], how: str, tries: int = 2, rank: int = 0) -> N
             return output._replace(sums=output.sums + math.inf)
         return output * math.nan
 
-    def poisoned_step(engine, micro_batches, config, ranks, step, notes):  # type: ignore[no-untyped-def]
+    def poisoned_step(engine, micro_batches, setup, step, notes):  # type: ignore[no-untyped-def]
         tried[step] = tried.get(step, 0) + 1
-        if step not in steps or tried[step] > tries or ranks.rank != rank:
-            return train_step(engine, micro_batches, config, ranks, step, notes)
+        if step not in steps or tried[step] > tries or setup.ranks.rank != rank:
+            return train_step(engine, micro_batches, setup, step, notes)
         named = {whole_name(module): module for module in engine.module.modules()}
         module = engine.module if how == "loss" else named["layers.1.feed_forward.output"]
         hook = module.register_forward_hook(spoil)
         try:
-            return train_step(engine, micro_batches, config, ranks, step, notes)
+            return train_step(engine, micro_batches, setup, step, notes)
         finally:
             hook.remove()
 

@@ -293,15 +293,13 @@ def _compare_objectives(_words: list[list[str]], _error: Path) -> dict[str, tupl
         for cuts in (False, True):
             whole, part = (_build_objective(config, name) for _ in range(2))
             expected_sums, expected = _gradients_of_objective(whole)
-            apply_tensor_parallel(part, config.position_encoding, ranks)
+            apply_tensor_parallel(part, ranks)
             if cuts:
                 part.checkpoint_activations = True
                 apply_sequence_parallel(part, ranks)
             sums, gradients = _gradients_of_objective(part)
             assert gradients.keys() == expected.keys()
-            off = max(
-                _distance(gradients[n], own_part(n, g, config.position_encoding, ranks), g) for n, g in expected.items()
-            )
+            off = max(_distance(gradients[n], own_part(n, g, config.encoding, ranks), g) for n, g in expected.items())
             found[f"{name} {encoding}{' in parts' * cuts}"] = (_distance(sums, expected_sums, expected_sums), off)
     return found
 

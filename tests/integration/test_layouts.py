@@ -404,7 +404,7 @@ def _cut_model(ranks: Ranks) -> Encoder:
     config = tiny_config(num_attention_heads=2, seq_length=LENGTH, hidden_dropout=0.1)
     torch.manual_seed(0)
     model = build_model(config)
-    apply_tensor_parallel(model, config.position_encoding, ranks)
+    apply_tensor_parallel(model, ranks)
     return model
 
 

@@ -216,10 +216,8 @@ def estimates(config: Config, world_size: int) -> list[Memory]:
     """Of each rank."""
     tokenizer = build_tokenizer("BertWordPieceLowerCase", config.data.vocab_file, None)
     config = config.replace(model={"vocab_size": tokenizer.vocab_size})
-    data_size = config.parallel.data_parallel_size(world_size)
-    micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * data_size)
     model = on_meta_device(config.model, config.objective)
-    ranks = by_zero_stage(model, config, data_size, micro_batches, device_type="cpu")[config.parallel.zero_stage]
+    ranks = by_zero_stage(model, Setup.planned(config, world_size, "cpu"))[config.parallel.zero_stage]
     return [memory for memory in ranks for _ in range(config.parallel.tensor_model_parallel_size)]
 
 

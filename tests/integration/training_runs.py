@@ -23,6 +23,7 @@ from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.proofs import GradientProof
 from megatron_ddrp.engine.step import evaluate, training_inputs
@@ -49,28 +50,24 @@ def train_run(config: Config) -> Rows:
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     loader, validation = (corpus.loader(split, ranks.data_rank, ranks.data_size) for split in ("train", "valid"))
     torch.manual_seed(config.training.seed)
-    engine = build_engine(
-        build_model(config.model, config.parallel.checkpoint_activations, config.objective),
-        config,
-        ranks,
-        loader.num_micro_batches,
-    )
+    setup = Setup.of(config, ranks)
+    engine = build_engine(build_model(config.model, config.parallel.checkpoint_activations, config.objective), setup)
     files, rows, notes = config.checkpoint, [], open_notes(config, corpus)
-    resumed = load_checkpoint(engine, Path(files.load), config, ranks) if files.load else None
+    resumed = load_checkpoint(engine, Path(files.load), setup) if files.load else None
     begin = resumed.progress.iteration if resumed else 0
     end = files.exit_interval or config.training.train_iters
     if config.training.gradient_proof:
-        GradientProof(engine, config, ranks, print)
-    steps = FiniteSteps(engine, config, ranks, print, notes)
+        GradientProof(engine, setup, print)
+    steps = FiniteSteps(engine, setup, print, notes)
     for step in range(begin + 1, end + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
-        inputs = training_inputs(micro_batches, config, step, ranks.device)
+        inputs = training_inputs(micro_batches, setup, step)
         result = steps.finish(steps.launch(inputs, step))
         rows.append({**result.losses, "grad_norm": result.grad_norm})
     if rows:
-        rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks, notes)
+        rows[-1] |= evaluate(engine, [validation.step(0)], setup, notes)
     if files.save:
-        save_checkpoint(engine, Path(files.save), Progress(end), config, ranks, begin)
+        save_checkpoint(engine, Path(files.save), Progress(end), setup, begin)
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()

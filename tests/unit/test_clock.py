@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log
 from megatron_ddrp.run.flops import peak_of_device, peak_of_run
@@ -111,7 +112,7 @@ def test_the_peak_is_the_flags_or_the_devices(monkeypatch):
     assert peak_of_device(config.replace(training={"bf16": True}), gpu) == 312e12
     assert peak_of_device(config, cpu) is None
     given = config.replace(logging={"peak_tflops": 2.0})
-    assert peak_of_device(given, cpu) == 2e12 and peak_of_run(given, Ranks(1, 4, cpu)) == 8e12
+    assert peak_of_device(given, cpu) == 2e12 and peak_of_run(Setup(given, Ranks(1, 4, cpu))) == 8e12
 
 
 def test_the_processs_peak_counts_what_it_took():

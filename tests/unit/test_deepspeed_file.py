@@ -18,6 +18,7 @@ from megatron_ddrp.engine import layout as deepspeed_file
 from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.engine.layout import (
     LOWEST_DEEPSPEED,
+    Setup,
     import_quietly,
     offload_device,
     read_settings,
@@ -243,14 +244,21 @@ def test_numbers_that_are_said_to_be_deepspeeds_defaults_are_those() -> None:
                 parse_arguments(["--fp16", name, str(other)])
 
 
+def settings_of(config: Config, num_micro_batches: int, data_size: int, parameters: int, device: str) -> dict[str, Any]:
+    """Return DeepSpeed's settings of a run on so many data-parallel ranks."""
+    batch = {"global_batch_size": config.training.micro_batch_size * num_micro_batches * data_size}
+    world_size = data_size * config.parallel.pipeline_model_parallel_size
+    return deepspeed_settings(Setup.planned(config.replace(training=batch), world_size, device), parameters)
+
+
 def test_the_flag_offloads_as_the_file_does_and_wins(tmp_path: Path) -> None:
     config = Config().replace(parallel={"offload_optimizer": "cpu"})
-    assert offload_device(deepspeed_settings(config, 1, 1, 1000, "cpu")["zero_optimization"]) == "cpu"
+    assert offload_device(settings_of(config, 1, 1, 1000, "cpu")["zero_optimization"]) == "cpu"
     path = tmp_path / "deepspeed.json"
     path.write_text('{"zero_optimization": {"offload_optimizer": {"device": "none"}}}', encoding="utf-8")
     config = config.replace(parallel={"deepspeed_config": str(path)})
     with pytest.raises(UserError, match="offload_optimizer.device is 'none' but the flags say 'cpu': .*--offload-opti"):
-        deepspeed_settings(config, 1, 1, 1000, "cpu")
+        settings_of(config, 1, 1, 1000, "cpu")
     with pytest.raises(UserError, match="--offload-optimizer cpu with --zero-stage 0"):
         Config().replace(parallel={"offload_optimizer": "cpu", "zero_stage": 0})
 
@@ -258,17 +266,17 @@ def test_the_flag_offloads_as_the_file_does_and_wins(tmp_path: Path) -> None:
 def test_gpus_overlap_and_cpus_and_pipelines_do_not() -> None:
     base, parts = Config(), Config().replace(parallel={"pipeline_model_parallel_size": 2})
     of_gpu, of_cpu, of_pipeline = (
-        deepspeed_settings(config, 8, 4, 110_000_001, device)["zero_optimization"]
+        settings_of(config, 8, 4, 110_000_001, device)["zero_optimization"]
         for config, device in ((base, "cuda"), (base, "cpu"), (parts, "cuda"))
     )
     assert (of_gpu["overlap_comm"], of_gpu["reduce_bucket_size"]) == (True, 32_000_000)
     assert (of_cpu["overlap_comm"], of_cpu["reduce_bucket_size"]) == (False, 110_000_002)
     assert (of_pipeline["overlap_comm"], of_pipeline["reduce_bucket_size"]) == (False, 110_000_002)
-    small = deepspeed_settings(base, 8, 4, 20_000_000, "cuda")["zero_optimization"]
+    small = settings_of(base, 8, 4, 20_000_000, "cuda")["zero_optimization"]
     assert small["reduce_bucket_size"] == 20_000_000
-    alone = deepspeed_settings(base, 8, 1, 110_000_001, "cuda")["zero_optimization"]
+    alone = settings_of(base, 8, 1, 110_000_001, "cuda")["zero_optimization"]
     assert (alone["overlap_comm"], alone["reduce_bucket_size"]) == (False, 32_000_000)
-    at_stage_3 = deepspeed_settings(base.replace(parallel={"zero_stage": 3}), 8, 1, 1000, "cuda")
+    at_stage_3 = settings_of(base.replace(parallel={"zero_stage": 3}), 8, 1, 1000, "cuda")
     assert at_stage_3["zero_optimization"]["overlap_comm"]
 
 
@@ -292,26 +300,26 @@ def test_bf16_is_checked_and_clipped_on_the_device_where_it_can_be(
     path.write_text(json.dumps(from_file), encoding="utf-8")
     parallel = {**settings, "deepspeed_config": str(path)}
     config = Config().replace(training={"bf16": True}, optimizer={"clip_grad": 0.3}, parallel=parallel)
-    made = deepspeed_settings(config, 8, 4, 1000, "cuda")
+    made = settings_of(config, 8, 4, 1000, "cuda")
     assert made["bf16"].get("check_grad_overflow", True) != on_device
     assert made["gradient_clipping"] == (0.0 if on_device else 0.3)
 
 
 def test_a_file_may_switch_the_throughput_timer_and_overlapping_on(tmp_path: Path) -> None:
-    assert deepspeed_settings(Config(), 1, 1, 1000, "cuda")["timers"] == {"throughput": {"enabled": False}}
+    assert settings_of(Config(), 1, 1, 1000, "cuda")["timers"] == {"throughput": {"enabled": False}}
     path = tmp_path / "deepspeed.json"
     path.write_text('{"timers": {"throughput": {"enabled": true}}, "zero_optimization": {"overlap_comm": true}}')
     config = Config().replace(parallel={"deepspeed_config": str(path), "zero_stage": 1})
-    made = deepspeed_settings(config, 1, 1, 1000, "cuda")
+    made = settings_of(config, 1, 1, 1000, "cuda")
     assert made["timers"]["throughput"]["enabled"] and made["zero_optimization"]["overlap_comm"]
 
 
 def test_an_offloaded_pipeline_adds_up_in_bf16(tmp_path: Path) -> None:
     parts = Config().replace(training={"bf16": True}, parallel={"pipeline_model_parallel_size": 2})
-    assert deepspeed_settings(parts, 1, 1, 1000, "cpu")["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert settings_of(parts, 1, 1, 1000, "cpu")["data_types"] == {"grad_accum_dtype": "fp32"}
     offloaded = parts.replace(parallel={"offload_optimizer": "cpu"})
-    assert "data_types" not in deepspeed_settings(offloaded, 1, 1, 1000, "cpu")
+    assert "data_types" not in settings_of(offloaded, 1, 1, 1000, "cpu")
     path = tmp_path / "deepspeed.json"
     path.write_text('{"data_types": {"grad_accum_dtype": "fp32"}}', encoding="utf-8")
     with pytest.raises(UserError, match="an offloaded pipeline would lose gradients in fp32; leave it out"):
-        deepspeed_settings(offloaded.replace(parallel={"deepspeed_config": str(path)}), 1, 1, 1000, "cpu")
+        settings_of(offloaded.replace(parallel={"deepspeed_config": str(path)}), 1, 1, 1000, "cpu")

@@ -9,6 +9,7 @@ from megatron_ddrp import train
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import graphs
 from megatron_ddrp.parallel.process_group import Ranks
@@ -58,7 +59,7 @@ def test_a_rank_whose_device_chooses_otherwise_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr(train, "gather_objects", lambda own: [own, slow])
     corpus = SimpleNamespace(summary=lambda *_: "text")
     loader = SimpleNamespace(samples=8, num_micro_batches=1)
-    lines = train.introduction(Config(), Ranks(0, 2, CPU), corpus, loader, (10, 1)).splitlines()  # type: ignore[arg-type]
+    lines = train.introduction(Setup(Config(), Ranks(0, 2, CPU)), corpus, loader, (10, 1)).splitlines()  # type: ignore[arg-type]
     assert lines[0].endswith(choices(Config(), CPU)) and lines[1] == f"rank 1: {slow}"
 
 

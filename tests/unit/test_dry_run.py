@@ -14,6 +14,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.dry_run import GIB, dry_run, memory_table
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.build import deepspeed_settings
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Memory, cut_up, memory_of_rank, neediest_by_zero_stage
 from megatron_ddrp.model import on_meta_device
@@ -231,6 +232,13 @@ def test_what_does_not_fit_or_divide_is_one_line(line, message, capsys):
     assert capsys.readouterr().out == ""
 
 
+def planned(config, data_size, micro_batches=1):
+    """Return the setup of so many data-parallel ranks, of which each has so many micro-batches of one row."""
+    batch = {"micro_batch_size": 1, "global_batch_size": data_size * micro_batches}
+    world_size = data_size * config.parallel.pipeline_model_parallel_size
+    return Setup.planned(config.replace(training=batch), world_size, "cuda")
+
+
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}])
 def test_the_neediest_rank_is_found_without_a_look_at_every_rank(settings):
     """Without bf16 ranks differ at ZeRO 2: a parameter across a cut keeps its whole gradient on both sides."""
@@ -238,14 +246,15 @@ def test_the_neediest_rank_is_found_without_a_look_at_every_rank(settings):
     config = Config().replace(model=small, training=settings)
     model, differing = on_meta_device(config.model, config.objective), 0
     for size in (1, 2, 3, 5, 8, 64, 1000):
-        needs = neediest_by_zero_stage(model, config, size, 1)
-        for stage, settings_of in ((stage, deepspeed_settings(config, 1, size, 9**9, "cuda")) for stage in needs):
-            (part,) = cut_up(model, config, 1)
-            every = {memory_of_rank(part, config, stage, settings_of, rank, size).gradients for rank in range(size)}
+        setup = planned(config, size)
+        needs = neediest_by_zero_stage(model, setup)
+        for stage, settings_of in ((stage, deepspeed_settings(setup, 9**9)) for stage in needs):
+            (part,) = cut_up(model, setup)
+            every = {memory_of_rank(part, setup, stage, settings_of, rank).gradients for rank in range(size)}
             assert needs[stage].gradients == max(every)
             differing += len(every) > 1
     assert differing == (0 if "bf16" in settings else 6)
-    assert neediest_by_zero_stage(model, config, 10**12, 1)  # years, rank by rank
+    assert neediest_by_zero_stage(model, planned(config, 2 * 10**9))  # hours, rank by rank
 
 
 def test_device_memory_is_a_bound(capsys):
@@ -306,7 +315,7 @@ def test_a_vocabulary_size_needs_no_data_and_a_dry_run(capsys):
 @pytest.mark.parametrize(("micro_batches", "in_flight"), [(2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])])
 def test_a_stage_holds_as_many_micro_batches_as_follow_it_and_as_there_are(micro_batches, in_flight):
     config = Config().replace(parallel={"pipeline_model_parallel_size": 4})
-    parts = cut_up(on_meta_device(config.model, config.objective), config, micro_batches)
+    parts = cut_up(on_meta_device(config.model, config.objective), planned(config, 1, micro_batches))
     assert [part.in_flight for part in parts] == in_flight
 
 

@@ -17,9 +17,9 @@ import torch
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine import nonfinite
 from megatron_ddrp.engine.checkpoint import Progress, resumed_progress
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.step import StepResult
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.callbacks import Callbacks
@@ -49,21 +49,24 @@ class Training:
         self.saves: list[tuple[int, int]] = []
         monkeypatch.setattr(nonfinite, "train_step", self.train_step)
         monkeypatch.setattr(nonfinite, "gather_objects", lambda item: [item])
-        monkeypatch.setattr(loop, "reads_late", lambda config, ranks: late)
+        monkeypatch.setattr(loop, "reads_late", lambda setup: late)
         monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, *_: ([] for _ in range(steps)))
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
         monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, *given, must: self.save(*given))
         log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks(), is_quiet=lambda: self.is_quiet)
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
-        self.run = loop.TrainingRun(CONFIG, RANKS, engine, log, Path("run"), None)  # type: ignore[arg-type]
+        self.run = loop.TrainingRun(Setup(CONFIG, RANKS), engine, log, Path("run"), None)  # type: ignore[arg-type]
 
-    def train_step(self, engine: Any, micro_batches: Any, config: Config, ranks: Ranks, step: int, notes: Any) -> Any:
+    def configure(self, config: Config) -> None:
+        self.run = loop.replace(self.run, setup=Setup(config, RANKS))
+
+    def train_step(self, engine: Any, micro_batches: Any, setup: Setup, step: int, notes: Any) -> Any:
         self.events.append(f"launch {step}")
         if step == self.asks_after:
             self.requests.received = 15
         norm = next(self.norms.get(step, iter(())), float(step))
-        objective = make_objective(config.objective)
+        objective = setup.objective
         sums = torch.full((len(objective.sum_names),), 10.0 * step, dtype=torch.float64)
         counts = torch.full((len(objective.counts),), 5)
         return StepResult(0.1, sums, torch.tensor(norm), counts, objective)
@@ -111,7 +114,7 @@ def test_a_profile_begins_and_ends_between_two_steps(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StepProfile, "begin", lambda self, step: made.events.append(f"begin? {step}"))
     monkeypatch.setattr(StepProfile, "finish", lambda self, step: made.events.append(f"end? {step}") or [])
     window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
-    made.run = loop.replace(made.run, config=CONFIG.replace(logging=window))
+    made.configure(CONFIG.replace(logging=window))
     made()
     assert made.events[:5] == ["begin? 1", "launch 1", "row 1", "end? 1", "begin? 2"]
     assert made.events[5:11] == ["launch 2", "begin? 3", "launch 3", "row 2", "row 3", "end? 3"]
@@ -150,9 +153,7 @@ def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_betw
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(nonfinite, "train_step", lambda *given: (pass_time(2), launch(*given))[1])
     monkeypatch.setattr(made, "save", lambda *given: (pass_time(100), save(*given))[1])
-    made.run = loop.replace(
-        made.run, config=CONFIG.replace(logging={"log_interval": 6}, checkpoint={"save_interval": 5})
-    )
+    made.configure(CONFIG.replace(logging={"log_interval": 6}, checkpoint={"save_interval": 5}))
     made()
     assert "save 5" in made.events
     assert [(row["step_time"], row["tokens_per_second"]) for row in made.rows] == [(2.0, 2.5), (2.0, 2.5)]
@@ -164,7 +165,7 @@ SIX_STEPS_EVERY_FOUR = CONFIG.replace(logging={"log_interval": 4})
 @pytest.mark.parametrize("late", [False, True])
 def test_a_row_holds_the_mean_since_the_row_before(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = training(monkeypatch, late)
-    made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+    made.configure(SIX_STEPS_EVERY_FOUR)
     assert made() == (Progress(6, 12, 30), 0)
     # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
     assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(1, 2.0), (4, 6.0), (6, 11.0)]
@@ -180,7 +181,7 @@ def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
     for quiet in (False, True):
         made = training(monkeypatch, late)
         made.is_quiet = quiet
-        made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+        made.configure(SIX_STEPS_EVERY_FOUR)
         monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: asked.append(device) or 2**30)
         made()
         found = [re.match(r"step (\d)/6 .*\(mlm (\S+) .* eta", line) for line in made.lines]
@@ -197,7 +198,7 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(
     rows = []
     for last in (6, 3):
         made = training(monkeypatch, late)
-        made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR.replace(checkpoint={"exit_interval": last}))
+        made.configure(SIX_STEPS_EVERY_FOUR.replace(checkpoint={"exit_interval": last}))
         progress, _ = made()
         state = json.loads(json.dumps(asdict(progress)))
         made.run.steps(None, None, Progress.from_state(state), made.requests)  # type: ignore[arg-type]
@@ -207,7 +208,7 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(
 
 def test_a_skipped_step_is_left_out_of_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     made = training(monkeypatch, False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2})
-    made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+    made.configure(SIX_STEPS_EVERY_FOUR)
     made()
     assert [row["lm_loss"] for row in made.rows[:2]] == [2.0, 6.0]  # steps 2 and 4
     assert made.rows[2]["lm_loss"] == 12.0  # of skipped steps alone, the last one's own
@@ -236,7 +237,7 @@ def test_a_step_that_was_not_finite_is_tried_again(late: bool, monkeypatch: pyte
 def test_steps_that_stay_not_finite_end_the_run(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = dict.fromkeys(range(2, 7), [math.inf] * 2)
     made = training(monkeypatch, late, bad)
-    made.run = loop.replace(made.run, config=CONFIG.replace(training={"max_skipped_steps": 2}))
+    made.configure(CONFIG.replace(training={"max_skipped_steps": 2}))
     with pytest.raises(UserError, match="2 steps in a row were not finite, the last of them step 3"):
         made()
     assert ("launch 4" in made.events) == late
@@ -248,7 +249,7 @@ class FakeReplay:
     steps: list[int] = []
     faulty: tuple[int, ...] = ()
 
-    def __init__(self, engine: Any, config: Config, ranks: Ranks, step: int) -> None:
+    def __init__(self, engine: Any, setup: Setup, step: int) -> None:
         self.steps.append(step)
         self.fault = f"rank 1 in {step}" if step in self.faulty else ""
 
@@ -268,7 +269,7 @@ def test_every_step_is_replayed_until_one_has_no_fault(
     monkeypatch.setattr(FakeReplay, "steps", [])
     monkeypatch.setattr(FakeReplay, "faulty", faulty)
     made = training(monkeypatch, late, {step: [math.nan] for step in faulty})
-    made.run = loop.replace(made.run, config=CONFIG.replace(training={"replay_interval": 2, "max_skipped_steps": 3}))
+    made.configure(CONFIG.replace(training={"replay_interval": 2, "max_skipped_steps": 3}))
     assert made()[0].iteration == 6 and FakeReplay.steps == replayed
     skipped = [f"step {step} skipped, parameters and optimizer unchanged: rank 1 in {step}" for step in faulty]
     assert [line for line in made.lines if "skipped" in line] == skipped
@@ -279,7 +280,7 @@ def test_replays_that_stay_different_end_the_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
     monkeypatch.setattr(FakeReplay, "faulty", (4, 5))
     made = training(monkeypatch, True, {4: [math.nan], 5: [math.nan]})
-    made.run = loop.replace(made.run, config=CONFIG.replace(training={"replay_interval": 4, "max_skipped_steps": 2}))
+    made.configure(CONFIG.replace(training={"replay_interval": 4, "max_skipped_steps": 2}))
     with pytest.raises(UserError, match="2 steps in a row were computed wrong, the last of them step 5: rank 1 in 5;"):
         made()
 
@@ -305,7 +306,7 @@ def test_a_request_ends_the_run_at_its_step_or_one_later(
     ],
 )
 def test_who_reads_late(device: str, changes: dict[str, Any], late: bool) -> None:
-    assert nonfinite.reads_late(Config().replace(**changes), Ranks(0, 1, torch.device(device))) == late
+    assert nonfinite.reads_late(Setup(Config().replace(**changes), Ranks(0, 1, torch.device(device)))) == late
 
 
 @pytest.mark.parametrize("change", [{"tcd_weight": 2.0}, {"objective": "mlm", "tcd_weight": None, "hcd_weight": None}])

@@ -16,7 +16,7 @@ from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig, Paral
 from megatron_ddrp.engine import optimizers as muon
 from megatron_ddrp.engine.build import build_optimizer
 from megatron_ddrp.engine.checkpoint import check_optimizer
-from megatron_ddrp.engine.layout import GradientClipping
+from megatron_ddrp.engine.layout import GradientClipping, Setup
 from megatron_ddrp.engine.optimizers import MOMENTUM, AdamW, Muon, hidden_matrices
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import by_zero_stage
@@ -269,8 +269,9 @@ def test_the_first_lines_name_what_it_takes() -> None:
 def test_its_memory_is_one_moment_of_each_matrix() -> None:
     config = Config(model=tiny_config()).replace(parallel={"zero_stage": 0})
     model = on_meta_device(config.model, config.objective)
-    adamw = by_zero_stage(model, config, 1, 1)
-    muon = by_zero_stage(model, config.replace(optimizer={"optimizer": "muon"}), 1, 1)
+    setup = Setup.planned(config, 1, "cuda")
+    adamw = by_zero_stage(model, setup)
+    muon = by_zero_stage(model, setup.replace(optimizer={"optimizer": "muon"}))
     matrices = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
     assert list(adamw) == [0, 1, 2, 3] and list(muon) == [0]
     assert adamw[0][0].optimizer - muon[0][0].optimizer == 4 * matrices

@@ -26,6 +26,7 @@ from megatron_ddrp.commands.options import (
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL, PresentDevice
 from megatron_ddrp.config.run import config_of
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs
 from megatron_ddrp.run.devices import DEVICES, why_not, with_chosen_backend
@@ -73,7 +74,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(capsys: pytest.C
 
         def needs(rows: int, words: list[str] = words) -> float:
             batch = ["--micro-batch-size", str(rows), "--global-batch-size", str(rows)]
-            return estimated_needs(parse_arguments([*words, *batch]).config, 1, "cuda")[1].total / 2**30
+            return estimated_needs(Setup.planned(parse_arguments([*words, *batch]).config, 1, "cuda"))[1].total / 2**30
 
         assert needs(row["largest_micro_batch"]) <= FULL * 12 < needs(2 * row["largest_micro_batch"])
         assert needs(row["micro_batch_size"]) == pytest.approx(row["memory_gib"])
@@ -124,7 +125,7 @@ def test_a_shape_leaves_a_part_of_the_memory_free(
     line = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4"
     row = planned(capsys, line)[0].rows[1]
     config = config_of(recipe(SHAPES[1], 1, 128, row["global_batch_size"], 1) | {"bf16": True}).with_vocabulary(32000)
-    needed = estimated_needs(with_chosen_backend(config, DEVICES["l4"]), 1, "cuda")[1].total / 2**30
+    needed = estimated_needs(Setup.planned(with_chosen_backend(config, DEVICES["l4"]), 1, "cuda"))[1].total / 2**30
     monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=needed / share))
     assert len(planned(capsys, line)[0].rows) == 1 + fits
 

@@ -8,6 +8,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import flops as profile
 from megatron_ddrp.run.flops import StepProfile, shares_of
@@ -50,7 +51,7 @@ def test_the_seconds_of_a_profile_are_those_of_one_step(monkeypatch: pytest.Monk
     config = Config().replace(
         checkpoint={"save": "run"}, logging={"profile": True, "profile_step_start": 2, "profile_step_end": 6}
     )
-    made = StepProfile(config, Ranks(0, 1, torch.device("cpu")), steps_done=0)
+    made = StepProfile(Setup(config, Ranks(0, 1, torch.device("cpu"))), steps_done=0)
     made._began = 10.0
     monkeypatch.setattr(profile.time, "perf_counter", lambda: 18.0)
     monkeypatch.setattr(profile, "gather_objects", lambda item: [item])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis import command as commands
 from megatron_ddrp.memory import estimated_needs, need_less_memory
@@ -36,9 +37,10 @@ def test_a_run_is_told_its_estimate_and_what_lowers_it(
     device: str, training: dict[str, Any], parallel: dict[str, Any], named: str, absent: str
 ) -> None:
     config = SMALL.replace(training={"micro_batch_size": 32, "global_batch_size": 256, **training}, parallel=parallel)
-    text = need_less_memory(config, 8, device)
+    setup = Setup.planned(config, 8, device)
+    text = need_less_memory(setup)
     assert named in text and absent not in text, text
-    needed = estimated_needs(config, 8, device)[config.parallel.zero_stage]
+    needed = estimated_needs(setup)[config.parallel.zero_stage]
     assert text.startswith(f"a rank needs about {needed.total / 2**30:,.1f} GiB by estimate, ")
 
 

@@ -21,7 +21,7 @@ from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.engine import step as engine_step
-from megatron_ddrp.engine.layout import GradientClipping
+from megatron_ddrp.engine.layout import GradientClipping, Setup
 from megatron_ddrp.engine.step import training_inputs
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.model.attention.gpu import triton_attention
@@ -125,9 +125,10 @@ def test_a_step_waits_for_its_numbers_alone(
     model = tiny_config(position_encoding=encoding, attention_backend=backend, **sizes)
     config = Config(model=model, objective=ObjectiveConfig(objective=objective, notes=notes))
     dictionary = NoteDictionary(WORDS, model.hidden_size, config.objective) if notes else None
-    inputs = training_inputs([micro_batch()], config, 1, META)
+    setup = Setup(config, RANKS)
+    inputs = training_inputs([micro_batch()], setup, 1)
     engine = Engine(on_meta_device(model, config.objective).train())
-    result = engine_step.train_step(engine, inputs, config, RANKS, 1, dictionary)
+    result = engine_step.train_step(engine, inputs, setup, 1, dictionary)
     assert len(waits) == notes, "only notes are read before the next step"
     assert (result.grad_norm, result.counts["tokens"], result.losses["loss"]) == (0, 0, 0) and len(waits) == 1
     assert watch.operations > 100 and watch.blocking_copies == 0

@@ -42,6 +42,7 @@ from torch import Tensor
 from megatron_ddrp.model.attention.logits import Attending, sum_of_counted
 from megatron_ddrp.model.embeddings import cosine_of_gram, document_mask
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
+from megatron_ddrp.model.stages import wide
 
 BLOCK_ELEMENTS = TILE_ELEMENTS = 3 * 2**18
 """Largest number of logits in a block of short sequences, which share the start-up cost of each operation, and in a
@@ -55,7 +56,7 @@ KEPT_LENGTH = 512
 Keeping them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/lab/benchmarks.md`)."""
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """Some queries of a block, and the range of keys that contains all keys they may attend to."""
 
     rows: slice
@@ -84,7 +85,7 @@ class Block:
         """Return the block's part of `[batch, h, s, d]`, `[g, n, d]`."""
         return tensor[self.rows, :, : self.length].flatten(0, 1)
 
-    def tiles(self, num_heads: int) -> Iterator[Tile]:
+    def tiles(self, num_heads: int) -> Iterator[QueryTile]:
         """Cut the query rows into tiles of about `TILE_ELEMENTS` logits.
 
         Under a window w a tile of t rows has t + 2w columns. At t = w it computes three logits per two allowed ones.
@@ -97,19 +98,19 @@ class Block:
         rows = -(-self.length // count)
         for start in range(0, self.length, rows):
             end = min(start + rows, self.length)
-            yield Tile(slice(start, end), self._columns(start, end))
+            yield QueryTile(slice(start, end), self._columns(start, end))
 
     def _columns(self, start: int, end: int) -> slice:
         if self.window is None:
             return slice(0, self.length)
         return slice(max(start - self.window, 0), min(end + self.window, self.length))
 
-    def offsets(self, tile: Tile) -> Tensor:
+    def offsets(self, tile: QueryTile) -> Tensor:
         """Return i − j of each pair of a tile, int64 `[t, c]`."""
         place = torch.arange(self.length)
         return place[tile.rows, None] - place[tile.columns]
 
-    def forbidden_pairs(self, tile: Tile) -> Tensor | None:
+    def forbidden_pairs(self, tile: QueryTile) -> Tensor | None:
         """Mark pairs of two documents, with padding or outside the window; return None if there are none.
 
         The result is bool `[b, 1, t, c]`, or `[1, 1, t, c]` if it is the same for all rows of the batch.
@@ -160,7 +161,7 @@ class BlockPositions:
             self.key_table = KeyTable(terms.key_table, key * terms.scale, list(self._runs_of_keys()))
         self.offset_bias = None if terms.offset_bias is None else OffsetBias(terms, block.length)
 
-    def add(self, logits: Tensor, tile: Tile) -> None:
+    def add(self, logits: Tensor, tile: QueryTile) -> None:
         """Add all terms but Q·K to the logits `[g, t, c]` of a tile."""
         by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if self.query_table is not None:
@@ -174,7 +175,7 @@ class BlockPositions:
         if self.offset_bias is not None:
             by_head += self.offset_bias.of_pairs(tile)
 
-    def collect(self, d_logits: Tensor, tile: Tile, d_query: Tensor, d_tensors: Tensors) -> None:
+    def collect(self, d_logits: Tensor, tile: QueryTile, d_query: Tensor, d_tensors: Tensors) -> None:
         """Apply the adjoint of `add`: add to `d_query` `[g, t, d]` and to the gradient of the bias.
 
         `finish` adds to the other gradients.
@@ -207,12 +208,12 @@ class BlockPositions:
         if self.offset_bias is not None and d_offset_bias is not None:
             self.offset_bias.add_gradient(d_offset_bias)
 
-    def _index(self, tile: Tile) -> Tensor:
+    def _index(self, tile: QueryTile) -> Tensor:
         """Return the table row of each pair of a tile: `[t, c]`."""
         row = _clip(self.block.offsets(tile), self.terms)
         return row if self.terms.table_row is None else self.terms.table_row[row]
 
-    def _read(self, tile: Tile) -> slice:
+    def _read(self, tile: QueryTile) -> slice:
         """Return the range of table rows that the pairs of a tile read."""
         return self._rows(tile.rows.start - tile.columns.stop + 1, tile.rows.stop - 1 - tile.columns.start)
 
@@ -260,10 +261,6 @@ def _of_table(d_for_all: Tensor, table: Tensor) -> Tensor:
     return d_for_all.unflatten(0, (-1, len(table))).sum(0)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class QueryTable:
     """Products Q_i·T^q[r] of one block for every row r, and the table's gradient in one backward pass."""
 
@@ -273,7 +270,7 @@ class QueryTable:
 
     def by_query(self, rows: slice, read: slice) -> Tensor:
         """Return the products of a tile with the rows `read` of the table, `[g, t, R′]`."""
-        return _wide(torch.bmm(self.query[:, rows], self.table[:, read].transpose(1, 2)))
+        return wide(torch.bmm(self.query[:, rows], self.table[:, read].transpose(1, 2)))
 
     @cached_property
     def d_table(self) -> Tensor:
@@ -299,7 +296,7 @@ class KeyTable:
     def by_key(self) -> Tensor:
         """Products `[g, R, n]`; only those that some tile reads are written."""
         if len(self.runs) == 1:
-            return _wide(torch.bmm(self.table, self.key.transpose(1, 2)))
+            return wide(torch.bmm(self.table, self.key.transpose(1, 2)))
         products = self._empty()
         for keys, rows in self.runs:
             products[:, rows, keys] = torch.bmm(self.table[:, rows], self.key[:, keys].transpose(1, 2))
@@ -340,22 +337,22 @@ class OffsetBias:
         assert terms.offset_bias is not None
         self.by_offset = terms.offset_bias.index_select(1, self.index)  # [1 or h, 2n − 1]
 
-    def of_pairs(self, tile: Tile) -> Tensor:
+    def of_pairs(self, tile: QueryTile) -> Tensor:
         """Return v of a tile, `[1 or h, t, c]`."""
         shape = (len(self.by_offset), _length(tile.rows), _length(tile.columns))
         upwards = self.by_offset.as_strided(shape, (self.by_offset.shape[1], 1, 1), self._first(tile))
         return upwards.flip(1)
 
-    def _first(self, tile: Tile) -> int:
+    def _first(self, tile: QueryTile) -> int:
         """Return the column of `by_offset` that the tile's last row reads in its first column."""
         return self.length - tile.rows.stop + tile.columns.start
 
     @cached_property
     def d_by_offset(self) -> Tensor:
         """Gradient of `by_offset`."""
-        return _wide(torch.zeros_like(self.by_offset))
+        return wide(torch.zeros_like(self.by_offset))
 
-    def collect(self, d_pairs: Tensor, tile: Tile) -> None:
+    def collect(self, d_pairs: Tensor, tile: QueryTile) -> None:
         """Add the gradient of a tile, `[1 or h, t, c]`."""
         heads, rows, columns = d_pairs.shape
         width, first = rows + columns - 1, self._first(tile)
@@ -374,7 +371,7 @@ class ComparedHeads:
     def __init__(self, heads: Tensor, block: Block, num_heads: int) -> None:
         self.heads, self.block, self.num_heads = heads, block, num_heads
 
-    def logits(self, logits: Tensor, tile: Tile) -> Tensor:
+    def logits(self, logits: Tensor, tile: QueryTile) -> Tensor:
         """Return a copy of the compared heads of `[g, t, c]`, with zeros at forbidden pairs: `[b, m′, t, c]`."""
         chosen = self._by_head(logits).index_select(1, self.heads)
         forbidden = self.block.forbidden_pairs(tile)
@@ -397,7 +394,7 @@ class ComparedHeads:
         """Overwrite the compared heads' probabilities in `[g, t, c]` with their logits."""
         self._by_head(probabilities).index_copy_(1, self.heads, chosen)
 
-    def restore(self, kept: Tensor, tile: Tile, d_products: Tensor) -> Tensor:
+    def restore(self, kept: Tensor, tile: QueryTile, d_products: Tensor) -> Tensor:
         """Undo `keep`, in place, and return the `gradient` of the kept logits."""
         chosen, forbidden = self._by_head(kept).index_select(1, self.heads), self.block.forbidden_pairs(tile)
         d_chosen = self.gradient(chosen, d_products)
@@ -430,7 +427,7 @@ def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Return `left @ rightᵀ` in fp32 or wider: `[g, t, d]`, `[g, c, d]` → `[g, t, c]`."""
-    return torch.bmm(left, right.transpose(1, 2)).to(torch.promote_types(left.dtype, torch.float32))
+    return wide(torch.bmm(left, right.transpose(1, 2)))
 
 
 def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
@@ -441,7 +438,7 @@ def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
 def _attend(
     query: Tensor,
     keys: Tensor,
-    tile: Tile,
+    tile: QueryTile,
     positions: BlockPositions,
     compared: ComparedHeads | None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -472,8 +469,8 @@ class _BlockedAttention(torch.autograd.Function):
         document_ids, heads, dropout, *_ = attending[4:]
         batch, num_heads, seq = query.shape[:3]
         context = torch.empty_like(value)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=wide)
+        kind = torch.promote_types(query.dtype, torch.float32)
+        products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=kind)
         kept: list[Tensor] = []  # per tile: probabilities (for HCD's heads the logits); dropout's decisions
         for block in cut(document_ids, num_heads, attending.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
@@ -509,9 +506,9 @@ class _BlockedAttention(torch.autograd.Function):
         terms = ctx.terms.with_tensors(tensors)
         num_heads, keep = query.shape[1], iter(kept)
         whole = [torch.empty_like(x) for x in (query, key, value)]
-        wide = torch.promote_types(query.dtype, torch.float32)  # for long sums
+        kind = torch.promote_types(query.dtype, torch.float32)  # for long sums
         needed = ctx.needs_input_grad[-len(tensors) :]
-        d_tensors = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(tensors, needed, strict=True)]
+        d_tensors = [torch.zeros_like(x, dtype=kind) if need else None for x, need in zip(tensors, needed, strict=True)]
         both_ways = gram_gradient + gram_gradient.transpose(-1, -2)
         d_products = by_query(both_ways, document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # the first backward pass restored the probabilities

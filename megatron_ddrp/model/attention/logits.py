@@ -35,7 +35,7 @@ from megatron_ddrp.model.embeddings import (
     logits_cosine,
 )
 from megatron_ddrp.model.positions.contract import PositionTerms
-from megatron_ddrp.model.stages import Layout
+from megatron_ddrp.model.stages import Layout, wide
 
 
 class Demand(NamedTuple):
@@ -208,18 +208,12 @@ def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor
     return content if position is None else content + position
 
 
-def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
-    """Return the terms of some heads; tensors that all heads share stay unchanged."""
-    return terms.map(lambda x, dimension: x if x.shape[dimension] == 1 else x.index_select(dimension, heads))
-
-
 def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
     """Return the mean pairwise cosine of the compared heads by the cheapest closed form.
 
     `query`, `key` `[b, m′, s, d]` and `terms` hold the compared heads only. → `[b, documents]`.
     """
-    if query.dtype.itemsize < 4:
-        query, key = query.float(), key.float()
+    query, key = wide(query), wide(key)
     documents = document_mask(attending.document_ids, attending.num_documents)
     if attending.compares_content:
         if len(attending.heads) == attending.query.shape[1]:
@@ -258,7 +252,8 @@ def tapped_cosine(attending: Attending) -> tuple[Attending, Tensor | None]:
     if len(heads) == query.shape[1]:
         return alone, sum_of_counted(_cosine(attending, query, key, terms), attending)
     (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
-    cosine = _cosine(attending, some_queries, some_keys, choose_heads(terms, heads))
+    terms = terms.map(lambda x, dimension: x if x.shape[dimension] == 1 else x.index_select(dimension, heads))
+    cosine = _cosine(attending, some_queries, some_keys, terms)
     return alone._replace(query=query, key=key), sum_of_counted(cosine, attending)
 
 

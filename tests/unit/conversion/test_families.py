@@ -129,7 +129,7 @@ def test_a_generator_joins_its_discriminator(tmp_path, offline, width):
     generator = write_electra(tmp_path / "g", GENERATOR, discriminator, embedding_size=8, **sizes)
     together = import_folder(tmp_path / "d", tmp_path / "start", generator=tmp_path / "g")
     assert together.weights.initialised == []
-    assert together.objective.generator_heads(4) == width // 8
+    assert together.objective.generator_config(together.model).num_attention_heads == width // 8
     model = load_model(tmp_path / "start")[0]
     ids, segments, mask = padded_pair_batch(18)
     place = torch.arange(ids.shape[1]).expand_as(ids) * mask

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_ddrp.arguments import build_parser
 from megatron_ddrp.config import Config, ModelConfig
-from megatron_ddrp.engine.build import build_optimizer, decays
+from megatron_ddrp.engine.build import build_optimizer, names_without_decay
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.attention import cpu
 from megatron_ddrp.model.attention.backends import BACKENDS, attend_from
@@ -118,9 +118,10 @@ def test_half_precision_slopes_give_a_bias_in_fp32():
 
 
 def test_weight_decay_does_not_act_on_slopes():
-    for name in ("embeddings.position.left", "layers.1.position.right"):
-        assert not decays(name, "alibi-asym")
-    assert decays("embeddings.position.relative", "t5")
+    for table, place in (("shared", "embeddings"), ("per-layer", "layers.1")):
+        model = build_model(tiny_config(position_encoding="alibi-asym", relative_table=table))
+        assert {f"{place}.position.left", f"{place}.position.right"} <= names_without_decay(model)
+    assert "embeddings.position.relative" not in names_without_decay(build_model(tiny_config(position_encoding="t5")))
 
 
 HEADS = 3
@@ -379,8 +380,9 @@ def test_weight_decay_leaves_d_alone_and_shrinks_the_distances(table):
         factor = 1.0 if is_spared else 0.95  # 1 - lr * decay
         torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
     kept = [name for name in before if name.endswith(".direction")]
-    assert len(kept) == (1 if table == "shared" else 2) and not any(decays(name, "ddrp") for name in kept)
-    assert all(decays(name, "ddrp") for name in before if name.endswith(".distance"))
+    spared = names_without_decay(model)
+    assert len(kept) == (1 if table == "shared" else 2) and spared.issuperset(kept)
+    assert not [name for name in spared if name.endswith(".distance")]
 
 
 class Part(LayerPositions):

@@ -233,8 +233,8 @@ def rank_of(tensor_rank: int, tensor_size: int) -> Ranks:
 def test_parts_make_up_the_whole(encoding: str, relative_table: str) -> None:
     config = tiny_config(position_encoding=encoding, relative_table=relative_table, **SIZES)
     for name, whole in build_model(config).named_parameters():
-        parts = [own_part(name, whole, config.position_encoding, rank_of(rank, 4)) for rank in range(4)]
-        dimension = split_dimension(name, config.position_encoding)
+        parts = [own_part(name, whole, config.encoding, rank_of(rank, 4)) for rank in range(4)]
+        dimension = split_dimension(name, config.encoding)
         if dimension is None:
             assert all(part is whole for part in parts), name
         else:
@@ -246,9 +246,7 @@ def test_parts_make_up_the_whole(encoding: str, relative_table: str) -> None:
 def test_every_matrix_of_a_layer_is_cut_and_what_all_heads_share_is_not(encoding: str) -> None:
     config = tiny_config(position_encoding=encoding, **SIZES)
     whole = {
-        name
-        for name, _ in build_model(config).named_parameters()
-        if split_dimension(name, config.position_encoding) is None
+        name for name, _ in build_model(config).named_parameters() if split_dimension(name, config.encoding) is None
     }
     assert not [n for n in whole if n.startswith("layers.") and n.endswith("weight") and "norm" not in n]
     assert "embeddings.token.weight" not in whole
@@ -267,7 +265,7 @@ def test_every_matrix_of_a_layer_is_cut_and_what_all_heads_share_is_not(encoding
 
 def test_a_rank_alone_holds_everything() -> None:
     weight = torch.ones(4, 4)
-    assert own_part("layers.0.attention.query.weight", weight, tiny_config().position_encoding, rank_of(0, 1)) is weight
+    assert own_part("layers.0.attention.query.weight", weight, tiny_config().encoding, rank_of(0, 1)) is weight
 
 
 def test_names_of_the_whole_model_survive_cutting_it_into_stages() -> None:
