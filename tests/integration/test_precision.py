@@ -18,7 +18,7 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.engine.layout import mark_invalid
+from megatron_ddrp.engine.layout import Setup, mark_invalid
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import on_meta_device
 from tests.conftest import TinyCorpus
