@@ -90,8 +90,8 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
-            error.message += f"; {hint}" if hint else ""
+            close = nearest(str(value), list(map(str, action.choices or ())))
+            error.message += f"; did you mean {close}?" if close else ""
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -129,12 +129,6 @@ def flags_of(words: Sequence[str]) -> list[str]:
         else:
             flags.append(word)
     return flags
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return a question that names the known word nearest to `word`; "" if none is near."""
-    close = nearest(word, known)
-    return f"did you mean {close}?" if close else ""
 
 
 PLUGIN_HELP = (

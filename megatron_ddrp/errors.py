@@ -25,23 +25,9 @@ ASKED_TO_STOP = 75
 
 # Refusals of the operating system (disk full, no permission) are for the user to fix; they are not bugs of ours.
 _REFUSALS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOENT,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.EIO,
-    errno.ESTALE,
-    errno.EEXIST,
-    errno.ELOOP,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EBADF,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
+    *(errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EMFILE, errno.ENFILE, errno.EBADF),
 }
 
 

@@ -13,10 +13,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import yaml
 
@@ -190,6 +193,101 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; copy the file again")
     return value
+
+
+Name = Annotated[str, "[1, inf)"]
+"""Type hint of text that is not empty."""
+_WORDS: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "true or false"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("some text", "text"),
+    list: ("a list", "lists"),
+    dict: ("an object", "objects"),
+    type(None): ("null", "null"),
+}
+"""Type of a JSON value → its name in messages, for one value and for several."""
+
+
+def misfit(value: Any, hint: Any) -> str:
+    """Return "" if a JSON value fits a type hint, else a message such as "expected a whole number of at least 0".
+
+    Hints are `bool`, `int`, `float` (also a whole number; finite), `str`, `list`, `dict`, `object`, `Mapping[str, …]`,
+    `Sequence[…]`, `tuple[…]`, a union, a tuple of types and values of which one must fit, and `{key: hint}` for an
+    object with at least these keys; its message begins with the key. `Annotated[hint, "[0, 1)"]` bounds a number, or
+    the length of other values. Any other annotation replaces the words of the message.
+    """
+    if not isinstance(hint, dict):
+        return "" if _fits(value, hint) else f"expected {_words(hint)}"
+    if not isinstance(value, dict):
+        return f"expected an object with {', '.join(hint)}"
+    if missing := [key for key in hint if key not in value]:
+        return f"{missing[0]} is missing"
+    for key, own in hint.items():
+        if reason := misfit(value[key], own):
+            return f"{key}: got {show(value[key])}, {reason}"
+    return ""
+
+
+def show(value: Any) -> str:
+    """Return a value as text for an error, at most 80 characters long."""
+    text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None and isinstance(hint, type):
+        if hint not in (int, float):
+            return isinstance(value, hint)
+        is_number = isinstance(value, (int, hint)) and not isinstance(value, bool)
+        return is_number and (hint is int or abs(value) <= sys.float_info.max)
+    if origin is Annotated:
+        return _fits(value, parts[0]) and (parts[1][0] not in "[(" or _lies_in(value, parts[1]))
+    if isinstance(hint, tuple) or origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in parts or hint)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_fits(one, parts[1]) for one in value.values())
+    if origin in (Sequence, tuple):
+        if not isinstance(value, (list, tuple)):
+            return False
+        kinds = parts if origin is tuple and ... not in parts else [parts[0]] * len(value)
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if isinstance(hint, dict) and hint:
+        return not misfit(value, hint)
+    return type(value) is type(hint) and value == hint
+
+
+def _lies_in(value: Any, within: str) -> bool:
+    low, high = (float(bound) for bound in within[1:-1].split(","))
+    size = value.strip() if isinstance(value, str) else value
+    size = size if isinstance(size, (int, float)) else len(size)
+    return (low < size < high) or (size == low and within[0] == "[") or (size == high and within[-1] == "]")
+
+
+def _words(hint: Any, many: bool = False) -> str:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or (origin is None and isinstance(hint, type)):
+        return _WORDS[hint or type(None)][many]
+    if origin is Annotated:
+        return parts[1] if parts[1][0] not in "[(" else _words(parts[0], many) + _range(*parts)
+    if isinstance(hint, tuple) or origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(one, many) for one in parts or hint)
+    if origin is Mapping:
+        return f"{_WORDS[dict][many]} of {_words(parts[1], True)}"
+    if origin in (Sequence, tuple):
+        return f"{_WORDS[list][many]} of {_words(parts[0], True)}"
+    return f"an object with {', '.join(hint)}" if isinstance(hint, dict) and hint else repr(hint)
+
+
+def _range(kind: Any, within: str) -> str:
+    """Return a range in words, without a bound that no reasonable value reaches."""
+    low, high = within[1:-1].split(", ")
+    if kind not in (int, float):
+        return " that is not empty"
+    if float(high) >= 1e12:
+        return f" of at least {low}" if within[0] == "[" else f" above {low}"
+    return f" from {low} to {high}" if within[0] == "[" and within[-1] == "]" else f" in {within}"
 
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from megatron_ddrp.config.registry import PLUGINS, load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
-from megatron_ddrp.foreign import LARGEST_YAML, GivenTwice, parse_yaml, read_bytes
+from megatron_ddrp.foreign import LARGEST_YAML, GivenTwice, misfit, parse_yaml, read_bytes
 
 COUNT = "[1, 2147483648)"
 """Range of sizes and numbers of steps. A product of two of them is exact in 64 bits."""
@@ -135,15 +135,12 @@ def check_range(name: str, value: Any, within: str) -> None:
 
 def refused_range(value: Any, within: str) -> str | None:
     """Return the sentence that names the allowed range, or None if a value lies in it."""
-    low, high = (float(bound) for bound in within[1:-1].split(","))
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    above = is_number and (value >= low if within[0] == "[" else value > low)
-    below = is_number and (value <= high if within[-1] == "]" else value < high)
-    return None if above and below else f"it must {_describe(within, low, high)}"
+    return f"it must {_describe(within)}" if misfit(value, Annotated[float, within]) else None
 
 
-def _describe(within: str, low: float, high: float) -> str:
+def _describe(within: str) -> str:
     """Return a range in words: `lie in [0, 1)`, `be at least 1 and at most 1e+12`, `be above 0 and finite`."""
+    low, high = map(float, within[1:-1].split(","))
     if within[-1] == ")" and 2**31 <= high < math.inf:
         return f"be at least {low:g} and below 2^{math.log2(high):g}"
     if high < 2**31:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from megatron_ddrp.config.training import (
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import parse_json
+from megatron_ddrp.foreign import misfit, parse_json, show
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class Config:
         Raises `UserError` for an unknown section or setting, by name, and for a value of a wrong type.
         """
         sections = {}
-        if not isinstance(values, dict) or not all(isinstance(given, dict) for given in values.values()):
+        if misfit(values, Mapping[str, dict]):
             raise UserError(f"the configuration is not an object with the sections {', '.join(concerns())}")
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
@@ -212,8 +211,10 @@ class Config:
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}
             for name, value in given.items():
-                if not _fits(value, hints[name]) and not (value is None and name in unset):
-                    raise UserError(f"the configuration's {concern} setting {name} is {value!r:.40}: a wrong type")
+                words = [value] if isinstance(value, str) and "tuple" in str(hints[name]) else value
+                if reason := misfit(words, (hints[name], None) if name in unset else hints[name]):
+                    wrong = f"setting {name} is {show(value)}: a wrong type, {reason}"
+                    raise UserError(f"the configuration's {concern} {wrong}")
             sections[concern] = section(**given)
         return cls(**sections)
 
@@ -227,17 +228,6 @@ def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> No
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise UserError(f"the configuration holds the unknown {what} {unknown[0]!r}: another version wrote it")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from JSON has a setting's type; whole numbers count as floats, lists as tuples."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if float in options and type(value) is int:
-        return True
-    if any(typing.get_origin(option) is tuple for option in options):
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return type(None) in options if value is None else all(isinstance(item, str) for item in items)
-    return type(value) in options
 
 
 def save_config(config: Config, folder: Path) -> None:

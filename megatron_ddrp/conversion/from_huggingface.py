@@ -34,6 +34,7 @@ from megatron_ddrp.conversion.families.contract import read_config_file, refuse_
 from megatron_ddrp.conversion.model_card import model_flags, objective_flags
 from megatron_ddrp.conversion.tokenizer_files import Transfer, find_tokenizer, plan_transfer
 from megatron_ddrp.conversion.weight_files import (
+    BY_PIECE,
     EMBEDDING_DIFFERENCE,
     INDEX,
     PICKLED_WEIGHTS,
@@ -41,7 +42,6 @@ from megatron_ddrp.conversion.weight_files import (
     SEGMENT_EMBEDDING,
     TOKEN_EMBEDDING,
     Weights,
-    change_rows,
     fill,
     read_weights,
     refuse_homeless,
@@ -102,7 +102,7 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
     warning, transfer = check_rows(source, pieces, rows), None
     if tokenizer is not None:
         transfer = plan_transfer(_require_own(own, source), tokenizer)
-        change_rows(weights, transfer)
+        weights.ours.update({n: transfer.rows(t) for n, t in weights.ours.items() if n.endswith(BY_PIECE)})
         pieces = rows = tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=pieces)
     torch.manual_seed(SEED)
@@ -265,7 +265,12 @@ class Import(ReadFolder):
         left_out = [f"{group} ({count})" for group, count in groups.items()]
         if self.embedded_pieces > model.vocab_size:
             left_out.append(f"{self.embedded_pieces - model.vocab_size} rows beyond the tokenizer's vocabulary")
-        flags = self._tokenizer_flags()
+        padding = f"; its padding must have the id {self.padding_id}" if self.padding_id is not None else ""
+        flags: list[str] = []
+        if tokenizer:
+            kind, path = tokenizer.tokenizer_type, self.output / checkpoint.TOKENIZER
+            file = path if kind == "HuggingFace" else path / tokenizer.file_name
+            flags = TokenizerFlags(kind).with_path(str(file)).words()
         command = ["megatron-ddrp", "pretrain", "--data-path", "corpus_text_document"]
         command += ["--load", str(self.output), "--save", "run"]
         command += [*flags, *objective_flags(self.objective), *model_flags(model), *CONTINUED]
@@ -278,25 +283,13 @@ class Import(ReadFolder):
             "initialised": "; ".join(self.weights.initialised) or "nothing",
             "tokenizer": f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size:,} pieces"
             if tokenizer
-            else self._missing(),
+            else NO_TOKENIZER + padding,
             **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
             "wrote": f"{self.output}: weights without optimizer state",
             **({"next": shlex.join(preprocessing), "then": training} if flags else {"next": training}),
             "rate": "5e-5 is usual for continued training; try 2e-5 and 1e-4 too, and fewer steps for little text",
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
-
-    def _missing(self) -> str:
-        """Return what to do about a folder without a tokenizer."""
-        return NO_TOKENIZER + (
-            f"; its padding must have the id {self.padding_id}" if self.padding_id is not None else ""
-        )
-
-    def _tokenizer_flags(self) -> list[str]:
-        if self.tokenizer is None:
-            return []
-        kind, name, path = self.tokenizer.tokenizer_type, self.tokenizer.file_name, self.output / checkpoint.TOKENIZER
-        return TokenizerFlags(kind).with_path(str(path if kind == "HuggingFace" else path / name)).words()
 
 
 def import_folder(
@@ -360,20 +353,15 @@ def local_folder(given: Path) -> Path:
         folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, *_files(SAFE_WEIGHTS)]))
         if not any((folder / name).is_file() for name in (SAFE_WEIGHTS, SAFE_WEIGHTS + INDEX)):
             folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, *_files(PICKLED_WEIGHTS)]))
-    except ImportError:
-        raise _advice(given, "huggingface_hub is not installed") from None
     except Exception as error:  # errors of the hub's library and of the network libraries below it
-        raise _advice(given, str(error).strip().split("\n")[0][:200] or type(error).__name__) from None
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        raise UserError(
+            f"there is no folder {given}, and no model of that name can be downloaded from the hub ({reason}): run "
+            f"`hf download {given} --local-dir DIR` on a machine with a network, then give DIR"
+        ) from None
     return folder
 
 
 def _files(name: str) -> tuple[str, str]:
     """Return the patterns of the file `name` and of its shards, as transformers names them."""
     return name, "-*.".join(name.rsplit(".", 1))
-
-
-def _advice(name: Path, reason: str) -> UserError:
-    return UserError(
-        f"there is no folder {name}, and no model of that name can be downloaded from the hub ({reason}): run "
-        f"`hf download {name} --local-dir DIR` on a machine with a network, then give DIR"
-    )

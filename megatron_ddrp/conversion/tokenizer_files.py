@@ -51,7 +51,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import Metaspace
 from torch import Tensor
 
-from megatron_ddrp.conversion.families.contract import one_of, refuse_code, show
+from megatron_ddrp.conversion.families.contract import refuse_code, setting
 from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer, make_exact, read_backend
 from megatron_ddrp.data.tokenizers.tokenizer import (
     BEGIN,
@@ -67,7 +67,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
 )
 from megatron_ddrp.data.tokenizers.wordpiece import SentencePieceTokenizer, bert_backend, read_model, read_vocab
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import quiet_transformers, read_bytes, read_object, reading
+from megatron_ddrp.foreign import quiet_transformers, read_bytes, read_object, reading, show
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
@@ -97,11 +97,13 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     lower, kind = settings["do_lower_case"], settings["tokenizer_class"]
     is_bert = kind is None or str(kind).removesuffix("Fast") in BERT_CLASSES
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    if model.is_file() and not rules.is_file():
-        return build_tokenizer("SentencePiece", tokenizer_model=model)
-    if model.is_file() and _same_pieces(model, folder):
+    if model.is_file():
         own = build_tokenizer("SentencePiece", tokenizer_model=model)
-    elif vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
+        if not rules.is_file():
+            return own
+        if own.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces:
+            return _reconciled(folder, own)
+    if vocab.is_file() and is_bert and usual and _added_pieces(folder) <= set(read_vocab(vocab)):
         own = build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
     elif rules.is_file():
         own = build_tokenizer("HuggingFace", tokenizer_model=folder)
@@ -139,7 +141,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     path, model = folder / "tokenizer_config.json", folder / "config.json"
     settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
     refuse_code(path, settings)
-    one_of(path, settings, "do_lower_case", (True, False))
+    setting(path, settings, "do_lower_case", bool)
     splitter = settings.get("word_tokenizer_type")
     if splitter not in (None, "basic"):
         raise UserError(
@@ -197,12 +199,6 @@ def _added_pieces(folder: Path) -> set[str]:
 
 def _read_rules(rules: Path) -> RustTokenizer:
     return read_backend(read_bytes(rules).removeprefix(codecs.BOM_UTF8), rules)
-
-
-def _same_pieces(model: Path, folder: Path) -> bool:
-    """Return whether a SentencePiece model numbers its pieces like the tokenizer.json beside it."""
-    ours = build_tokenizer("SentencePiece", tokenizer_model=model)
-    return ours.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces
 
 
 def _probes(own: Tokenizer, theirs: Any) -> Iterator[str]:
@@ -297,9 +293,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_seg
     if is_wordpiece:
         lower = tokenizer.tokenizer_type == "BertWordPieceLowerCase"
         settings |= {"do_lower_case": lower, "strip_accents": lower, "tokenize_chinese_chars": True}
-    _write_json(folder / "tokenizer_config.json", settings)
-    _write_json(folder / "special_tokens_map.json", names)
-    written = dict.fromkeys([tokenizer.file_name, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+    files = {"tokenizer_config.json": settings, "special_tokens_map.json": names}
+    for file, values in files.items():
+        (folder / file).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    written = dict.fromkeys([tokenizer.file_name, "tokenizer.json", *files])
     return f"{tokenizer.tokenizer_type}: {', '.join(written)}"
 
 
@@ -343,10 +340,6 @@ def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer) -> None:
     missing = [tokenizer.pieces[i] for i in tokenizer.special_ids.tolist() if i not in known]
     converted.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in missing])
     converted.post_processor = tokenizer.rows.processor(tokenizer.pieces)
-
-
-def _write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 _UNIGRAM = 1

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.tokenizer_files import Transfer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_object, reading
+from megatron_ddrp.foreign import misfit, read_object, reading
 from megatron_ddrp.model import on_meta_device
 
 SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
@@ -80,7 +79,7 @@ def _without_shared_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _shards(index: Path) -> dict[Path, set[str]]:
     """Return the files that an index names → the names of the weights in each."""
     places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    if misfit(places, Mapping[str, str]) or not places:
         raise UserError(f"{index}: it has no weight_map of names to files; copy the folder again")
     shards: dict[Path, set[str]] = {}
     for weight, name in sorted(places.items()):
@@ -195,13 +194,6 @@ def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Pat
             f"{source}: config.json says {config.num_layers} layers x {config.hidden_size}, and the weights are "
             f"{len(tensors)} tensors of {held:,} numbers: they do not match; copy the folder again"
         )
-
-
-def change_rows(weights: Weights, transfer: Transfer) -> None:
-    """Replace the rows of one vocabulary by those of another one."""
-    for name, tensor in weights.ours.items():
-        if name.endswith(BY_PIECE):
-            weights.ours[name] = transfer.rows(tensor)
 
 
 def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> None:

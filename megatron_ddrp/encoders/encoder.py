@@ -247,12 +247,6 @@ def _fingerprint(model: nn.Module, encoding: str, random_settings: str | None) -
     return digest.hexdigest()[:16]
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Change the precision of a model's parameters, not of its buffers: bf16 would shift rotary frequencies."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
 def with_random_weights(name: str) -> str:
     """Return the name in tables of the encoder `name` with random weights."""
     return f"{name}, random weights"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.families.contract import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
+from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, setting, whole_number
 from megatron_ddrp.conversion.model_code import HeadForm, Labels
 from megatron_ddrp.conversion.tokenizer_files import find_tokenizer
 from megatron_ddrp.conversion.weight_files import read_weights, refuse_homeless
@@ -333,9 +333,9 @@ def _check_sizes(folder: Path, config: Any) -> None:
     path = folder / "config.json"
     found = {key: getattr(config, key) for key in SIZES if getattr(config, key, None) is not None}
     for key in {*SIZES[:2], *found}:
-        whole_number(path, found, key, most=LARGEST_SIZE)
+        setting(path, found, key, whole_number())
     layers = {"num_hidden_layers": getattr(config, "num_hidden_layers", 1)}
-    whole_number(path, layers, "num_hidden_layers", most=MOST_LAYERS)
+    setting(path, layers, "num_hidden_layers", whole_number(most=MOST_LAYERS))
 
 
 def load_tokenizer(folder: Path, segments: int = 0) -> Tokenizer:

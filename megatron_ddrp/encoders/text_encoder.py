@@ -98,7 +98,8 @@ class TextEncoder:
         self._module = self._ready(encoder)
 
     def _ready(self, encoder: loading.Encoder) -> Any:
-        loading.cast_parameters(encoder.module, self.dtype)
+        for parameter in encoder.module.parameters():  # not its buffers: bf16 would shift rotary frequencies
+            parameter.data = parameter.data.to(self.dtype)
         return encoder.module.to(self.device).eval()
 
     @property

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.atomic import write_bytes, write_text
 from megatron_ddrp.errors import refusals_as_user_errors
-from megatron_ddrp.foreign import parse_json, read_json
+from megatron_ddrp.foreign import misfit, parse_json, read_json
 from megatron_ddrp.run.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -82,13 +82,7 @@ def _parse(line: bytes) -> MetricsRow | None:
         row = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("iteration")) is not int:
-        return None
-    return row if all(value is None or _is_number(value) for value in row.values()) else None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int or type(value) is float and math.isfinite(value)
+    return None if misfit(row, {"iteration": int}) or misfit(row, Mapping[str, float | None]) else row
 
 
 def _count(lines: list[bytes]) -> str:

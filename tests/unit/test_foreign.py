@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 
 from megatron_ddrp.data.atomic import file_fault
 from megatron_ddrp.data.dataset.dataset_index import file_size
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import LARGEST_YAML, parse_json, parse_yaml, read_bytes, read_object, reading, stand_in
+from megatron_ddrp.foreign import (
+    LARGEST_YAML,
+    Name,
+    misfit,
+    parse_json,
+    parse_yaml,
+    read_bytes,
+    read_object,
+    reading,
+    stand_in,
+)
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
 TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
@@ -173,3 +184,36 @@ def test_yaml_holds_plain_values_only() -> None:
 def test_a_file_without_an_end_is_refused() -> None:
     with pytest.raises(UserError, match="/dev/zero: more than 4 MiB, expected a smaller file"):
         read_bytes("/dev/zero", LARGEST_YAML)
+
+
+COUNT = Annotated[int, "[0, 1e15)"]
+FITTING = [
+    *((3, int), (3, float), (3.5, float), (True, bool), ("", str), (None, float | None), (2, COUNT), ("a", Name)),
+    *(([1, 2.5], tuple[int, float]), ([], tuple[int, ...]), ({"a": [0]}, Mapping[str, Sequence[COUNT]])),
+    *(("post", ("post", "pre")), (None, (float, None)), ({}, ({}, None)), ({"a": {"b": 1, "c": 2}}, {"a": {"b": int}})),
+    *(([[1], "x"], object), (1, Annotated[float, "(0, 1]"])),
+]
+MISFITS = [
+    (True, int, "expected a whole number"),
+    (1, bool, "expected true or false"),
+    (3.0, int, "expected a whole number"),
+    (float("nan"), float, "expected a number"),
+    (10**400, float, "expected a number"),
+    (-1, COUNT, "expected a whole number of at least 0"),
+    (0, Annotated[float, "(0, 1]"], "expected a number in (0, 1]"),
+    (1.5, Annotated[float, "[0, 1]"], "expected a number from 0 to 1"),
+    (" ", Name, "expected some text that is not empty"),
+    (1, (True, None), "expected True or null"),
+    ({"a": [-1]}, Mapping[str, Sequence[COUNT]], "expected an object of lists of whole numbers of at least 0"),
+    ([1], tuple[int, int], "expected a list of whole numbers"),
+    (7, tuple[int, ...], "expected a list of whole numbers"),
+    ({"a": "x"}, Annotated[Mapping[str, int], "an object of counts"], "expected an object of counts"),
+    ({"a": 1}, {"a": int, "b": str}, "b is missing"),
+    ({"a": {"b": None}}, {"a": {"b": str}}, "a: got {'b': None}, b: got None, expected some text"),
+    ([], {"a": int, "b": str}, "expected an object with a, b"),
+]
+
+
+@pytest.mark.parametrize(("value", "hint", "line"), [*((*case, "") for case in FITTING), *MISFITS], ids=repr)
+def test_a_value_of_json_is_held_to_a_type_hint(value: Any, hint: Any, line: str) -> None:
+    assert misfit(value, hint) == line

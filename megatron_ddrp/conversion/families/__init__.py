@@ -7,11 +7,12 @@ from typing import Any
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import Bert, Camembert, Electra, Roberta, XlmRoberta
-from megatron_ddrp.conversion.families.contract import HEADS, Family, model_type, show
+from megatron_ddrp.conversion.families.contract import HEADS, Family, model_type
 from megatron_ddrp.conversion.families.deberta import Deberta, DebertaV2
 from megatron_ddrp.conversion.families.modernbert import ModernBert, Own
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.foreign import show
 
 __all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
 

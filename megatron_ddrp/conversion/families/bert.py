@@ -32,6 +32,7 @@ from megatron_ddrp.conversion.families.contract import (
     SIZES,
     Family,
     Table,
+    setting,
     whole_number,
 )
 from megatron_ddrp.data.tokenizers.tokenizer import WORD_START, Tokenizer
@@ -121,8 +122,8 @@ class Roberta(Family):
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         settings = super().settings(path, values)
-        pieces = whole_number(path, values, "vocab_size")
-        unread = whole_number(path, values, "pad_token_id", least=0, most=pieces - 1) + 1
+        pieces = setting(path, values, "vocab_size", whole_number())
+        unread = setting(path, values, "pad_token_id", whole_number(0, pieces - 1)) + 1
         if settings["seq_length"] <= unread:
             raise UserError(
                 f"{path}: max_position_embeddings is {settings['seq_length']}, of which {unread} rows belong to "

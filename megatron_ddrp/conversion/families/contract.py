@@ -37,10 +37,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -52,7 +52,7 @@ from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
 from megatron_ddrp.data.atomic import atomic_folder, file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages, refusals_as_user_errors
-from megatron_ddrp.foreign import quiet_transformers, read_object
+from megatron_ddrp.foreign import Name, misfit, quiet_transformers, read_object, show
 from megatron_ddrp.model import Encoder
 
 TOLERANCE = 1e-4
@@ -73,11 +73,9 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     the tests load every built-in encoding.
     """
     config = model.config
-    try:
+    if ENCODINGS[config.position_encoding] in PLUGINS:
         need_packages("the check of the export of a plug-in's encoding", "transformers")
-    except UserError:
-        if ENCODINGS[config.position_encoding] in PLUGINS:
-            raise
+    if find_spec("transformers") is None:
         return "not checked: transformers is not installed"
     seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
     mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
@@ -136,6 +134,10 @@ CARD = "README.md"
 """The model card, which people edit."""
 
 
+FACTS: Any = {"bytes": int, "crc32": str}
+"""Key of the facts about a file → type hint of its value."""
+
+
 def write_sums(folder: Path) -> None:
     """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card."""
     read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
@@ -151,7 +153,7 @@ def check_sums(folder: Path, only: str | None = None) -> None:
     if not (folder / SUMS).exists():
         return
     files = read_object(folder / SUMS).get("files")
-    if not isinstance(files, dict) or not files or not all(map(_are_facts, files.values())):
+    if misfit(files, Mapping[str, FACTS]) or not files:
         raise UserError(f"{folder / SUMS}: it holds no sums; export the checkpoint again")
     for name, written in files.items():
         if only in (None, name) and (reason := file_fault(folder / name, written)):
@@ -159,10 +161,6 @@ def check_sums(folder: Path, only: str | None = None) -> None:
                 f"{folder}: {reason}: damaged or changed since its export; export the checkpoint again, or delete "
                 f"{SUMS} if you changed the folder yourself"
             )
-
-
-def _are_facts(written: object) -> bool:
-    return isinstance(written, dict) and {"bytes": int, "crc32": str} == {k: type(v) for k, v in written.items()}
 
 
 def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
@@ -217,24 +215,9 @@ SIZES = {
 }
 """Key of config.json in every folder → field of `ModelConfig`."""
 OWN_SETTINGS = (
-    "layernorm_position",
-    "position_encoding",
-    "relative_distance",
-    "relative_table",
-    "direction_init",
-    "rope_theta",
-    "local_rope_theta",
-    "absolute_embedding",
-    "deberta_emd",
-    "ffn",
-    "norm",
-    "bias",
-    "key_bias",
-    "first_norm",
-    "local_attention",
-    "global_every",
-    "embedding_size",
-    "num_segments",
+    *("layernorm_position", "position_encoding", "relative_distance", "relative_table", "direction_init"),
+    *("rope_theta", "local_rope_theta", "absolute_embedding", "deberta_emd", "ffn", "norm", "bias", "key_bias"),
+    *("first_norm", "local_attention", "global_every", "embedding_size", "num_segments"),
 )
 """Fields of `ModelConfig` that our own exports also have in config.json, under their own names."""
 
@@ -259,8 +242,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 def model_type(path: Path, values: Mapping[str, Any]) -> str:
     """Return `model_type` of a config.json. Raise `UserError` if it is missing, or not the name of a family."""
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or not kind:
+    kind: Any = values.get("model_type")
+    if misfit(kind, Name):
         found = f"is {show(kind)}" if "model_type" in values else "is missing"
         raise UserError(f"{path}: model_type {found}, expected the name of the model's family, such as bert")
     return kind
@@ -285,19 +268,12 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
     known = {field.name: field for field in fields(ModelConfig)}
     settings: dict[str, Any] = {}
     for key, name in keys.items():
-        value, kind = values.get(key), str(known[name].type)
-        choices = known[name].metadata.get("choices") or ((True, False) if "bool" in kind else ())
-        if key in values and value is None and known[name].default is None:
-            settings[name] = None
-        elif choices:
-            settings[name] = one_of(path, values, key, tuple(choices))
-        elif "float" not in kind:
-            least = 0 if known[name].metadata.get("within", "").startswith("[0") else 1
-            settings[name] = whole_number(path, values, key, least)
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-            raise UserError(f"{path}: {key} is {show(value)}, expected a number of at least 0")
-        else:
-            settings[name] = value
+        rules, kind = known[name].metadata, str(known[name].type).partition(" ")[0]
+        least = 0 if rules.get("within", "").startswith("[0") else 1
+        hint: Any = {"bool": bool, "float": Annotated[float, "[0, inf)"]}.get(kind, whole_number(least))
+        hint = tuple(rules.get("choices", ())) or hint
+        can_be_null = key in values and known[name].default is None
+        settings[name] = setting(path, values, key, (hint, None) if can_be_null else hint)
     return settings
 
 
@@ -311,36 +287,26 @@ def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
     return usual if usual.ffn_size == config.ffn_size else config
 
 
-def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:
-    """Return an integer of config.json. Raise `UserError` for any other value."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UserError(f"{path}: {key} is {show(value)}, expected a whole number from {least} to {most}")
-    return value
+def whole_number(least: int = 1, most: int = LARGEST_SIZE) -> Any:
+    """Return the type hint of a whole number in a range, by default of a size."""
+    return Annotated[int, f"[{least}, {most}]"]
+
+
+def setting(path: Path, values: Mapping[str, Any], key: str, hint: Any) -> Any:
+    """Return a setting of config.json. Raise `UserError` for a value that does not fit a type hint of `misfit`."""
+    if reason := misfit(values.get(key), hint):
+        others = ", or a name from --plugin FILE.py" if key == "position_encoding" else ""
+        raise UserError(f"{path}: {key} is {show(values.get(key))}, {reason}{others}")
+    return values.get(key)
 
 
 def refuse_other_head_size(path: Path, values: dict[str, Any], key: str) -> None:
     """Raise `UserError` if `key` gives attention heads another width than the hidden size has for each."""
-    width, heads = (whole_number(path, values, name) for name in ("hidden_size", "num_attention_heads"))
+    width, heads = (setting(path, values, name, whole_number()) for name in ("hidden_size", "num_attention_heads"))
     if values.get(key) not in (None, width // heads):
         raise UserError(
             f"{path}: {key} is {show(values[key])}, which is not supported: need hidden_size / num_attention_heads"
         )
-
-
-def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
-    """Return a setting of config.json. Raise `UserError` if it is not in `allowed`."""
-    value = values.get(key)
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-        others = ", or a name from --plugin FILE.py" if key == "position_encoding" else ""
-        raise UserError(f"{path}: {key} is {show(value)}, expected {' or '.join(map(repr, allowed))}{others}")
-    return value
-
-
-def show(value: Any) -> str:
-    """Return a value as text for an error, at most 80 characters long."""
-    text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class Head(NamedTuple):
@@ -393,8 +359,6 @@ SHARED_FOLLOWED: dict[str, tuple[Any, ...]] = {
 NUMBER = (float,)
 DROPOUT = (float, None)
 CLASSIFIER_DROPOUT: dict[str, tuple[Any, ...]] = {"classifier_dropout": DROPOUT}
-KINDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
-"""Type of a value in config.json → its name in messages."""
 
 EXACT_GELU = ("gelu", "gelu_python")
 """Names of the activation in our feed-forward block. "gelu_new" is an approximation of it, so it is not included."""
@@ -584,15 +548,5 @@ class Family:
 def _refuse_others(path: Path, values: Table, followed: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise `UserError` for a value that is neither one of its key's choices nor of one of the types among them."""
     for key, value in values.items():
-        choices = followed.get(key)
-        if choices is None or any(_is(value, choice) for choice in choices):
-            continue
-        expected = " or ".join(KINDS[choice] if isinstance(choice, type) else repr(choice) for choice in choices)
-        raise UserError(f"{path}: {key} is {show(value)}, which is not supported: need {expected}")
-
-
-def _is(value: Any, choice: Any) -> bool:
-    if isinstance(choice, type):
-        is_number = choice is float and type(value) in (int, float)
-        return abs(value) <= sys.float_info.max if is_number else type(value) is choice
-    return type(value) is type(choice) and value == choice
+        if key in followed and (reason := misfit(value, followed[key])):
+            raise UserError(f"{path}: {key} is {show(value)}, which is not supported: {reason}")

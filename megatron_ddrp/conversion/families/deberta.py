@@ -37,11 +37,12 @@ from megatron_ddrp.conversion.families.contract import (
     SIZES,
     Family,
     refuse_other_head_size,
-    show,
+    setting,
     whole_number,
 )
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import show
 
 SECOND_LAYOUT = {
     "position_buckets": "relative positions in logarithmic buckets",
@@ -108,7 +109,7 @@ class Deberta(Family):
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         settings = super().settings(path, values)
-        furthest = whole_number(path, values, "max_relative_positions", least=-LARGEST_SIZE)
+        furthest = setting(path, values, "max_relative_positions", whole_number(-LARGEST_SIZE))
         distance = furthest if furthest > 0 else settings["seq_length"]
         return settings | {"relative_distance": distance, "absolute_embedding": values["position_biased_input"]}
 
@@ -240,9 +241,9 @@ class DebertaV2(Family):
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         values = super().complete(path, values)
         refuse_other_terms(path, values)
-        whole_number(path, values, "position_buckets", least=2)
-        longest = whole_number(path, values, "max_position_embeddings")
-        furthest = whole_number(path, values, "max_relative_positions", least=-LARGEST_SIZE)
+        setting(path, values, "position_buckets", whole_number(2))
+        longest = setting(path, values, "max_position_embeddings", whole_number())
+        furthest = setting(path, values, "max_relative_positions", whole_number(-LARGEST_SIZE))
         if furthest > 0 and furthest != longest:
             raise UserError(
                 f"{path}: max_relative_positions is {furthest} and max_position_embeddings {longest}: here the buckets "

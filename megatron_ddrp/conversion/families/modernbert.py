@@ -19,7 +19,7 @@ Import never runs that code; it reads settings and weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,14 @@ from megatron_ddrp.conversion.families.contract import (
     Family,
     read_settings,
     refuse_other_head_size,
-    show,
+    setting,
     whole_number,
 )
 from megatron_ddrp.conversion.families.contract import model_config as checked_config
 from megatron_ddrp.conversion.model_code import HEAD_FORMS, write_model_code
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import misfit, show
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 """The two kinds of layers in `layer_types` and `rope_parameters`."""
@@ -226,11 +227,11 @@ def _refuse_different(path: Path, values: dict[str, Any], keys: tuple[str, ...],
 
 def _period(path: Path, values: dict[str, Any]) -> int:
     """Return N if the layers 0, N, 2N, … attend to whole documents and the others are local."""
-    every, layers = whole_number(path, values, EVERY), whole_number(path, values, "num_hidden_layers")
+    every, layers = (setting(path, values, key, whole_number()) for key in (EVERY, "num_hidden_layers"))
     types = values["layer_types"]
     if types is None:
         return every
-    if not isinstance(types, list) or len(types) != layers:
+    if misfit(types, list) or len(types) != layers:
         raise UserError(f"{path}: layer_types is {show(types)}, expected a list with one kind for each layer")
     second = next((number for number, kind in enumerate(types) if number and kind == FULL), layers)
     for number in (every, second):
@@ -247,7 +248,7 @@ def _thetas(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     table = values["rope_parameters"]
     if table is None:
         return {}
-    if not isinstance(table, dict) or not all(table[key] is None or isinstance(table[key], dict) for key in table):
+    if misfit(table, Mapping[str, dict | None]):
         raise UserError(f"{path}: rope_parameters is {show(table)}, expected one table for each of {FULL}, {LOCAL}")
     thetas = {}
     for kind, settings in table.items():

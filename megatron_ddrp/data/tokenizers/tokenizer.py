@@ -31,7 +31,7 @@ from tokenizers import pre_tokenizers, processors
 from megatron_ddrp.data.atomic import AnyPath, write_bytes
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.foreign import parse_json, read_bytes
+from megatron_ddrp.foreign import misfit, read_object
 
 FIRST, SECOND = -1, -2
 """Stand-ins for the ids of the two texts."""
@@ -86,11 +86,6 @@ def usual_rows(cls: int, sep: int, doubled: bool = False) -> RowForm:
     """Return BERT's rows, or with `doubled` RoBERTa's: two separators between the texts of a pair, and one segment."""
     single = ((cls, 0), (FIRST, 0), (sep, 0))
     return RowForm(single, single + (((sep, 0), (SECOND, 0), (sep, 0)) if doubled else ((SECOND, 1), (sep, 1))))
-
-
-def read_rows(stored: Any) -> RowForm | None:
-    """Return rows from their JSON value, in which None stands for none. Raise TypeError or ValueError for others."""
-    return stored and RowForm(*(tuple((int(i), int(segment)) for i, segment in parts) for parts in stored))
 
 
 def backend_rows(backend: RustTokenizer) -> RowForm | None:
@@ -477,19 +472,28 @@ def load_tokenizer(folder: AnyPath) -> Tokenizer:
     tokenizer = build_tokenizer(described["tokenizer_type"], vocab_file=file, tokenizer_model=file, specials=names)
     if tokenizer.fingerprint != described["fingerprint"]:
         raise UserError(f"{file}: not the vocabulary that was saved here (fingerprint differs); copy the folder again")
-    tokenizer.own_rows = described["rows"] or tokenizer.own_rows
+    if described["rows"]:
+        tokenizer.own_rows = RowForm(*(tuple(map(tuple, parts)) for parts in described["rows"]))
     return tokenizer
+
+
+_DESCRIPTION = {
+    "tokenizer_type": str,
+    "file": str,
+    "special_tokens": Mapping[str, str],
+    "fingerprint": str,
+    "rows": tuple[Parts, Parts] | None,
+}
+"""Key of a description → type hint of its value."""
 
 
 def read_description(folder: AnyPath) -> dict[str, Any]:
     """Return what `Tokenizer.save` wrote about a tokenizer into a folder. Raises `UserError` if it is none."""
     path = Path(folder) / DESCRIPTION_FILE
-    try:
-        found = parse_json(read_bytes(path))
-        known = {name: found[name] for name in ("tokenizer_type", "file", "special_tokens", "fingerprint")}
-        return known | {"rows": read_rows(found.get("rows"))}  # older runs have none
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a tokenizer description ({error!r}); save the tokenizer again") from None
+    found = {"rows": None, **read_object(path)}  # older runs have none
+    if wrong := misfit(found, _DESCRIPTION):
+        raise UserError(f"{path}: not a tokenizer description ({wrong}); save the tokenizer again")
+    return found
 
 
 def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None) -> dict[str, int]:

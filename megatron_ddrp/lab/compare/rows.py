@@ -8,30 +8,37 @@ The files may be missing; then a difference has no interval over items.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import reading
+from megatron_ddrp.foreign import Name, misfit, reading
 from megatron_ddrp.run.metrics import is_past, onset
 from megatron_ddrp.tasks.jobs import Damaged, Row, Store, digest
 from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
 
-Curve = Sequence[Sequence[float]]
+Count = Annotated[int, "[0, 1e15)"]
+Number = Annotated[float, "[-1e15, 1e15)"]
+Amount = Annotated[float, "[0, 1e15)"]
+Value = Number | None
+_Setting = str | bool | Value
+Flags = Annotated[
+    Mapping[str, _Setting | Sequence[_Setting]], "an object of flags with text, finite numbers, true or false"
+]
+Shares = Mapping[str, Annotated[float, "[0, 1]"]]
+Curve = Sequence[tuple[Amount, Number]]
 """Points (tokens, value)."""
+Curves = Annotated[Mapping[str, Curve], "an object of lists of points [tokens, value] of finite numbers"]
 Samples = Mapping[str, np.ndarray]
 """Measure → value on each bootstrap sample, `[samples]`."""
-Check = Callable[[Any], bool]
 _FILE = "file name"
 """Array of a file of samples with the file's own name; files of earlier versions have none."""
-LARGEST = 1e15
-"""Bound of all numbers of a row."""
 
 
 class Arm(NamedTuple):
@@ -63,117 +70,60 @@ class Arm(NamedTuple):
 
 
 def _as_text(value: Any) -> str:
-    return f"{value:g}" if _is_number(value) else str(value)
-
-
-def _is_number(value: Any, low: float = -LARGEST) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < LARGEST
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value, 0)
-
-
-def _is_value(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_setting(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(one, str | bool) or _is_value(one) for one in values)
-
-
-def _is_point(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)) and value[0] >= 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _lists(check: Check) -> Check:
-    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
-
-
-def _objects(check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-_NAME = ("some text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
-_TEXT = ("some text", _is_text)
-_COUNT = ("a whole number of at least 0", _is_count)
-_FLAGS = ("an object of flags with text, finite numbers, true or false", _objects(_is_setting))
-_SHARES = ("an object of numbers from 0 to 1", _objects(lambda value: _is_number(value, 0) and value <= 1))
-
-
-def _key(kind: tuple[str, Check], default: Any = MISSING) -> Any:
-    """Return the field of a key of a row, whose values are of a kind, in words and as a check."""
-    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
-    return field(metadata={"kind": kind}, **given)
+    return f"{value:g}" if not misfit(value, Number) else str(value)
 
 
 @dataclass(frozen=True)
 class RunRow:
     """One row: a finished training run with its measures. Whatever the row does not tell is 0 or empty."""
 
-    run: str = _key(_NAME)
-    model: str = _key(_NAME)
-    encoding: str = _key(_NAME)
-    objective: str = _key(_NAME)
-    seed: int = _key(_COUNT)
-    planned_tokens: int = _key(_COUNT)
+    run: Name
+    model: Name
+    encoding: Name
+    objective: Name
+    seed: Count
+    planned_tokens: Count
     """Tokens of the budget. An arm at half the budget trains for half of them."""
-    values: Mapping[str, float] = _key(
-        ("an object of finite numbers, with null for a value that is not finite", _objects(_is_value))
-    )
+    values: Mapping[str, float]
     """Measure → finite value."""
-    flags: Mapping[str, Any] = _key(_FLAGS, {})
+    flags: Flags = field(default_factory=dict)
     """Further flags of the model."""
-    half: bool = _key(("true or false", lambda value: isinstance(value, bool)), False)
-    budget: str = _key(_TEXT, "")
+    half: bool = False
+    budget: str = ""
     """Budget in words, which runs that are compared share."""
-    check: str = _key(_TEXT, "")
+    check: str = ""
     """Side experiment that the run belongs to; empty for a run of the main one."""
-    baseline: str = _key(_TEXT, "")
+    baseline: str = ""
     """Name of the model to compare the others with."""
-    jobs: Sequence[str] = _key(("a list of names", _lists(_NAME[1])), ())
+    jobs: Annotated[Sequence[Name], "a list of names"] = ()
     """Names of its jobs."""
-    tokens: int = _key(_COUNT, 0)
+    tokens: Count = 0
     """Tokens that the run consumed."""
-    steps: int = _key(_COUNT, 0)
-    parameters: int = _key(_COUNT, 0)
-    seconds: float = _key(("a number of at least 0", lambda value: _is_number(value, 0)), 0.0)
+    steps: Count = 0
+    parameters: Count = 0
+    seconds: Amount = 0.0
     """Time of training and of all measures."""
-    common: Mapping[str, Any] = _key(_FLAGS, {})
+    common: Flags = field(default_factory=dict)
     """Flags of all models of the plan."""
-    hardware: str = _key(_TEXT, "")
-    versions: Mapping[str, str] = _key(("an object of text", _objects(_is_text)), {})
-    workers: int = _key(_COUNT, 1)
+    hardware: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    workers: Count = 1
     """Number of jobs that shared the machine."""
-    unigram_loss: float = _key(("a number of at least 0", lambda value: _is_number(value, 0)), 0.0)
+    unigram_loss: Amount = 0.0
     """Unigram level of the training text in nats, from which the onset is measured."""
-    curves: Mapping[str, Curve] = _key(
-        ("an object of lists of points [tokens, value] of finite numbers", _objects(_lists(_is_point))), {}
-    )
+    curves: Curves = field(default_factory=dict)
     """Measure → its curve over tokens."""
-    paradigms: Mapping[str, float] = _key(_SHARES, {})
+    paradigms: Shares = field(default_factory=dict)
     """Paradigm of minimal pairs → accuracy."""
-    pairs: Mapping[str, int] = _key(
-        ("a whole number of at least 0, or an object of them", lambda one: _is_count(one) or _objects(_is_count)(one)),
-        {},
-    )
+    pairs: Mapping[str, Count] = field(default_factory=dict)
     """Paradigm of minimal pairs → number of its pairs, if it is known."""
-    fields: Mapping[str, float] = _key(_SHARES, {})
+    fields: Shares = field(default_factory=dict)
     """Field of minimal pairs → accuracy."""
-    tasks: Mapping[str, Mapping[str, int]] = _key(
-        ("an object of objects of whole numbers", _objects(_objects(_is_count))), {}
-    )
+    tasks: Mapping[str, Mapping[str, Count]] = field(default_factory=dict)
     """Task → train_examples, dev_examples and the number of undefined fine-tuning runs."""
-    maps: str = _key(_TEXT, "")
+    maps: str = ""
     """File of its attention maps, beside the rows."""
-    throughput: Mapping[str, Sequence[Mapping[str, float | None]]] = _key(
-        ("an object of lists of objects of numbers", _objects(_lists(_objects(_is_value)))), {}
-    )
+    throughput: Mapping[str, Sequence[Mapping[str, Value]]] = field(default_factory=dict)
     """Name of each model that was timed with it → results by row length."""
     undefined: tuple[str, ...] = ()
     """Measures whose value is not finite, which JSON has as null."""
@@ -191,15 +141,21 @@ class RunRow:
         return onset(self.curves.get(TRAINING_LOSS, ()), self.unigram_loss)  # type: ignore[arg-type]
 
 
+_KEYS: dict[str, Any] = {
+    **get_type_hints(RunRow, include_extras=True),
+    "values": Annotated[Mapping[str, Value], "an object of finite numbers, with null for a value that is not finite"],
+    "pairs": (Count, Mapping[str, Count]),
+}
+"""Key of a row → type hint of its value. Old rows have one number of pairs for all paradigms."""
+del _KEYS["undefined"], _KEYS["samples"]
+
+
 def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
     """Return a row as a run, with its samples if they stand in the folder. Raises `Damaged` for another object."""
-    keys = {key.name: key for key in fields(RunRow) if key.metadata}
-    found = {key: value for key, value in row.items() if value is not None and key in keys}
-    for key, value in found.items():
-        expected, fits = keys[key].metadata["kind"]
-        if not fits(value):
-            raise Damaged(f"{key}: got {repr(value)[:60]}, expected {expected}")
-    required = [name for name, key in keys.items() if key.default is key.default_factory is MISSING]
+    found = {key: value for key, value in row.items() if value is not None and key in _KEYS}
+    if wrong := misfit(found, {key: _KEYS[key] for key in found}):
+        raise Damaged(wrong)
+    required = [key.name for key in fields(RunRow) if key.default is key.default_factory is MISSING]
     if missing := [name for name in required if name not in found]:
         raise Damaged(f"not a row of a run: {missing[0]} is missing")
     values, pairs = found["values"], found.get("pairs", {})

@@ -21,10 +21,9 @@ by name, numbers with all digits, and a prediction that is not finite as `nan`.
 
 from __future__ import annotations
 
-import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +34,7 @@ import numpy as np
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.foreign import misfit
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.metrics import MOST_RESAMPLED
@@ -125,12 +125,13 @@ class RunStore(Store):
         super().__init__(path, lambda row: Run.of_row(row).name, "a run of this program", read, on_damage)
 
 
-_KINDS: dict[str, Any] = {
-    "task": str, "batch_size": int, "lr": (int, float), "epochs": int, "seed": int, "max_seq_length": int,
-    "encoder": str, "data": str, "micro_batch_size": int, "layerwise_lr_decay": (int, float), "precision": str,
-    "load": str, "metric": str, "train_examples": int, "dev_examples": int, "seconds": (int, float),
+_KEYS: dict[str, Any] = {
+    "task": str, "batch_size": int, "lr": float, "epochs": int, "seed": int, "max_seq_length": int, "encoder": str,
+    "data": str, "micro_batch_size": int, "layerwise_lr_decay": float, "precision": str, "load": str, "metric": str,
+    "train_examples": int, "dev_examples": int, "seconds": float, "score": float | None,
+    "epoch_scores": Sequence[float | None],
 }  # fmt: skip
-"""Required keys of a line and their types."""
+"""Required key of a line → type hint of its value."""
 
 
 def count_undefined(row: dict[str, Any], undefined: float = 0.0) -> dict[str, Any]:
@@ -139,8 +140,8 @@ def count_undefined(row: dict[str, Any], undefined: float = 0.0) -> dict[str, An
     `undefined` marks `score`; `other_undefined` lists the files with undefined `other_scores`. A row that was converted
     before stays the same. Raises KeyError, TypeError or ValueError if the row is not a finished run.
     """
-    if wrong := [key for key, kind in _KINDS.items() if not isinstance(row[key], kind)]:
-        raise TypeError(f"{wrong[0]} is {row[wrong[0]]!r}")
+    if wrong := misfit(row, _KEYS | {"other_scores": Mapping[str, float | None]} if "other_scores" in row else _KEYS):
+        raise ValueError(wrong)
     epochs = [_count(score, undefined) for score in row["epoch_scores"]]
     best = max(epochs)
     counted = row | {
@@ -157,12 +158,8 @@ def count_undefined(row: dict[str, Any], undefined: float = 0.0) -> dict[str, An
     return counted
 
 
-def _count(score: Any, undefined: float) -> float:
-    if score is None:
-        return undefined
-    if not math.isfinite(score):
-        raise ValueError(f"a score is {score}")
-    return float(score)
+def _count(score: float | None, undefined: float) -> float:
+    return undefined if score is None else float(score)
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -62,14 +62,14 @@ from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, num_segments
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_object
+from megatron_ddrp.foreign import misfit, read_object
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import DTYPES, run_stage
 from megatron_ddrp.parallel.pipeline import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import Run
-from megatron_ddrp.tasks.finetune.table_files import Columns, Task, TaskData
+from megatron_ddrp.tasks.finetune.table_files import Task, TaskData
 from megatron_ddrp.tasks.jobs import one_at_a_time
 
 T = TypeVar("T")
@@ -449,6 +449,17 @@ def keep_if_best(
         write_text(folder / CARD, finetuned_card(folder, encoder, data.task, form, run, row))
 
 
+_FACTS: dict[str, Any] = {
+    "task": {"name": str, "metric": str, "kind": str, "labels": Sequence[str]},
+    "columns": tuple[str, str | None, str] | None,
+    "run": str,
+    "data": str,
+    "max_seq_length": Annotated[int, f"[{SHORTEST_ROW}, inf)"],
+    "score": float,
+}
+"""Key of the facts about task and run in a fine-tuned folder's config.json → type hint of its value."""
+
+
 def read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts about task and run in a fine-tuned folder's config.json.
 
@@ -460,26 +471,7 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
         facts = read_object(path).get(FINETUNED) if path.is_file() else None
     except UserError:
         return None
-    return facts if _are_facts(facts) else None
-
-
-def _are_facts(facts: Any) -> bool:
-    """Return whether a value has the form of `finetuned_facts`."""
-    try:
-        task, columns = Task.of(facts["task"]), Columns(*facts["columns"] or ("", None, ""))
-        names = [facts["run"], facts["data"], task.name, task.metric, *task.labels, columns.text, columns.label]
-        names += [] if columns.pair is None else [columns.pair]
-        return (
-            isinstance(facts["task"]["labels"], list)
-            and isinstance(facts["columns"], list | None)
-            and task.kind in KINDS
-            and all(isinstance(name, str) for name in names)
-            and type(facts["max_seq_length"]) is int
-            and facts["max_seq_length"] >= SHORTEST_ROW
-            and type(facts["score"]) in (int, float)
-        )
-    except (KeyError, TypeError):
-        return False
+    return facts if not misfit(facts, _FACTS) and facts and facts["task"]["kind"] in KINDS else None
 
 
 def better_run(rows: Iterable[dict[str, Any]], encoder: Encoder, data: TaskData, folder: Path) -> str | None:

@@ -52,7 +52,7 @@ import numpy as np
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, word_begins
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import parse_json, reading
+from megatron_ddrp.foreign import Name, misfit, parse_json, reading
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.jobs import Store, digest
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED, percentile_interval
@@ -135,7 +135,7 @@ def _read_file(file: Path) -> dict[str, Paradigm]:
     for place, row in read_rows(str(file)):
         good, bad = (_text(row, key, place) for key in SENTENCES)
         uid = row.get("UID", file.stem)
-        if not isinstance(uid, str) or not uid:
+        if misfit(uid, Name):
             raise UserError(f"{place}: UID is {uid!r}; expected a name, or no such key")
         paradigm = found[uid]
         if not paradigm.good:
@@ -148,9 +148,9 @@ def _read_file(file: Path) -> dict[str, Paradigm]:
     return dict(found)
 
 
-def _text(row: dict[str, object], key: str, place: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not value.strip():
+def _text(row: dict[str, Any], key: str, place: str) -> str:
+    value: Any = row.get(key)
+    if misfit(value, Name):
         got = "is missing" if key not in row else f"is {value!r:.40}"
         raise UserError(f"{place}: {key} {got}; expected a sentence under each of {', '.join(SENTENCES)}")
     return value
@@ -332,11 +332,17 @@ class PairStore(Store):
         super().__init__(path, lambda row: PairJob.of_row(row).name, "written by megatron-ddrp minimal-pairs", _checked)
 
 
+_KEYS: dict[str, Any] = {
+    **dict.fromkeys(("good", "bad"), Sequence[float | None]),
+    **dict.fromkeys(("pieces_good", "pieces_bad"), Sequence[int]),
+    **dict.fromkeys(("rows", "seconds", "identical"), float),
+}
+"""Key of a line of scores.jsonl → type hint of its value."""
+
+
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row unchanged. Raises KeyError, TypeError or ValueError if it is not a finished job."""
-    lengths = {len(row[name]) for name in ("good", "bad", "pieces_good", "pieces_bad")}
-    numbers = (row["rows"], row["seconds"], row["identical"])
-    if len(lengths) != 1 or not all(isinstance(number, (int, float)) for number in numbers):
+    """Return the row unchanged. Raises ValueError if it is not a finished job."""
+    if misfit(row, _KEYS) or len({len(row[name]) for name in ("good", "bad", "pieces_good", "pieces_bad")}) != 1:
         raise ValueError("expected two scores and two lengths per pair")
     return row
 

@@ -192,13 +192,13 @@ def test_a_classifier_on_a_modernbert_that_went_through_training_has_the_same_lo
 @pytest.mark.parametrize(
     ("name", "key", "value", "expected"),
     [
-        ("modernbert", "classifier_pooling", "max", "need 'cls' or 'mean'"),
-        ("bert", "classifier_dropout", "0.1", "need a number or None"),
-        ("roberta", "classifier_dropout", float("nan"), "need a number or None"),
-        ("modernbert", "classifier_dropout", None, "need a number"),
-        ("camembert", "classifier_dropout", 10**400, "need a number or None"),
-        ("electra", "summary_use_proj", 1, "need true or false"),
-        ("deberta", "pooler_hidden_act", None, "need a text"),
+        ("modernbert", "classifier_pooling", "max", "expected 'cls' or 'mean'"),
+        ("bert", "classifier_dropout", "0.1", "expected a number or null"),
+        ("roberta", "classifier_dropout", float("nan"), "expected a number or null"),
+        ("modernbert", "classifier_dropout", None, "expected a number"),
+        ("camembert", "classifier_dropout", 10**400, "expected a number or null"),
+        ("electra", "summary_use_proj", 1, "expected true or false"),
+        ("deberta", "pooler_hidden_act", None, "expected some text"),
     ],
 )
 def test_unknown_settings_of_heads_are_refused(name, key, value, expected):

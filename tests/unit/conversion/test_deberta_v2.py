@@ -79,9 +79,9 @@ def test_settings_of_a_released_folder():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"conv_kernel_size": 3}, "conv_kernel_size is 3, which is not supported: need 0"),
-        ({"share_att_key": False}, "share_att_key is False, which is not supported: need True"),
-        ({"norm_rel_ebd": "none"}, "norm_rel_ebd is 'none', which is not supported: need 'layer_norm'"),
+        ({"conv_kernel_size": 3}, "conv_kernel_size is 3, which is not supported: expected 0"),
+        ({"share_att_key": False}, "share_att_key is False, which is not supported: expected True"),
+        ({"norm_rel_ebd": "none"}, "norm_rel_ebd is 'none', which is not supported: expected 'layer_norm'"),
         ({"relative_attention": False}, "relative_attention is False"),
         ({"position_buckets": -1}, "position_buckets is -1, expected a whole number from 2"),
         ({"position_buckets": 31}, "31: choose an even number"),

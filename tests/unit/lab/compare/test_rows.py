@@ -46,7 +46,7 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
         ({"seed": True}, "seed: got True, expected a whole number"),
         ({"planned_tokens": -1}, "planned_tokens: got -1, expected a whole number of at least 0"),
-        ({"tokens": 10**400}, "tokens: got 1000.*, expected a whole number"),
+        ({"tokens": 10**400}, "tokens: got too long a number, expected a whole number"),
         ({"seconds": float("nan")}, "seconds: got nan, expected a number of at least 0"),
         ({"values": {LOSS: float("nan")}}, "values: got .*nan.*, expected an object of finite numbers, with null for"),
         ({"values": {LOSS: "5"}}, "values: got .*, expected an object of finite numbers"),
@@ -57,7 +57,7 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
         ({"half": 1}, "half: got 1, expected true or false"),
         ({"curves": {LOSS: [[1, float("inf")]]}}, "curves: got .*, expected an object of lists of points"),
         ({"paradigms": {"a": 1.5}}, "paradigms: got .*, expected an object of numbers from 0 to 1"),
-        ({"pairs": {"a": -1}}, "pairs: got .*, expected a whole number of at least 0, or an object of them"),
+        ({"pairs": {"a": -1}}, "pairs: got .*, expected a whole number of at least 0 or an object of whole numbers of"),
     ],
 )
 def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_rows, change, message):
