@@ -56,7 +56,7 @@ BELONGS_TO = {
 
 
 @dataclass(frozen=True)
-class Source(Section):
+class ConvertInput(Section):
     """input, --load or --from-hf"""
 
     load: Path | None = option(
@@ -121,7 +121,7 @@ class Card(Section):
     )
 
 
-SECTIONS = (Source, OtherVocabulary, OutputFolder, Card)
+SECTIONS = (ConvertInput, OtherVocabulary, OutputFolder, Card)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -50,7 +50,7 @@ class Text(Section):
 
 
 @dataclass(frozen=True)
-class Machine(Section):
+class PlanMachine(Section):
     """machine"""
 
     device: str | None = option(
@@ -66,14 +66,14 @@ class Machine(Section):
 
 
 @dataclass(frozen=True)
-class Sizes(Section):
+class PlanSizes(Section):
     """model"""
 
     seq_length: int = option(128, "tokens per row", within="[3, 65536]")
     max_layers: int = option(12, "most layers; 24 for BERT's large shape", choices=tuple(s.num_layers for s in SHAPES))
 
 
-SECTIONS = (Text, Machine, Sizes)
+SECTIONS = (Text, PlanMachine, PlanSizes)
 
 
 def main(words: Sequence[str] | None = None) -> Plan:

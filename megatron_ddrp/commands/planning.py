@@ -170,7 +170,7 @@ FULL = 0.85
 LEAST_STEPS = 200
 
 
-class Candidate(NamedTuple):
+class PlannedShape(NamedTuple):
     """A shape with its run."""
 
     shape: Shape
@@ -214,7 +214,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan({"data_path": options.data_path, **chosen.settings}, [one.row(options.tokens) for one in found])
 
 
-def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice) -> Candidate | None:
+def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice) -> PlannedShape | None:
     """Return a shape's run, or None if the shape does not fit into the memory."""
     ranks, length = options.world_size, options.seq_length
     half = {device.precision: True} if device.precision != "fp32" else {}
@@ -241,7 +241,7 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
     step, seen = run_at(rows)
     settings = settings_of(seen, rows, step.micro_batch)
     needed = memory(model, config_at(step.micro_batch, step.micro_batch), ranks, device)
-    return Candidate(shape, parameters, settings, seen, step, largest, needed)
+    return PlannedShape(shape, parameters, settings, seen, step, largest, needed)
 
 
 def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | PresentDevice) -> float:
@@ -252,7 +252,7 @@ def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | Pr
 
 
 def table(
-    found: Sequence[Candidate], best: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice
+    found: Sequence[PlannedShape], best: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice
 ) -> list[str]:
     """Return the lines of all shapes."""
     head = ["shape", "parameters", "epochs", "steps", "rows per step", "micro-batch", "largest", "GiB", "time"]
@@ -290,7 +290,7 @@ CONTINUE = 1e9
 from 138 GB (arXiv:1911.03894)."""
 
 
-def advice(chosen: Candidate, options: argparse.Namespace) -> list[str]:
+def advice(chosen: PlannedShape, options: argparse.Namespace) -> list[str]:
     """Return the commands for the suggested shape: three short runs for the rate, then the run."""
     lr, steps = chosen.settings["lr"], chosen.settings["train_iters"]
     short = min(steps, max(LEAST_STEPS, steps // 20))

@@ -46,7 +46,7 @@ class NewTokenizer(GivenTokenizer):
 
 
 @dataclass(frozen=True)
-class OutputDataset(Section):
+class PreprocessOutput(Section):
     """output"""
 
     output_prefix: str = option(MISSING, "path and beginning of the files' names", metavar="PREFIX")
@@ -56,7 +56,7 @@ class OutputDataset(Section):
 
 
 @dataclass(frozen=True)
-class Work(Section):
+class PreprocessWork(Section):
     """speed"""
 
     partition: Partition | None = option(
@@ -97,7 +97,7 @@ def print_estimate(config: PreprocessConfig) -> None:
         print(warning, file=sys.stderr)
 
 
-SECTIONS = (TextInput, NewTokenizer, OutputDataset, Work)
+SECTIONS = (TextInput, NewTokenizer, PreprocessOutput, PreprocessWork)
 
 
 def main(words: Sequence[str] | None = None) -> PreprocessResult | None:

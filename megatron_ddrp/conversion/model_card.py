@@ -51,7 +51,7 @@ MOST_FILES = 5
 """Largest number of source files that the card names per dataset."""
 
 
-class Dataset(NamedTuple):
+class TrainingDataset(NamedTuple):
     """A dataset that the run was trained on."""
 
     name: str
@@ -61,7 +61,7 @@ class Dataset(NamedTuple):
     """Content of the manifest, or None if none is found."""
 
 
-def datasets_of(data: DataConfig) -> Iterable[Dataset]:
+def datasets_of(data: DataConfig) -> Iterable[TrainingDataset]:
     """Yield the datasets of training. Manifests are read from the paths of the run's data."""
     words = data.data_path or data.train_data_path
     if not words:
@@ -73,10 +73,10 @@ def datasets_of(data: DataConfig) -> Iterable[Dataset]:
             manifest = read_manifest(prefix)
         except (UserError, OSError):
             manifest = None
-        yield Dataset(_last(prefix), f"{float(weights[number] / total):.1%}" if weights else "whole", manifest)
+        yield TrainingDataset(_last(prefix), f"{float(weights[number] / total):.1%}" if weights else "whole", manifest)
 
 
-def data_table(datasets: Iterable[Dataset]) -> Table | None:
+def data_table(datasets: Iterable[TrainingDataset]) -> Table | None:
     """Return the counts of the datasets that have a manifest, or None if none has one."""
     rows = []
     for name, weight, manifest in datasets:

@@ -6,30 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.families.bert import Bert, Camembert, Electra, Roberta, XlmRoberta
+from megatron_ddrp.conversion.families import bert, deberta, modernbert
 from megatron_ddrp.conversion.families.contract import HEADS, Family, model_type
-from megatron_ddrp.conversion.families.deberta import Deberta, DebertaV2
-from megatron_ddrp.conversion.families.modernbert import ModernBert, Own
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import show
 
 __all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Camembert(),
-        XlmRoberta(),
-        Roberta(),
-        Bert(),
-        Electra(),
-        Deberta(),
-        DebertaV2(),
-        ModernBert(),
-        Own(),
-    )
-}
+_ALL: tuple[Family, ...] = (
+    *(bert.CamembertFamily(), bert.XlmRobertaFamily(), bert.RobertaFamily(), bert.BertFamily(), bert.ElectraFamily()),
+    *(deberta.DebertaFamily(), deberta.DebertaV2Family(), modernbert.ModernBertFamily(), modernbert.OwnFamily()),
+)
+FAMILIES = {family.model_type: family for family in _ALL}
 """`model_type` of config.json → its family. A trained model is exported as the first one that it matches and fits."""
 
 

@@ -68,19 +68,17 @@ BERT_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Fields of `ModelConfig` → values with which a model is a BERT."""
 
+BERT_FOLLOWED = {"hidden_act": EXACT_GELU, "position_embedding_type": ("absolute",), "type_vocab_size": (2, 1)}
+
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 
 
-class Bert(Family):
+class BertFamily(Family):
     """BERT. A model without segment embeddings is exported with one of zeros, since transformers always adds one."""
 
     model_type, class_name, prefix = "bert", "Bert", "bert."
     defaults = {"vocab_size": 30522, "layer_norm_eps": 1e-12}
-    followed = {
-        "hidden_act": EXACT_GELU,
-        "position_embedding_type": ("absolute",),
-        "type_vocab_size": (2, 1),
-    }
+    followed = BERT_FOLLOWED
     head_keys = CLASSIFIER_DROPOUT
     task_head: Table | None = {"pooler.dense": "bert.pooler.dense"}
     fields = BERT_FIELDS
@@ -100,16 +98,12 @@ class Bert(Family):
 POSITIONS = "embeddings.position_embeddings.weight"
 
 
-class Roberta(Family):
+class RobertaFamily(Family):
     """RoBERTa: a byte-level vocabulary."""
 
     model_type, class_name, prefix = "roberta", "Roberta", "roberta."
     defaults = {"vocab_size": 50265, "layer_norm_eps": 1e-12, "pad_token_id": 1}
-    followed = {
-        "hidden_act": EXACT_GELU,
-        "position_embedding_type": ("absolute",),
-        "type_vocab_size": (2, 1),
-    }
+    followed = BERT_FOLLOWED
     head_keys = CLASSIFIER_DROPOUT
     task_head = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}
     fields = BERT_FIELDS | {"num_segments": (1, 2)}
@@ -158,17 +152,17 @@ class Roberta(Family):
         return {**tensors, name: F.pad(tensors[name], (0, 0, tokenizer.pad_id + 1, 0))}
 
 
-class XlmRoberta(Roberta):
+class XlmRobertaFamily(RobertaFamily):
     """XLM-R: a SentencePiece vocabulary."""
 
     model_type, class_name = "xlm-roberta", "XLMRoberta"
-    defaults = {**Roberta.defaults, "vocab_size": 30522}
+    defaults = {**RobertaFamily.defaults, "vocab_size": 30522}
 
     def owns(self, pieces: Sequence[str]) -> bool:
         return any(piece.startswith(WORD_START) for piece in pieces)
 
 
-class Camembert(XlmRoberta):
+class CamembertFamily(XlmRobertaFamily):
     """CamemBERT: a SentencePiece vocabulary after some names of fairseq's, which no text has. Masks whole words."""
 
     model_type, class_name = "camembert", "Camembert"
@@ -178,7 +172,7 @@ class Camembert(XlmRoberta):
         return "<s>NOTUSED" in pieces
 
 
-class Electra(Bert):
+class ElectraFamily(BertFamily):
     """ELECTRA's discriminator, or its generator as a masked LM."""
 
     model_type, class_name, prefix = "electra", "Electra", "electra."
@@ -201,7 +195,7 @@ class Electra(Bert):
     }
     task_head = None  # it pools with a GELU
     training = {"masking": "token"}
-    modules = Bert.modules | {"embeddings.projection": "embeddings_project"}
+    modules = BertFamily.modules | {"embeddings.projection": "embeddings_project"}
     head_modules = {
         "replaced-token": {
             "head.dense": "discriminator_predictions.dense",

@@ -309,7 +309,7 @@ def refuse_other_head_size(path: Path, values: dict[str, Any], key: str) -> None
         )
 
 
-class Head(NamedTuple):
+class HeadNames(NamedTuple):
     """Head of an exported model."""
 
     name: str
@@ -319,9 +319,9 @@ class Head(NamedTuple):
 
 
 HEADS = {
-    "masked-lm": Head("MaskedLM", "MaskedLM"),
-    "replaced-token": Head("PreTraining", "PreTraining"),
-    "contextual-replaced-token": Head("ContextualPreTraining", "PreTraining"),
+    "masked-lm": HeadNames("MaskedLM", "MaskedLM"),
+    "replaced-token": HeadNames("PreTraining", "PreTraining"),
+    "contextual-replaced-token": HeadNames("ContextualPreTraining", "PreTraining"),
 }
 """`exported` of an objective → head of its models."""
 

@@ -61,39 +61,60 @@ POOLER_KEYS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Deberta(Family):
-    """DeBERTa v1. Its absolute positions, if it has any, are added to the input."""
+class Disentangled(Family):
+    """Base of all DeBERTas. Absolute positions, if a model has any, are added to the input."""
 
-    model_type, class_name, prefix = "deberta", "Deberta", "deberta."
-    defaults = {
-        "vocab_size": 50265,
+    prefix = "deberta."
+    defaults: dict[str, Any] = {
         "layer_norm_eps": 1e-7,
         "relative_attention": False,  # our encoder does not support this default
         "max_relative_positions": -1,
         "pos_att_type": None,
     }
-    followed = {
+    followed: dict[str, tuple[Any, ...]] = {
         "hidden_act": EXACT_GELU,
         "relative_attention": (True,),
         "position_biased_input": (True, False),
-        "talking_head": (False,),
         "type_vocab_size": (0, 1, 2),
     }
     head_keys = POOLER_KEYS
     task_head = NOTHING
-    fields = {
-        "position_encoding": ("deberta",),
-        "key_bias": (False,),
+    fields: dict[str, tuple[Any, ...]] = {
         "num_segments": (0, 1, 2),
         "absolute_embedding": (None, True),
         "deberta_emd": (False,),
     }
+    parameters = {"embeddings.position.relative": "encoder.rel_embeddings.weight"}
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        """Refuse attention with other terms than DeBERTa's three too, and embeddings of another width."""
+        values = super().complete(path, values)
+        terms = values["pos_att_type"]
+        if isinstance(terms, str):
+            terms = [term.strip() for term in terms.lower().split("|")]
+        if terms not in (["c2p", "p2c"], ["p2c", "c2p"]):  # v1 counts the terms of a list, and reads none in capitals
+            raise UserError(f"{path}: pos_att_type is {show(values['pos_att_type'])}, expected c2p and p2c, no others")
+        width = values.get("embedding_size", values["hidden_size"])
+        if width != values["hidden_size"]:
+            raise UserError(f"{path}: embedding_size is {show(width)}, which is not supported: need hidden_size")
+        return values
+
+    def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        return super().settings(path, values) | {"absolute_embedding": values["position_biased_input"]}
+
+
+class DebertaFamily(Disentangled):
+    """DeBERTa v1."""
+
+    model_type, class_name = "deberta", "Deberta"
+    defaults = Disentangled.defaults | {"vocab_size": 50265}
+    followed = Disentangled.followed | {"talking_head": (False,)}
+    fields = {"position_encoding": ("deberta",), "key_bias": (False,), **Disentangled.fields}
     modules = BERT_MODULES | {
         "layer_position.key": "attention.self.pos_proj",
         "layer_position.query": "attention.self.pos_q_proj",
     }
     head_modules = {"masked-lm": BERT_HEAD}
-    parameters = {"embeddings.position.relative": "encoder.rel_embeddings.weight"}
     more_modules = {
         "lm_predictions.lm_head.dense": "head.dense",
         "lm_predictions.lm_head.LayerNorm": "head.norm",
@@ -102,16 +123,19 @@ class Deberta(Family):
     }
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
-        _refuse_later_layout(path, values)
-        values = super().complete(path, values)
-        refuse_other_terms(path, values)
-        return values
+        for key, what in SECOND_LAYOUT.items():
+            value = values.get(key)
+            if not (value in (None, False, "none", "") or (isinstance(value, int) and value < 1)):
+                raise UserError(
+                    f"{path}: {key} is {show(value)}, {what}, which belongs to the v2/v3 layout: such a folder has "
+                    "model_type 'deberta-v2'"
+                )
+        return super().complete(path, values)
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         settings = super().settings(path, values)
         furthest = setting(path, values, "max_relative_positions", whole_number(-LARGEST_SIZE))
-        distance = furthest if furthest > 0 else settings["seq_length"]
-        return settings | {"relative_distance": distance, "absolute_embedding": values["position_biased_input"]}
+        return settings | {"relative_distance": furthest if furthest > 0 else settings["seq_length"]}
 
     def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
         """Split `in_proj` `[heads · 3 · d, hidden]`, which holds d rows of query, of key and of value per head."""
@@ -151,71 +175,32 @@ class Deberta(Family):
         return fused
 
 
-def refuse_other_terms(path: Path, values: dict[str, Any]) -> None:
-    """Raise `UserError` for attention with terms other than DeBERTa's three, and for embeddings of another width."""
-    terms = values["pos_att_type"]
-    if isinstance(terms, str):
-        terms = [term.strip() for term in terms.lower().split("|")]
-    if terms not in (["c2p", "p2c"], ["p2c", "c2p"]):  # v1 counts the terms of a list, and reads none in capitals
-        raise UserError(f"{path}: pos_att_type is {show(values['pos_att_type'])}, expected c2p and p2c, no others")
-    width = values.get("embedding_size", values["hidden_size"])
-    if width != values["hidden_size"]:
-        raise UserError(f"{path}: embedding_size is {show(width)}, which is not supported: need hidden_size")
-
-
-def _refuse_later_layout(path: Path, values: dict[str, Any]) -> None:
-    """Raise `UserError` for a folder that claims v1 but has features of v2."""
-    for key, what in SECOND_LAYOUT.items():
-        value = values.get(key)
-        is_off = value in (None, False, "none", "") or (isinstance(value, int) and value < 1)
-        if not is_off:
-            raise UserError(
-                f"{path}: {key} is {show(value)}, {what}, which belongs to the v2/v3 layout: such a folder has "
-                "model_type 'deberta-v2'"
-            )
-
-
 BERTS_HEAD, RELEASED_HEAD, DETECTOR = "cls.", "lm_predictions.", "mask_predictions."
 """Prefixes of the names of the heads that a folder may have."""
 
 
-class DebertaV2(Family):
-    """DeBERTa v2 and v3. Absolute positions, if it has any, are added to the input."""
+class DebertaV2Family(Disentangled):
+    """DeBERTa v2 and v3."""
 
-    model_type, class_name, prefix = "deberta-v2", "DebertaV2", "deberta."
+    model_type, class_name = "deberta-v2", "DebertaV2"
     sizes = SIZES | {"position_buckets": "relative_distance"}
-    defaults = {
+    defaults = Disentangled.defaults | {
         "vocab_size": 128100,
         "hidden_size": 1536,
         "num_hidden_layers": 24,
         "num_attention_heads": 24,
         "intermediate_size": 6144,
-        "layer_norm_eps": 1e-7,
-        "relative_attention": False,  # our encoder does not support this default and the next two
-        "share_att_key": False,
+        "share_att_key": False,  # our encoder does not support this default and the next one
         "norm_rel_ebd": "none",
         "position_buckets": -1,
-        "max_relative_positions": -1,
-        "pos_att_type": None,
         "legacy": True,
     }
-    followed = {
-        "hidden_act": EXACT_GELU,
-        "relative_attention": (True,),
+    followed = Disentangled.followed | {
         "share_att_key": (True,),
         "norm_rel_ebd": ("layer_norm",),
-        "position_biased_input": (True, False),
-        "type_vocab_size": (0, 1, 2),
         "conv_kernel_size": (0,),
     }
-    head_keys = POOLER_KEYS
-    task_head = NOTHING
-    fields = {
-        "position_encoding": ("deberta-v2",),
-        "num_segments": (0, 1, 2),
-        "absolute_embedding": (None, True),
-        "deberta_emd": (False,),
-    }
+    fields = {"position_encoding": ("deberta-v2",), **Disentangled.fields}
     modules = BERT_MODULES | {
         "attention.query": "attention.self.query_proj",
         "attention.key": "attention.self.key_proj",
@@ -235,12 +220,10 @@ class DebertaV2(Family):
         },
     }
     bare_heads = ("contextual-replaced-token",)
-    parameters = {"embeddings.position.relative": "encoder.rel_embeddings.weight"}
     more_modules = {theirs: ours for ours, theirs in BERT_HEAD.items()} | {"cls.predictions.decoder": "head.decoder"}
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
         values = super().complete(path, values)
-        refuse_other_terms(path, values)
         setting(path, values, "position_buckets", whole_number(2))
         longest = setting(path, values, "max_position_embeddings", whole_number())
         furthest = setting(path, values, "max_relative_positions", whole_number(-LARGEST_SIZE))
@@ -251,9 +234,6 @@ class DebertaV2(Family):
             )
         refuse_other_head_size(path, values, "attention_head_size")
         return values
-
-    def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
-        return super().settings(path, values) | {"absolute_embedding": values["position_biased_input"]}
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
         return ObjectiveConfig("rtd" if _head(values, names) == DETECTOR else "mlm", **self.training)

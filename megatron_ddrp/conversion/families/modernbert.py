@@ -61,7 +61,7 @@ FUSED = {
 """Matrix of a layer → maps whose rows it holds in turn; no folder contains the names of these maps."""
 
 
-class ModernBert(Family):
+class ModernBertFamily(Family):
     """ModernBERT, also with a bias in every map and norm, which its configuration allows."""
 
     model_type, class_name, prefix, layers = "modernbert", "ModernBert", "model.", "layers"
@@ -269,7 +269,7 @@ OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-repla
 """Head of a folder → objective that trains it, if the folder names none."""
 
 
-class Own(Family):
+class OwnFamily(Family):
     """Family of every model of this project; for models that transformers does not have."""
 
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
