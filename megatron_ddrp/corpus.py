@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import MASKINGS
@@ -41,6 +40,7 @@ from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags, complete, entry
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.randomness import Ints
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -56,7 +56,7 @@ class Source(NamedTuple):
     """One dataset of the corpus and the totals of its sample indices."""
 
     dataset: IndexedDataset
-    totals: dict[int, NDArray[np.int64]]
+    totals: dict[int, Ints]
     """Row length → totals of the sample index for this length."""
 
 

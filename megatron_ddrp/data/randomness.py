@@ -17,11 +17,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Hashes = NDArray[np.uint64]
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FEISTEL_ROUNDS = 6
 
 
-def hash_uint64(seed: int, purpose: str, *counters: ArrayLike) -> NDArray[np.uint64]:
+def hash_uint64(seed: int, purpose: str, *counters: ArrayLike) -> Hashes:
     """Return a uniform 64-bit hash of (seed, purpose, counters).
 
     The counters are non-negative integers or arrays of them, broadcast against each other; the result has their common
@@ -33,7 +38,7 @@ def hash_uint64(seed: int, purpose: str, *counters: ArrayLike) -> NDArray[np.uin
     return state
 
 
-def fold_in(state: NDArray[np.uint64], counter: ArrayLike) -> NDArray[np.uint64]:
+def fold_in(state: Hashes, counter: ArrayLike) -> Hashes:
     """Fold one more counter into a hash: `hash_uint64(s, p, a, b) == fold_in(hash_uint64(s, p, a), b)`."""
     shape = np.broadcast_shapes(np.shape(state), np.shape(counter))
     # At least one axis: numpy warns of the intended wrap-around modulo 2**64 for scalars only.
@@ -42,12 +47,12 @@ def fold_in(state: NDArray[np.uint64], counter: ArrayLike) -> NDArray[np.uint64]
     return mixed.reshape(shape)
 
 
-def to_unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+def to_unit(hashes: Hashes) -> Floats:
     """Return the upper 53 bits of 64-bit hashes as float64 in [0, 1)."""
     return (hashes >> np.uint64(11)) * 2.0**-53
 
 
-def permute(index: ArrayLike, size: int, seed: int, purpose: str, epoch: ArrayLike) -> NDArray[np.int64]:
+def permute(index: ArrayLike, size: int, seed: int, purpose: str, epoch: ArrayLike) -> Ints:
     """Return the place of each `index` in the shuffled range(size): a bijection for every (seed, purpose, epoch).
 
     `index` and `epoch` broadcast against each other. Memory is constant for any size up to 2**62; each index takes
@@ -67,7 +72,7 @@ def permute(index: ArrayLike, size: int, seed: int, purpose: str, epoch: ArrayLi
 
 
 @lru_cache(maxsize=256)
-def _stream(seed: int, purpose: str) -> NDArray[np.uint64]:
+def _stream(seed: int, purpose: str) -> Hashes:
     """Return the initial state of a (seed, purpose) stream: a digest, since Python's hash() varies by process."""
     digest = hashlib.blake2b(f"{seed}:{purpose}".encode(), digest_size=8).digest()
     state = np.array(int.from_bytes(digest, "little"), np.uint64)
@@ -75,7 +80,7 @@ def _stream(seed: int, purpose: str) -> NDArray[np.uint64]:
     return state
 
 
-def _mix(state: NDArray[np.uint64]) -> None:
+def _mix(state: Hashes) -> None:
     """Apply SplitMix64's finaliser in place: every output bit depends on every input bit."""
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)
@@ -84,7 +89,7 @@ def _mix(state: NDArray[np.uint64]) -> None:
     state ^= state >> np.uint64(31)
 
 
-def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
+def _feistel(value: Hashes, keys: Hashes, half_bits: int) -> Hashes:
     """Return one pass of a balanced Feistel network over 2·half_bits bits; a bijection for each key."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = value >> shift, value & mask

@@ -46,14 +46,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.samples import Row, SampleIndex, join_samples, pack_rows
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import results_in_order
-from megatron_ddrp.data.randomness import permute
+from megatron_ddrp.data.randomness import Bools, Ints, permute
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -95,7 +95,7 @@ class Blend:
         """Number of samples of all corpora."""
         return int(self._offsets[-1])
 
-    def visits(self, positions: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def visits(self, positions: Ints, seed: int) -> tuple[Ints, Ints]:
         """Return the epoch and the sample at each of the `positions` `[n]` of the stream, both int64 `[n]`.
 
         With weights the epoch is that of the sample's corpus.
@@ -111,12 +111,12 @@ class Blend:
             indices[mine] = self._begins[part] + permute(own, size, seed, purpose, epochs[mine])
         return epochs, indices
 
-    def count_visits(self, positions: int) -> NDArray[np.int64]:
+    def count_visits(self, positions: int) -> Ints:
         """Return how many of the first `positions` of the stream belong to each of `sizes`."""
         cycles, rest = divmod(positions, len(self._pattern))
         return cycles * self._slots + np.bincount(self._pattern[:rest], minlength=len(self._slots))
 
-    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
+    def lengths(self, indices: ArrayLike) -> Ints:
         """Return the number of tokens per sample, including special ones, in the shape of `indices`."""
         indices = np.asarray(indices)
         lengths = np.empty(indices.shape, np.int64)
@@ -124,7 +124,7 @@ class Blend:
             lengths[mine] = self.parts[part].lengths(indices[mine] - self._offsets[part])
         return lengths
 
-    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
+    def tokens(self, indices: ArrayLike) -> list[np.ndarray]:
         """Return the ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
         indices = np.asarray(indices)
         if len(self.parts) == 1:
@@ -140,7 +140,7 @@ class Blend:
         """Return the prefix of the dataset that a sample comes from."""
         return self.parts[int(np.searchsorted(self._offsets, index, side="right")) - 1].prefix
 
-    def _by_part(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
+    def _by_part(self, indices: Ints) -> list[tuple[int, Bools]]:
         """Return the corpora of the samples `indices`, each with the mask of its samples."""
         parts = np.searchsorted(self._offsets, indices, side="right") - 1
         return [(part, parts == part) for part in np.unique(parts).tolist()]
@@ -192,7 +192,7 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
     return [count // divisor for count in counts]
 
 
-def interleave(counts: Sequence[int]) -> NDArray[np.int64]:
+def interleave(counts: Sequence[int]) -> Ints:
     """Return the corpus of each slot of a period, `[sum(counts)]`; corpus c has `counts[c]` slots.
 
     Its j-th sample (from 0) may have the slots from ⌊j/w⌋ to ⌈(j+1)/w⌉ - 1, w = counts[c] / sum(counts). Of the samples
@@ -284,7 +284,7 @@ class SampleReader:
         tokenizer: Tokenizer,
         masker: Masker,
         seq_length: int,
-        mark_rare_words: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]] | None = None,
+        mark_rare_words: Callable[[Ints, Bools], Ints] | None = None,
         row_multiple: int = ROW_MULTIPLE["cpu"],
     ) -> None:
         self.samples, self.tokenizer, self.masker, self.seq_length = samples, tokenizer, masker, seq_length
@@ -297,13 +297,7 @@ class SampleReader:
         changed.masker = self.masker.at_rate(mask_prob)
         return changed
 
-    def read(
-        self,
-        positions: NDArray[np.int64],
-        epochs: NDArray[np.int64],
-        indices: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-    ) -> Batch:
+    def read(self, positions: Ints, epochs: Ints, indices: Ints, lengths: Ints) -> Batch:
         """Return the given samples, masked and cut to the longest; all arguments are `[samples]`.
 
         Raises `UserError` for a token id outside the vocabulary.
@@ -333,7 +327,7 @@ class SampleReader:
         """Return the common length of rows of up to `longest` tokens."""
         return min(-(-longest // self.row_multiple) * self.row_multiple, self.seq_length)
 
-    def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+    def _check_vocabulary(self, input_ids: Ints, indices: Ints) -> None:
         """Refuse ids `[rows, seq]` outside the vocabulary; the error names the dataset of the first one."""
         vocab_size = self.tokenizer.vocab_size
         if input_ids.min() < 0 or input_ids.max() >= vocab_size:
@@ -388,7 +382,7 @@ class BatchLoader:
             begin = end
         return batches
 
-    def _rows(self, lengths: NDArray[np.int64], row_length: int) -> list[Row]:
+    def _rows(self, lengths: Ints, row_length: int) -> list[Row]:
         """Return the rows of a global batch, shortest first, from its samples' lengths `[global_batch]`."""
         if self.packing:
             min_rows = self.share.num_micro_batches * self.share.world_size

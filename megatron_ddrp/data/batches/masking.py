@@ -39,10 +39,10 @@ from copy import copy
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
+from megatron_ddrp.data.randomness import Bools, Floats, Hashes, Ints, fold_in, hash_uint64, to_unit
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, word_begins
 from megatron_ddrp.errors import UserError
 
@@ -57,9 +57,7 @@ class Masking:
     acts_together: ClassVar[bool] = False
     """True if all pieces of a unit become [MASK], random pieces, or stay; otherwise each piece is drawn separately."""
 
-    def lengths(
-        self, draws: NDArray[np.float64], ids: NDArray[np.int64], first: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def lengths(self, draws: Floats, ids: Ints, first: Ints) -> Ints:
         """Return the number of words, 1 … `longest`, of the unit that would start at each word, `[words]`.
 
         `draws` `[words]` are uniform in [0, 1). `ids` `[tokens]` are the ordinary tokens of some rows, and `first`
@@ -84,9 +82,7 @@ class Ngram(Masking):
 
     longest = 3
 
-    def lengths(
-        self, draws: NDArray[np.float64], ids: NDArray[np.int64], first: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def lengths(self, draws: Floats, ids: Ints, first: Ints) -> Ints:
         shares = 1 / np.arange(1, self.longest + 1)
         return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), draws, side="right")
 
@@ -100,7 +96,7 @@ _ROW_BITS = 12
 _CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
 
 
-def predicted_pieces(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+def predicted_pieces(tokenizer: Tokenizer) -> Bools:
     """Return which pieces may be selected and predicted, `[vocab_size]`: the ordinary ones and [UNK]."""
     predicted = np.ones(tokenizer.vocab_size, bool)
     predicted[tokenizer.special_ids] = False
@@ -152,8 +148,8 @@ class Masker:
         return changed
 
     def __call__(
-        self, input_ids: NDArray[np.int64], document_ids: NDArray[np.int64], epochs: ArrayLike, sample_ids: ArrayLike
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self, input_ids: Ints, document_ids: Ints, epochs: ArrayLike, sample_ids: ArrayLike
+    ) -> tuple[Ints, Ints]:
         """Return masked copies: input ids and labels, both int64 `[rows, seq]`; the arguments do not change.
 
         `document_ids` `[rows, seq]` is 0 at padding; `epochs` and `sample_ids` `[rows]` determine each row's draws. Ids
@@ -185,13 +181,7 @@ class Masker:
             ids[selected] = np.where(action < self._mask_below, self.mask_id, replaced)
         return masked, labels
 
-    def _select(
-        self,
-        input_ids: NDArray[np.int64],
-        valid: NDArray[np.bool_],
-        order_keys: NDArray[np.uint64],
-        ngram_keys: NDArray[np.uint64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _select(self, input_ids: Ints, valid: Bools, order_keys: Hashes, ngram_keys: Hashes) -> tuple[Ints, Ints, Ints]:
         """Return three arrays `[selected]` about the predicted tokens, unit after unit.
 
         They are the tokens' flat indices into `[rows, seq]`, their rows, and where among them their units begin.
@@ -226,9 +216,7 @@ class Masker:
         begins = np.repeat(np.cumsum(taken_sizes) - taken_sizes, taken_sizes)
         return flat[np.repeat(taken, sizes)], np.repeat(unit_rows[taken], taken_sizes), begins
 
-    def _lengths(
-        self, draws: NDArray[np.float64], ids: NDArray[np.int64], first: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _lengths(self, draws: Floats, ids: Ints, first: Ints) -> Ints:
         """Return the masking's lengths `[words]`. Raises `UserError` if a plug-in gives anything else."""
         lengths, longest = np.asarray(self.masking.lengths(draws, ids, first)), self.masking.longest
         is_right = lengths.shape == first.shape and np.issubdtype(lengths.dtype, np.integer)
@@ -240,14 +228,14 @@ class Masker:
         return lengths
 
 
-def _shift_right(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _shift_right(values: Bools) -> Bools:
     """Return `values` `[rows, seq]` shifted one column to the right, with False in the first column."""
     shifted = np.zeros_like(values)
     shifted[:, 1:] = values[:, :-1]
     return shifted
 
 
-def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _units(starts: Bools) -> tuple[Ints, Bools]:
     """Return the first token of each unit, and whether the unit is a piece of a long word; both `[units]`.
 
     `starts` `[tokens]` is True at tokens that start a word.
@@ -262,19 +250,12 @@ def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.boo
     return first, single[first]
 
 
-def _rows_of(first: NDArray[np.int64], row_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows_of(first: Ints, row_ends: Ints) -> Ints:
     """Return each unit's row `[units]`, from its first token and the tokens up to each row's end `[rows]`."""
     return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
 
 
-def _join_words(
-    first: NDArray[np.int64],
-    alone: NDArray[np.bool_],
-    single: NDArray[np.bool_],
-    lengths: NDArray[np.int64],
-    num_tokens: int,
-    budgets: NDArray[np.int64],
-) -> NDArray[np.int64]:
+def _join_words(first: Ints, alone: Bools, single: Bools, lengths: Ints, num_tokens: int, budgets: Ints) -> Ints:
     """Return the units, ascending, that start an n-gram when each row is cut into n-grams from its start.
 
     All arguments but `num_tokens` are `[units]`: first token; True if the unit does not join the unit on its left, as
@@ -302,9 +283,7 @@ def _join_words(
     return np.flatnonzero(starts)
 
 
-def _take_greedily(
-    order: NDArray[np.int64], unit_rows: NDArray[np.int64], sizes: NDArray[np.int64], budgets: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _take_greedily(order: Ints, unit_rows: Ints, sizes: Ints, budgets: Ints) -> Bools:
     """Return the taken units, bool `[units]`, if each row takes units in `order` while they fit its budget.
 
     Exact, in at most 1 + (size of the largest unit) passes. Units larger than the rest of the budget never fit and are

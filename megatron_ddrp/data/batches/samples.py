@@ -29,14 +29,14 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.dataset.dataset_index import MEND
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.randomness import Ints
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -67,11 +67,7 @@ class SampleIndex:
     """
 
     def __init__(
-        self,
-        dataset: IndexedDataset,
-        document_range: tuple[int, int],
-        seq_length: int,
-        totals: NDArray[np.int64] | None = None,
+        self, dataset: IndexedDataset, document_range: tuple[int, int], seq_length: int, totals: Ints | None = None
     ) -> None:
         low, high = document_range
         if not 0 <= low <= high <= dataset.num_documents:
@@ -95,7 +91,7 @@ class SampleIndex:
         """Number of samples."""
         return self._last - self._first
 
-    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
+    def tokens(self, indices: ArrayLike) -> list[np.ndarray]:
         """Return the ids of each of the samples `indices` `[n]` without specials, in the dataset's own integer type.
 
         n arrays `[1 … seq_length - 2]`.
@@ -111,12 +107,12 @@ class SampleIndex:
             for first, last, begin, length in places
         ]
 
-    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
+    def lengths(self, indices: ArrayLike) -> Ints:
         """Return the number of tokens per sample, including [CLS] and [SEP], in the shape of `indices`."""
         _, _, lengths = self._find(np.asarray(indices))
         return lengths + NUM_SPECIAL_TOKENS
 
-    def _find(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def _find(self, indices: Ints) -> tuple[Ints, ...]:
         """Return documents, first tokens within them, and lengths without special tokens, in the shape of `indices`.
 
         Searches the totals, then counts the documents in one block.
@@ -136,20 +132,20 @@ class SampleIndex:
         lengths = np.minimum(self._piece_length, tokens[rows, places] - begins)
         return tuple(values.reshape(indices.shape) for values in (blocks * BLOCK + places, begins, lengths))
 
-    def _check_blocks(self, blocks: NDArray[np.int64], samples: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    def _check_blocks(self, blocks: Ints, samples: Ints, tokens: Ints) -> None:
         """Refuse blocks `[n]` whose samples and tokens differ from the totals."""
         expected = self._totals[blocks + 1] - self._totals[blocks]  # [n, 3]
         wrong = np.flatnonzero((expected[:, _SAMPLES] != samples) | (expected[:, _TOKENS] != tokens))
         if wrong.size:
             raise _damage(self.dataset, int(blocks[wrong[0]]) * BLOCK)
 
-    def _totals_before(self, document: int) -> NDArray[np.int64]:
+    def _totals_before(self, document: int) -> Ints:
         """Return the numbers of samples, kept documents and their tokens before a document, `[3]`."""
         block, rest = divmod(document, BLOCK)
         tokens = _document_tokens(self.dataset, np.array([block * BLOCK]), rest)  # [1, rest]
         return self._totals[block] + _count(tokens, self._piece_length).sum(axis=(0, 1))
 
-    def _gather(self, first: int, last: int, begin: int, end: int) -> NDArray[Any]:
+    def _gather(self, first: int, last: int, begin: int, end: int) -> np.ndarray:
         """Return tokens `[begin, end)` of a document of the sequences `[first, last)`, such as one per sentence."""
         ends = np.cumsum(self.dataset.sizes[first:last], dtype=np.int64)
         parts = []
@@ -170,7 +166,7 @@ def dropped_text(parts: Sequence[SampleIndex]) -> str:
     return f"{dropped:,} of these {documents:,} documents have fewer than {MIN_DOCUMENT_TOKENS} tokens" * bool(dropped)
 
 
-def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:
+def sample_totals(dataset: IndexedDataset, seq_length: int) -> Ints:
     """Return the samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
 
     The last row is before document `BLOCK * blocks` or, if the last block is not full, at the end. This reads the whole
@@ -188,7 +184,7 @@ def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]
     return np.cumsum(totals, axis=0, out=totals)
 
 
-def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+def document_lengths(dataset: IndexedDataset) -> Iterator[Ints]:
     """Check the index, and yield the tokens of each document, in chunks `[documents]`."""
     dataset.check()
     for low in range(0, dataset.num_documents, _CHUNK):
@@ -200,7 +196,7 @@ def num_blocks(num_documents: int) -> int:
     return -(-num_documents // BLOCK)
 
 
-def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def _document_tokens(dataset: IndexedDataset, firsts: Ints, count: int) -> Ints:
     """Return the tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last one.
 
     A [SEP] that ends a document does not count, because each sample gets its own. Raises `UserError` where documents
@@ -230,12 +226,12 @@ def _damage(dataset: IndexedDataset, document: int) -> UserError:
     )
 
 
-def _num_pieces(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
+def _num_pieces(tokens: Ints, piece_length: int) -> Ints:
     """Return the number of samples per document, from documents' lengths in tokens."""
     return np.where(tokens >= MIN_DOCUMENT_TOKENS, -(-tokens // piece_length), 0)
 
 
-def _count(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
+def _count(tokens: Ints, piece_length: int) -> Ints:
     """Return the contribution of documents to the totals `[…, 3]`, from their lengths in tokens."""
     kept = tokens >= MIN_DOCUMENT_TOKENS
     return np.stack([_num_pieces(tokens, piece_length), kept, tokens * kept], axis=-1)
@@ -275,7 +271,7 @@ Row = list[int]
 """Samples of a row, as indices into the lengths, longest first."""
 
 
-def pack_rows(lengths: NDArray[np.int64], row_length: int, min_rows: int = 1) -> list[Row]:
+def pack_rows(lengths: Ints, row_length: int, min_rows: int = 1) -> list[Row]:
     """Return rows of at most `row_length` tokens for samples of `lengths` `[samples]`, emptiest row first.
 
     There are at least `min_rows` rows, none of them empty, because every micro-batch of every rank needs one;
@@ -334,7 +330,7 @@ def _halve(row: Row, sizes: list[int]) -> tuple[Row, Row]:
     return halves
 
 
-def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, pad_id: int) -> Batch:
+def join_samples(samples: Batch, documents: Ints, row_length: int, pad_id: int) -> Batch:
     """Return rows of several documents from rows of one document: `[samples, seq]` → `[rows, row_length]`.
 
     `documents` `[rows]` is the number of samples per row, taken in order. They get the document ids 1, 2, … of their
@@ -349,7 +345,7 @@ def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, 
     source = np.flatnonzero(valid)  # [tokens]
     target = np.flatnonzero(np.arange(row_length) < row_tokens[:, None])  # [tokens]
 
-    def lay(field: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
+    def lay(field: Ints, padding: int) -> Ints:
         laid = np.full(len(documents) * row_length, padding, np.int64)
         laid[target] = field.ravel()[source]
         return laid.reshape(len(documents), row_length)

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.atomic import Advance, AnyPath, BeingWritten, atomic_file, silent, take_lock
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
@@ -50,7 +50,7 @@ from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, entry
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import progress
-from megatron_ddrp.data.randomness import fold_in, hash_uint64
+from megatron_ddrp.data.randomness import Bools, Hashes, Ints, fold_in, hash_uint64
 from megatron_ddrp.data.tokenizers.tokenizer import BEGIN, Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import reading
@@ -60,13 +60,13 @@ from megatron_ddrp.foreign import reading
 class RareWords:
     """Rare words of a corpus. Word number i, from 1, has row i − 1 in every table; 0 means no word."""
 
-    hashes: NDArray[np.uint64]
+    hashes: Hashes
     """Hashes `[words]`, ascending."""
-    counts: NDArray[np.int64]
+    counts: Ints
     """Occurrences of each word in the corpus, `[words]`."""
-    pieces: NDArray[np.int64]
+    pieces: Ints
     """Piece ids of all words, one word after another."""
-    ends: NDArray[np.int64]
+    ends: Ints
     """End of each word in `pieces`, `[words]`."""
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class RareWords:
         begin = int(self.ends[number - 2]) if number > 1 else 0
         return self.pieces[begin : int(self.ends[number - 1])].tolist()
 
-    def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def find(self, hashes: Hashes) -> Ints:
         """Return the number of each word by its hash, 0 if it is not rare, in the shape of `hashes`."""
         if not len(self):
             return np.zeros(hashes.shape, np.int64)
@@ -101,7 +101,7 @@ class WordFinder:
         self._ends = tokenizer.word_ends if tokenizer.word_ends.any() else None
         self._keys = hash_uint64(0, "word-piece", np.arange(self.vocab_size))  # [vocab]
 
-    def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def words(self, ids: np.ndarray, row_begins: Bools) -> tuple[Ints, Ints]:
         """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks begins of rows.
 
         Skips words that begin with a continuation piece, or, where the ends of words are marked, those without an end
@@ -123,7 +123,7 @@ class WordFinder:
             whole &= ends[first + sizes - 1]
         return first[whole], sizes[whole]
 
-    def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def hashes(self, ids: np.ndarray, first: Ints, sizes: Ints) -> Hashes:
         """Return the hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
         hashes = self._keys[ids[first]]
         for place in range(1, int(sizes.max(initial=1))):  # fold in the second piece of each word, then the third, …
@@ -131,7 +131,7 @@ class WordFinder:
             hashes[longer] = fold_in(hashes[longer], ids[first[longer] + place])
         return hashes
 
-    def number(self, rare: RareWords, input_ids: NDArray[np.int64], whole_rows: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def number(self, rare: RareWords, input_ids: Ints, whole_rows: Bools) -> Ints:
         """Return `note_ids` for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
 
         `whole_rows` `[rows]` is False if the text continues after the row's [SEP]: the last word may be cut in two.
@@ -156,17 +156,17 @@ class WordFinder:
 class Occurrences:
     """Occurrences of rare words in a micro-batch, `n` in total; places are flat, row · seq + column."""
 
-    words: NDArray[np.int64]
+    words: Ints
     """`[n]`."""
-    sequence_ids: NDArray[np.int64]
+    sequence_ids: Ints
     """Sample of each occurrence `[n]`, see `Batch`; with `position_ids` it identifies the occurrence."""
-    position_ids: NDArray[np.int64]
+    position_ids: Ints
     """Position of the word's first piece, `[n]`."""
-    windows: NDArray[np.int64]
+    windows: Ints
     """Begin and end (exclusive) of the tokens whose states make the note, inside the word's document, `[n, 2]`."""
-    read_places: NDArray[np.int64]
+    read_places: Ints
     """Pieces that may read a note, those of words without a predicted piece, `[m]`."""
-    read_words: NDArray[np.int64]
+    read_words: Ints
     """Word of each of these pieces, `[m]`."""
 
 
@@ -256,7 +256,7 @@ def count_rare_words(
     return RareWords(hashes[order], counts[order], flat, np.cumsum([len(spelled[word]) for word in order.tolist()]))
 
 
-def _read_pieces(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
+def _read_pieces(words: np.ndarray, parts: Sequence[Part]) -> Iterator[Ints]:
     """Yield the piece ids of each word, read at its place."""
     firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # number of the first sequence of each part
     for word in words:
@@ -265,9 +265,7 @@ def _read_pieces(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[n
         yield parts[part][0].get(sequence, int(word["offset"]), int(word["size"])).astype(np.int64)
 
 
-def _chunks(
-    parts: Sequence[Part], vocab_size: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+def _chunks(parts: Sequence[Part], vocab_size: int) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield the numbers of some non-empty sequences, the begin of each, and their concatenated ids."""
     base = 0
     for dataset, (low, high) in parts:
@@ -417,7 +415,7 @@ def unigram_loss(samples: Blend, never_predicted: ArrayLike, seq_length: int) ->
     The ids in `never_predicted` do not count. No sample is longer than `seq_length`. The samples are the same for every
     `--seed`, and are as many as have `MOST_TOKENS` tokens.
     """
-    read: list[NDArray[Any]] = []
+    read: list[np.ndarray] = []
     step = max(1, MOST_TOKENS // seq_length)
     while sum(map(len, read)) < MOST_TOKENS and len(read) * step < len(samples):
         places = np.arange(len(read) * step, min((len(read) + 1) * step, len(samples)))
@@ -426,7 +424,7 @@ def unigram_loss(samples: Blend, never_predicted: ArrayLike, seq_length: int) ->
     return entropy(counts[~np.isin(pieces, never_predicted)])
 
 
-def entropy(counts: NDArray[np.int64]) -> float:
+def entropy(counts: Ints) -> float:
     """Return the entropy in nats of pieces that occur so often, `[pieces]`."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -531,7 +529,7 @@ def shift_of(text: SampleIndex, begin: int, end: int, training: SampleIndex) -> 
     return unigram_shift(*map(np.concatenate, read))
 
 
-def unigram_shift(predicted: NDArray[np.int64], own: NDArray[np.int64], other: NDArray[np.int64]) -> float:
+def unigram_shift(predicted: Ints, own: Ints, other: Ints) -> float:
     """Return how much worse piece frequencies of `other` predict `predicted` than those of `own` do, in nats per piece.
 
     All are ids of pieces, `[n]` each. A frequency is a count plus one. The longer of `own` and `other` is thinned
@@ -546,6 +544,6 @@ def unigram_shift(predicted: NDArray[np.int64], own: NDArray[np.int64], other: N
     return float(np.log((own_counts + 1) / (other_counts + 1))[predicted].mean())
 
 
-def _spread(begin: int, end: int, count: int) -> NDArray[np.int64]:
+def _spread(begin: int, end: int, count: int) -> Ints:
     """Return at most `count` integers in `[begin, end)`, evenly spread."""
     return begin + np.arange(min(count, end - begin)) * (end - begin) // min(count, end - begin)

@@ -31,7 +31,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chunk, table_rows
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import json_values, reading
@@ -262,7 +262,7 @@ def own_files(files: Sequence[InputFile], partition: Partition) -> list[InputFil
     Raises `UserError` for standard input and pipes, whose size nobody knows.
     """
     for file in files:
-        if is_stream(file.path):
+        if file.is_stream:
             name = "standard input" if file.path == "-" else "a pipe"
             raise UserError(
                 f"--partition {partition}: {file.path} is {name}, which cannot be divided by its size; write it to a "
@@ -289,7 +289,7 @@ def own_files(files: Sequence[InputFile], partition: Partition) -> list[InputFil
 
 def own_bytes(files: Sequence[InputFile]) -> int | None:
     """Return the number of bytes to read, as they lie on the disk; None where a stream is among the files."""
-    if any(is_stream(file.path) for file in files):
+    if any(file.is_stream for file in files):
         return None
     return sum((os.path.getsize(file.path) if file.end is None else file.end) - file.begin for file in files)
 

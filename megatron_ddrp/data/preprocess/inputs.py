@@ -38,7 +38,7 @@ from megatron_ddrp.foreign import reading, refuse_stand_in, refuse_wide
 LARGEST_WINDOW = 1 << 31
 """Largest window of Zstandard's format, in bytes: `zstd --long=31` writes it; the library's own limit is 128 MiB."""
 
-_PACKED_BYTES = 1 << 13  # given to a decompressor at once: Zstandard makes at most 256 MiB of them
+_PACKED_BYTES = 1 << 11  # given to a decompressor at once: Zstandard makes at most 64 MiB of them, zlib 2 MiB
 _UNPACKED_BYTES = 1 << 20  # taken from a decompressor at once
 
 
@@ -46,56 +46,62 @@ class Packing(NamedTuple):
     """Format of packed files."""
 
     begin: Callable[[], Any]
-    """Returns a decompressor of one stream, with the methods of `bz2.BZ2Decompressor`."""
+    """Returns a decompressor of one stream, with the methods of `bz2.BZ2Decompressor`.
+
+    One without `needs_input`, as of zlib and Zstandard, makes all bytes of its input at once.
+    """
     padding: int = 0
     """Unit in bytes of the zeros that may follow a stream; 0 if there may be none."""
     several: bool = True
     """False if nothing may follow the first stream."""
 
 
-class HashedFile(io.FileIO):
-    """File, or descriptor, that counts and hashes the bytes from `begin` to `end` while they are read.
+class BlockStream(io.RawIOBase):
+    """Bytes of some blocks, one block after another; the first block is taken when the first byte is read."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks, self._rest = filter(None, blocks), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or memoryview(next(self._blocks, b""))
+        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+class HashedStream(io.RawIOBase):
+    """First `length` bytes of another stream, or all, counted and hashed while they are read.
 
     Attributes:
         count: number of bytes read.
         digest: their SHA-256.
     """
 
-    def __init__(self, file: str | int, begin: int, end: int | None):
-        super().__init__(file, "rb", closefd=isinstance(file, str))
-        if begin:
-            self.seek(begin)
-        self._length = None if end is None else end - begin
+    def __init__(self, source: io.RawIOBase, length: int | None = None):
+        self._source, self._length = source, length
         self.count = 0
         self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)
         if self._length is not None:
             view = view[: self._length - self.count]
-        count = super().readinto(view) or 0
-        while not self.count and 0 < count < FIRST_BYTES and (more := super().readinto(view[count:])):
+        count = self._source.readinto(view) or 0
+        while not self.count and 0 < count < FIRST_BYTES and (more := self._source.readinto(view[count:])):
             count += more  # a pipe may give its first bytes one by one
         self.digest.update(view[:count])
         self.count += count
         return count
 
-
-class PackedStream:
-    """Uncompressed bytes of a packed file, whose packing is a key of `PACKINGS`."""
-
-    def __init__(self, raw: BinaryIO, packing: str):
-        self._blocks = _unpack(raw, PACKINGS[packing])
-        self._rest = memoryview(b"")
-
-    def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, fewer only at the end. The libraries raise their own errors."""
-        data = bytearray(self._rest[:count])
-        self._rest = self._rest[count:]
-        while len(data) < count and (block := next(self._blocks, None)) is not None:
-            self._rest = memoryview(block)[count - len(data) :]
-            data += block[: count - len(data)]
-        return bytes(data)
+    def close(self) -> None:
+        self._source.close()
+        super().close()
 
 
 def packing_of(first: bytes) -> str:
@@ -104,6 +110,7 @@ def packing_of(first: bytes) -> str:
 
 
 def _unpack(raw: BinaryIO, packing: Packing) -> Iterator[bytes]:
+    """Yield the uncompressed bytes of a packed file. The libraries raise their own errors."""
     packed = raw.read(_PACKED_BYTES)
     if not packed:
         raise EOFError("empty")
@@ -111,10 +118,11 @@ def _unpack(raw: BinaryIO, packing: Packing) -> Iterator[bytes]:
         packing = _LZMA
     while packed:
         stream = packing.begin()
+        most = [_UNPACKED_BYTES] if hasattr(stream, "needs_input") else []
         while not stream.eof:
-            if stream.needs_input and not (packed := packed or raw.read(_PACKED_BYTES)):
+            if getattr(stream, "needs_input", True) and not (packed := packed or raw.read(_PACKED_BYTES)):
                 raise EOFError("the last stream has no end")
-            yield stream.decompress(packed, _UNPACKED_BYTES)
+            yield stream.decompress(packed, *most)
             packed = b""
         if not lzma.is_check_supported(getattr(stream, "check", lzma.CHECK_NONE)):
             raise OSError("its integrity check is of an unknown kind")
@@ -137,53 +145,16 @@ def _behind_padding(packed: bytes, raw: BinaryIO, unit: int) -> bytes:
     return packed
 
 
-class _GzipMember:
-    """Decompressor of one member of a gzip file."""
+def _zstd_frame() -> Any:
+    import zstandard
 
-    def __init__(self) -> None:
-        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16: with gzip's head and check sum
-        self.needs_input = True
-
-    def decompress(self, packed: bytes, most: int) -> bytes:
-        data = self._stream.decompress(self._stream.unconsumed_tail + packed, most)
-        self.needs_input = len(data) < most
-        return data
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-
-class _ZstdFrame:
-    """Decompressor of one Zstandard frame. It makes all bytes of its input at once."""
-
-    needs_input = True
-
-    def __init__(self) -> None:
-        import zstandard
-
-        self._frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
-
-    def decompress(self, packed: bytes, most: int) -> bytes:
-        return self._frame.decompress(packed)
-
-    @property
-    def eof(self) -> bool:
-        return self._frame.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._frame.unused_data
+    return zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
 
 
 PACKINGS = {
-    ".gz": Packing(_GzipMember, padding=1),
+    ".gz": Packing(lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), padding=1),  # 16: with gzip's head and check sum
     ".xz": Packing(lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=4),
-    ".zst": Packing(_ZstdFrame),
+    ".zst": Packing(_zstd_frame),
     ".bz2": Packing(bz2.BZ2Decompressor),
 }
 """Ending of a file name → its packing."""
@@ -195,32 +166,8 @@ _MAGIC |= {bytes([0x50 + number]) + b"\x2a\x4d\x18": ".zst" for number in range(
 FIRST_BYTES = max(map(len, _MAGIC))
 
 
-TEXTS: dict[str, TextStream] = {}
+TEXTS: dict[str, HashedStream] = {}
 """Path of an input file that is none → the texts that a program has given."""
-
-
-class TextStream(io.RawIOBase):
-    """Bytes of JSON lines, one per text. The first text is taken when the first byte is read.
-
-    Attributes:
-        count: number of bytes read.
-        digest: SHA-256 of these.
-    """
-
-    def __init__(self, texts: Iterable[Any], keys: Sequence[str]) -> None:
-        self.count, self.digest = 0, hashlib.sha256()
-        self._lines, self._rest = _json_lines(texts, keys), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or memoryview(next(self._lines))
-        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
-        buffer[: len(part)] = part
-        self.digest.update(part)
-        self.count += len(part)
-        return len(part)
 
 
 @contextmanager
@@ -235,7 +182,7 @@ def texts_as_file(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[str]:
     """
     refuse_no_list(texts, "a list of texts or rows; a file is given by input", but=(str, bytes))
     path = f"<texts {len(TEXTS) + 1}>/texts.jsonl"
-    TEXTS[path] = TextStream(texts, keys)
+    TEXTS[path] = HashedStream(BlockStream(_json_lines(texts, keys)))
     try:
         yield path
     finally:
@@ -261,7 +208,7 @@ def refuse_no_list(texts: Any, expected: str, but: tuple[type, ...] = ()) -> Non
 
 
 def _json_lines(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[bytes]:
-    """Yield the row of JSON of each text, and at the end nothing for ever."""
+    """Yield the row of JSON of each text."""
     with code_of_others():
         source = iter(texts)
     for number in itertools.count(1):
@@ -269,7 +216,7 @@ def _json_lines(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[bytes]:
             text = next(source, source)
             text = text.as_py() if hasattr(text, "as_py") else text  # of a column of pyarrow
         if text is source:
-            yield from itertools.repeat(b"")
+            return
         row = {keys[0]: text} if isinstance(text, str) and len(keys) == 1 else text
         if not isinstance(row, Mapping) or not all(isinstance(row.get(key), str) for key in keys):
             wanted = "a string, or " * (len(keys) == 1) + f"a row with a string for {' and '.join(map(repr, keys))}"
@@ -322,6 +269,18 @@ class InputFile(NamedTuple):
     """Byte behind the last one to read; None at the end of the file."""
 
     @property
+    def is_stream(self) -> bool:
+        """True if it can be read only once: standard input, a pipe, a shell's `<(command)`, Python's texts."""
+        path = self.path
+        is_pipe = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+        return is_pipe or path == STANDARD_INPUT or path in TEXTS
+
+    @property
+    def real_path(self) -> str:
+        """Path behind all links."""
+        return os.path.realpath(self.path)
+
+    @property
     def packing(self) -> str:
         """Key of `PACKINGS`, by the file's name; empty for a file that is not packed."""
         ending = Path(self.path).suffix.lower()
@@ -360,18 +319,12 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
             files += _files_of_pattern(name, apart)
         else:
             files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: checked below
-    streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
+    streams = [file.real_path for file in files if file.is_stream]
     for file in (files := _once(files)):
         _check(file)
-        if streams.count(os.path.realpath(file.path)) > 1:
+        if streams.count(file.real_path) > 1:
             raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read only once")
     return files
-
-
-def is_stream(path: str) -> bool:
-    """Return whether an input can be read only once: standard input, a pipe, a shell's `<(command)`, Python's texts."""
-    is_pipe = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-    return is_pipe or path == STANDARD_INPUT or path in TEXTS
 
 
 class OpenInput:
@@ -385,8 +338,10 @@ class OpenInput:
         self.file = file
         self._raw = _open_raw(file)
         self._buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
-        packing = packing_of(self._buffered.peek(FIRST_BYTES)) if is_stream(file.path) else file.packing
-        self._stream = PackedStream(self._buffered, packing) if packing else self._buffered
+        packing = packing_of(self._buffered.peek(FIRST_BYTES)) if file.is_stream else file.packing
+        self._stream: io.BufferedIOBase = self._buffered
+        if packing:
+            self._stream = io.BufferedReader(BlockStream(_unpack(self._buffered, PACKINGS[packing])), BLOCK_BYTES)
         self._ahead = b""
 
     @property
@@ -434,22 +389,25 @@ class OpenInput:
         self._buffered.close()
 
 
-def _open_raw(file: InputFile) -> HashedFile | TextStream:
+def _open_raw(file: InputFile) -> HashedStream:
     path = file.path
     if path in TEXTS:
         return TEXTS[path]
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return HashedFile(sys.stdin.fileno() if path == STANDARD_INPUT else path, file.begin, file.end)
+        source = io.FileIO(sys.stdin.fileno(), closefd=False) if path == STANDARD_INPUT else io.FileIO(path)
+        if file.begin:
+            source.seek(file.begin)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a readable file") from None
+    return HashedStream(source, None if file.end is None else file.end - file.begin)
 
 
 def _check(file: InputFile) -> None:
     if file.path == STANDARD_INPUT:
         return
-    if not is_stream(file.path):
+    if not file.is_stream:
         _open_raw(file).close()
         refuse_stand_in(b"", file.path)
         if file.packing and not os.path.getsize(file.path):
@@ -464,9 +422,9 @@ def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
     """Return the files with documents in a folder, sorted, and print one line about the others."""
     visible = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
     files = [file for file in visible if file.ending in ENDINGS or (not file.ending and _holds_documents(file))]
-    read = {os.path.realpath(file.path) for file in files}
-    others = [file.name for file in visible if os.path.realpath(file.path) not in read]
-    if others := [name for name in others if not name.endswith(DATASET_ENDINGS)]:
+    read = {file.real_path for file in files}
+    unread = (file.name for file in visible if file.real_path not in read)
+    if others := [name for name in unread if not name.endswith(DATASET_ENDINGS)]:
         count = f"{len(others):,} file{'s' * (len(others) > 1)} left out"
         shown = ", ".join([*others[:NAMED_FILES], *["…"] * (len(others) > NAMED_FILES)])
         expected = (
@@ -481,13 +439,9 @@ def _once(files: Sequence[InputFile]) -> list[InputFile]:
 
     A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it; `**` follows circles.
     """
-    names: dict[str, list[InputFile]] = {}
-    for file in files:
-        names.setdefault(os.path.realpath(file.path), []).append(file)
-    best = {
-        path: min(same, key=lambda f: (f.ending not in ENDINGS, os.path.islink(f.path))) for path, same in names.items()
-    }
-    return [file for file in files if best[os.path.realpath(file.path)] is file]
+    best_first = sorted(files, key=lambda file: (file.ending not in ENDINGS, os.path.islink(file.path)))
+    best = {file.real_path: file for file in reversed(best_first)}
+    return [file for file in files if best[file.real_path] is file]
 
 
 def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
@@ -502,8 +456,9 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
         shown = {name: path for name, path in shown.items() if os.path.realpath(path) not in apart}
         folders[:] = sorted(name for name in folders if name in shown and not name.endswith(".unfinished"))
         for path in (shown[name] for name in names if name in shown):
-            if not _is_beside_data(path) and not is_stream(path):
-                yield InputFile(path, os.path.relpath(path, folder))
+            file = InputFile(path, os.path.relpath(path, folder))
+            if not _is_beside_data(path) and not file.is_stream:
+                yield file
 
 
 def _refuse_folder(error: OSError) -> NoReturn:

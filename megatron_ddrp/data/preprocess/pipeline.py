@@ -52,7 +52,7 @@ from megatron_ddrp.data.preprocess.documents import (
     own_files,
     partition_entry,
 )
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
 from megatron_ddrp.data.progress import map_in_order, progress, track
 from megatron_ddrp.data.tokenizers.tokenizer import Span, build_tokenizer
@@ -299,7 +299,7 @@ def estimate(config: PreprocessConfig) -> Estimate:
     """
     files = find_inputs(config.input, leave_out=config.vocabularies)
     for file in files:
-        if is_stream(file.path):
+        if file.is_stream:
             raise UserError(f"--dry-run: {file.path} can be read only once; give a file", WRONG_ARGUMENTS)
     if not config.overwrite:
         refuse_existing(config.prefixes)

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ddrp.data.preprocess.inputs import find_inputs, is_stream
+from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import track
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.lab.compare.measures import Work
@@ -418,7 +418,7 @@ def check_texts(plan: Plan) -> None:
     files = find_inputs(name for name in plan.corpus.input if os.path.exists(name))
     texts, advice = f"{plan.file}: corpus.input", "give --input FILE…"
     for file in files:
-        if is_stream(file.path):
+        if file.is_stream:
             raise UserError(
                 f"{texts}: {file.path}: a pipe or a device, but jobs read texts twice; {advice}", WRONG_ARGUMENTS
             )

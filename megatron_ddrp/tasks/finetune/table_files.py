@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES, iter_chunks
-from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, PACKINGS, InputFile, OpenInput, is_stream
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, PACKINGS, InputFile, OpenInput
 from megatron_ddrp.data.preprocess.records import ROWS, Fault, object_of_lines, open_parquet, read_records
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest, refusals_as_user_errors, shown_names
 
@@ -400,7 +400,7 @@ def check_distinct(where: str, columns: Sequence[str]) -> None:
 def _read_parquet(file: InputFile) -> Iterator[Placed]:
     if file.packing:
         raise UserError(f"{file.path}: compressed Parquet; uncompress the file")
-    if is_stream(file.path):
+    if file.is_stream:
         raise UserError(f"{file.path}: a pipe, but Parquet cannot be read in one pass; give a file")
     with OpenInput(file), open_parquet(file.path) as table:
         check_distinct(file.path, table.schema_arrow.names)

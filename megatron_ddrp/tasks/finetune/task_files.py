@@ -35,7 +35,7 @@ from torch import nn
 from megatron_ddrp.config import registry
 from megatron_ddrp.conversion.families.contract import read_config_file
 from megatron_ddrp.data.atomic import atomic_file
-from megatron_ddrp.data.preprocess.inputs import InputFile, is_stream
+from megatron_ddrp.data.preprocess.inputs import InputFile
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import Encoder
@@ -79,7 +79,7 @@ def read_task(files: TaskFiles) -> TaskData:
     files.require()
     assert files.train is not None and files.valid is not None
     for path in filter(None, (files.train, files.valid, files.test)):
-        if is_stream(str(path)):
+        if InputFile(str(path), path.name).is_stream:
             raise UserError(f"{path}: a pipe, but training reads its files several times; write it to the disk first")
     known = columns_of(str(files.train))
     kind = KINDS[files.kind] if files.kind else _likely_kind(files, known)
@@ -407,7 +407,10 @@ def predict_file(
     model = load_finetuned(folder, device, texts)
     kind = KINDS[model.task.kind]
     make_writer = _writer(output, [kind])
-    wanted, file = text_columns(model.columns), None if is_stream(str(source)) else KnownFile.of(source)
+    wanted, file = (
+        text_columns(model.columns),
+        None if InputFile(str(source), source.name).is_stream else KnownFile.of(source),
+    )
     rows = file.rows(wanted) if file else read_rows(str(source), wanted)
     count = cut = lacking = 0
     expected = count_unlabelled(file, kind, model.columns) if file else None
