@@ -16,7 +16,6 @@ command would have written.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
@@ -83,7 +82,7 @@ def print_estimate(config: PreprocessConfig) -> None:
     if found.beginning:
         print(f"first document: {found.beginning}")
     if found.skipped:
-        print(f"{len(found.skipped):,} unreadable records in it, to be skipped (first: {found.skipped[0]})")
+        print(f"{found.skipped:,} unreadable records in it, to be skipped (first: {found.first_skipped})")
     for prefix, counts in zip(config.prefixes, found.by_key, strict=True):
         documents, tokens = (round(found.factor * count) for count in (counts.documents, counts.tokens))
         print(
@@ -93,8 +92,7 @@ def print_estimate(config: PreprocessConfig) -> None:
         )
     seconds = found.factor * found.seconds / config.workers
     print(f"time: about {duration(seconds)} with --workers {config.workers}; nothing written")
-    for warning in found.warnings:
-        print(warning, file=sys.stderr)
+    found.warn()
 
 
 SECTIONS = (TextInput, NewTokenizer, PreprocessOutput, PreprocessWork)

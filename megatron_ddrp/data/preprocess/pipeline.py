@@ -37,6 +37,7 @@ import numpy as np
 import megatron_ddrp
 from megatron_ddrp.data.dataset.indexed_dataset import (
     PATH,
+    TokenizerFlags,
     UnfinishedDatasets,
     finish_left,
     job_of,
@@ -55,7 +56,7 @@ from megatron_ddrp.data.preprocess.documents import (
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
 from megatron_ddrp.data.progress import map_in_order, progress, track
-from megatron_ddrp.data.tokenizers.tokenizer import Span, build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import (
     unknown_share,
     warn_of_impossible,
@@ -102,10 +103,6 @@ class PreprocessConfig:
     """Part of the input to take, whose number goes into the datasets' names; None for all of it."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UserError(f"--workers {self.workers}: expected at least 1", WRONG_ARGUMENTS)
-        if self.on_error not in ("stop", "skip"):
-            raise UserError(f"--on-error {self.on_error}: expected stop or skip", WRONG_ARGUMENTS)
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
         for key in self.json_keys:
@@ -183,9 +180,8 @@ class ChunkTokenizer:
     def __init__(self, config: PreprocessConfig):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         self._config = config
-        self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
-        is_wordpiece = config.tokenizer_type.startswith("BertWordPiece")
-        self.path = str(config.vocab_file if is_wordpiece else config.tokenizer_model)
+        flags = TokenizerFlags(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        self.tokenizer, self.path = flags.build(), str(flags.path)
         self.splitter_name: str | None = None
         self._split: Splitter | None = None
         if config.split_sentences:
@@ -261,30 +257,71 @@ FILES, CHUNKS = 4, 8
 """Number of files that are read, evenly spread over the input, and of chunks of a megabyte of each."""
 SHOWN = 32
 """Number of pieces of the first document that are shown."""
+CHUNK_BYTES = BLOCK_BYTES
 
 
 @dataclass
-class Estimate:
-    """Counts of the text that was read, and the size of the whole input."""
+class PreprocessResult:
+    """Counts of the written data, in total."""
 
-    files: int
-    """Number of input files."""
-    total_bytes: int
-    """Bytes of the input files, as they lie on the disk."""
+    prefixes: list[str]
     by_key: list[KeyCounts]
-    """Counts of the text read, one per JSON key."""
+    """Counts of each dataset."""
+    skipped: int = 0
+    """Number of unreadable records."""
+    first_skipped: str = ""
+    """Place of the first of them, and the reason."""
+    text_bytes: int = 0
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    """Entries of the manifest about the files that were read."""
+    seconds: float = field(default=0.0, compare=False)
+
+    def add(self, chunk: TokenizedChunk, faults: Sequence[str]) -> None:
+        """Add the counts of a chunk and its faults (`name_faults`)."""
+        self.by_key = [counts.plus(new.counts) for counts, new in zip(self.by_key, chunk.by_key, strict=True)]
+        self.skipped += len(faults)
+        self.first_skipped = self.first_skipped or next(iter(faults), "")
+        self.text_bytes += chunk.text_bytes
+
+    def total(self, name: str) -> int:
+        """Return one of the counts, summed over all datasets."""
+        return sum(getattr(counts, name) for counts in self.by_key)
+
+    def summary(self) -> str:
+        """Return one line: documents, tokens, unknown pieces, speed, files."""
+        speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
+        files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
+        empty, tokens = self.total("empty_documents"), self.total("tokens")
+        left_out = f", {empty:,} empty documents left out" if empty else ""
+        if self.skipped:
+            left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
+        unknown = unknown_share(self.total("unknown_tokens"), tokens, self.total("dropped_characters"))
+        return (
+            f"{self.total('documents'):,} documents, {tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
+        )
+
+    def warn(self) -> None:
+        """Print one warning per dataset with many unknown pieces or dropped characters."""
+        for prefix, counts in zip(self.prefixes, self.by_key, strict=True):
+            if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens, counts.dropped_characters):
+                print(warning, file=sys.stderr)
+
+
+@dataclass
+class Estimate(PreprocessResult):
+    """Counts of the text that was read, and the size of the whole input; `seconds` are those of one process."""
+
+    files: int = 0
+    """Number of input files."""
+    total_bytes: int = 0
+    """Bytes of the input files, as they lie on the disk."""
     read_files: int = 0
     read_bytes: int = 0
     """Bytes that were read of these files, as they lie on the disk."""
-    skipped: list[str] = field(default_factory=list)
-    """Unreadable records, each with its place and the reason."""
     beginning: str = ""
     """First pieces of the first document."""
     token_bytes: int = 0
     """Bytes of a token in the dataset."""
-    seconds: float = 0.0
-    """Seconds in which one process tokenized this text."""
-    warnings: list[str] = field(default_factory=list)
 
     @property
     def factor(self) -> float:
@@ -305,78 +342,36 @@ def estimate(config: PreprocessConfig) -> Estimate:
         refuse_existing(config.prefixes)
     files = files if config.partition is None else own_files(files, config.partition)
     tokenize = ChunkTokenizer(config)
-    found = Estimate(len(files), own_bytes(files) or 0, [KeyCounts() for _ in config.json_keys])
-    found.token_bytes = tokenize.tokenizer.dtype.itemsize
-    count = min(FILES, len(files))
-    for number in track(range(count), "file", "reading"):
-        _read(files[number * len(files) // count], tokenize, config, found)
-    lines = [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]
-    for prefix, counts in zip(config.prefixes, found.by_key, strict=True):
-        lines.append(warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens, counts.dropped_characters))
-    found.warnings = [line for line in lines if line]
+    found = Estimate(
+        config.prefixes, [KeyCounts()] * len(config.json_keys), token_bytes=tokenize.tokenizer.dtype.itemsize
+    )
+    found.files, found.read_files, found.total_bytes = len(files), min(FILES, len(files)), own_bytes(files) or 0
+    for number in track(range(found.read_files), "file", "reading"):
+        file = files[number * len(files) // found.read_files]
+        is_packed = bool(file.packing) or file.is_table
+        with OpenInput(file) as opened:
+            for chunk in islice(iter_chunks(opened, config.json_keys, BLOCK_BYTES), CHUNKS):
+                began = time.monotonic()
+                done = tokenize(chunk)
+                found.seconds += time.monotonic() - began
+                found.add(done, name_faults(file, done.faults, config.on_error))
+                found.read_bytes += done.read if is_packed else done.text_bytes  # not what is only read ahead
+                found.beginning = found.beginning or _beginning(done.by_key[0], tokenize.tokenizer)
+    _warn_of_vocabulary(tokenize.tokenizer)
     return found
 
 
-def _read(file: InputFile, tokenize: ChunkTokenizer, config: PreprocessConfig, found: Estimate) -> None:
-    """Add the first chunks of a file."""
-    found.read_files += 1
-    is_packed = bool(file.packing) or file.is_table
-    with OpenInput(file) as opened:
-        for chunk in islice(iter_chunks(opened, config.json_keys, BLOCK_BYTES), CHUNKS):
-            began = time.monotonic()
-            done = tokenize(chunk)
-            found.seconds += time.monotonic() - began
-            found.skipped += name_faults(file, done.faults, config.on_error)
-            found.read_bytes += done.read if is_packed else done.text_bytes  # not what is only read ahead
-            found.by_key = [counts.plus(new.counts) for counts, new in zip(found.by_key, done.by_key, strict=True)]
-            found.beginning = found.beginning or _beginning(done.by_key[0], tokenize)
+def _warn_of_vocabulary(tokenizer: Tokenizer) -> None:
+    for warning in filter(None, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]):
+        print(warning, file=sys.stderr)
 
 
-def _beginning(documents: TokenizedDocuments, tokenize: ChunkTokenizer) -> str:
+def _beginning(documents: TokenizedDocuments, tokenizer: Tokenizer) -> str:
     """Return the first pieces of the first document; empty if there is none."""
-    tokenizer = tokenize.tokenizer
     ids = np.frombuffer(documents.ids, tokenizer.dtype)
     size = int(documents.sizes[: documents.documents[0]].sum()) if len(documents.documents) else 0
     more = [f"… ({size:,} tokens)"] * (size > SHOWN)
     return " ".join([tokenizer.pieces[i] for i in ids[: min(size, SHOWN)].tolist()] + more)
-
-
-CHUNK_BYTES = BLOCK_BYTES
-
-
-@dataclass
-class PreprocessResult:
-    """Counts of the written data, in total."""
-
-    prefixes: list[str]
-    by_key: list[KeyCounts]
-    skipped: int = 0
-    first_skipped: str = ""
-    text_bytes: int = 0
-    seconds: float = field(default=0.0, compare=False)
-
-    def total(self, name: str) -> int:
-        """Return one of the counts, summed over all datasets."""
-        return sum(getattr(counts, name) for counts in self.by_key)
-
-    def summary(self) -> str:
-        """Return one line: documents, tokens, unknown pieces, speed, files."""
-        speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
-        files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
-        empty, tokens = self.total("empty_documents"), self.total("tokens")
-        left_out = f", {empty:,} empty documents left out" if empty else ""
-        if self.skipped:
-            left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
-        unknown = unknown_share(self.total("unknown_tokens"), tokens, self.total("dropped_characters"))
-        return (
-            f"{self.total('documents'):,} documents, {tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
-        )
-
-    def warnings(self) -> Iterator[str]:
-        """Yield one warning per dataset with many unknown pieces or dropped characters."""
-        for prefix, counts in zip(self.prefixes, self.by_key, strict=True):
-            if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens, counts.dropped_characters):
-                yield warning
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
@@ -387,13 +382,15 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     """
     files = find_inputs(config.input, leave_out=config.vocabularies)
     tokenize = ChunkTokenizer(config)
-    rules = _rules(config, tokenize)
+    rules: dict[str, Any] = {  # that turn text into ids
+        "tokenizer": tokenizer_entry(tokenize.tokenizer),
+        "append_eod": config.append_eod,
+        "sentence_splitter": tokenize.splitter_name,
+        "version": megatron_ddrp.__version__,
+    }
     if config.partition is not None:
-        own = own_files(files, config.partition)
-        rules["partition"] = partition_entry(config.partition, files)
-        files = own
-    for warning in filter(None, [*warn_of_vocabulary(tokenize.tokenizer), warn_of_impossible(tokenize.tokenizer)]):
-        print(warning, file=sys.stderr)
+        files, rules["partition"] = own_files(files, config.partition), partition_entry(config.partition, files)
+    _warn_of_vocabulary(tokenize.tokenizer)
     folder = config.unfinished_folder
     job = job_of("preprocess", [rules, config.json_keys], [file.path for file in files])
     is_left = finish_left(folder, config.prefixes, job)  # the same command makes it again, as after any other kill
@@ -402,91 +399,54 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             refuse_existing(config.prefixes)
         hint = "make room or choose another --output-prefix, and run the same command again"
         with refusals_as_user_errors(folder, hint):
-            result = _Run(config, files, tokenize, output, rules).to_the_end()
-    for warning in result.warnings():
-        print(warning, file=sys.stderr)
+            started = time.monotonic()
+            result = _tokenize(config, files, tokenize, output)
+            output.publish([rules | _manifest(config, k, result, tokenize) for k in range(len(config.prefixes))])
+            result.seconds = time.monotonic() - started
+    result.warn()
     return result
 
 
-class _Run:
-    """A preprocessing run."""
+def _tokenize(
+    config: PreprocessConfig, files: Sequence[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
+) -> PreprocessResult:
+    """Append the tokens of the files to the datasets. Raises `UserError` if there are none."""
+    result = PreprocessResult(config.prefixes, [KeyCounts()] * len(config.json_keys))
 
-    def __init__(
-        self,
-        config: PreprocessConfig,
-        files: list[InputFile],
-        tokenize: ChunkTokenizer,
-        output: UnfinishedDatasets,
-        rules: dict[str, Any],
-    ):
-        self._config, self._files, self._tokenize, self._output, self._rules = config, files, tokenize, output, rules
-        self._inputs: list[dict[str, Any]] = []  # the manifest's entries
-        self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
-
-    def to_the_end(self) -> PreprocessResult:
-        """Tokenize the input and publish the datasets."""
-        started = time.monotonic()
-        with progress("B", own_bytes(self._files), scale=True) as bar:
-            for chunk in map_in_order(
-                ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
-            ):
-                self._add(chunk)
-                bar.update(chunk.read)
-        if self._config.partition is None:  # a part may be empty: the merge of all parts is complete then
-            self._refuse_empty()
-        self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
-        self.result.seconds = time.monotonic() - started
-        return self.result
-
-    def _chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of all files."""
-        for number, file in enumerate(self._files):
+    def chunks() -> Iterator[Chunk]:
+        for number, file in enumerate(files):
             with OpenInput(file) as opened:
-                for chunk in iter_chunks(opened, self._config.json_keys, CHUNK_BYTES):
+                for chunk in iter_chunks(opened, config.json_keys, CHUNK_BYTES):
                     yield chunk._replace(file=number)
-                self._inputs.append(opened.manifest_entry())
+                result.inputs.append(opened.manifest_entry())
 
-    def _add(self, chunk: TokenizedChunk) -> None:
-        result = self.result
-        reasons = name_faults(self._files[chunk.file], chunk.faults, self._config.on_error)
-        for k, documents in enumerate(chunk.by_key):
-            self._output.append(k, documents.ids, documents.sizes, documents.documents)
-            result.by_key[k] = result.by_key[k].plus(documents.counts)
-        result.skipped += len(reasons)
-        result.first_skipped = result.first_skipped or next(iter(reasons), "")
-        result.text_bytes += chunk.text_bytes
-
-    def _refuse_empty(self) -> None:
-        for key, counts in zip(self._config.json_keys, self.result.by_key, strict=True):
-            if counts.tokens == 0:
-                left_out = f"{counts.empty_documents} empty documents, {self.result.skipped} records skipped"
-                if self.result.skipped:
-                    left_out += f", the first because of {self.result.first_skipped}"
-                where = f"{', '.join(self._config.input)} (key {key!r}; {left_out})"
-                raise UserError(f"no text to tokenize in {where}; nothing written, give files with text")
-
-    def _manifest(self, k: int) -> dict[str, Any]:
-        """Return PREFIX.json, a function of the input's bytes and the flags: equal runs give equal files."""
-        tokenizer, counts = self._tokenize.tokenizer, self.result.by_key[k]._asdict()
-        if not tokenizer.drops_text:
-            del counts["dropped_characters"]
-        return {
-            **self._rules,
-            **counts,
-            "skipped": self.result.skipped,
-            "dtype": tokenizer.dtype.name,
-            "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
-            PATH: relative_path(self._tokenize.path, self._config.prefixes[k]),
-            "json_key": self._config.json_keys[k],
-            "inputs": self._inputs,
-        }
+    with progress("B", own_bytes(files), scale=True) as bar:
+        for chunk in map_in_order(ChunkTokenizer, config, tokenize, chunks(), config.workers):
+            result.add(chunk, name_faults(files[chunk.file], chunk.faults, config.on_error))
+            for k, documents in enumerate(chunk.by_key):
+                output.append(k, documents.ids, documents.sizes, documents.documents)
+            bar.update(chunk.read)
+    for key, counts in zip(config.json_keys, result.by_key, strict=True):
+        if config.partition is None and counts.tokens == 0:  # a part may be empty: all of them together may not
+            left_out = f"{counts.empty_documents} empty documents, {result.skipped} records skipped"
+            if result.skipped:
+                left_out += f", the first because of {result.first_skipped}"
+            where = f"{', '.join(config.input)} (key {key!r}; {left_out})"
+            raise UserError(f"no text to tokenize in {where}; nothing written, give files with text")
+    return result
 
 
-def _rules(config: PreprocessConfig, tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """Return the settings that turn text into ids, for the manifest."""
+def _manifest(config: PreprocessConfig, k: int, result: PreprocessResult, tokenize: ChunkTokenizer) -> dict[str, Any]:
+    """Return the rest of PREFIX.json, a function of the input's bytes and the flags: equal runs give equal files."""
+    tokenizer, counts = tokenize.tokenizer, result.by_key[k]._asdict()
+    if not tokenizer.drops_text:
+        del counts["dropped_characters"]
     return {
-        "tokenizer": tokenizer_entry(tokenize.tokenizer),
-        "append_eod": config.append_eod,
-        "sentence_splitter": tokenize.splitter_name,
-        "version": megatron_ddrp.__version__,
+        **counts,
+        "skipped": result.skipped,
+        "dtype": tokenizer.dtype.name,
+        "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
+        PATH: relative_path(tokenize.path, config.prefixes[k]),
+        "json_key": config.json_keys[k],
+        "inputs": result.inputs,
     }
