@@ -73,6 +73,7 @@ class SyntheticIndex(DatasetIndex):
     def __init__(self, sizes: np.ndarray):
         self.prefix, self.dtype, self.num_documents = "synthetic", np.dtype(np.uint16), len(sizes)
         self.sizes = sizes
+        self.sample_totals: dict[int, np.ndarray] = {}
         self.document_indices = np.arange(len(sizes) + 1)
         self.pointers = np.zeros(len(sizes), np.int64)  # bytes
         self.pointers[1:] = sizes[:-1]
@@ -95,7 +96,7 @@ def time_index(num_documents: int, seq_length: int) -> None:
     totals = sample_totals(dataset, seq_length)  # type: ignore[arg-type]
     built = time.perf_counter() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-    index = SampleIndex(dataset, (0, num_documents), seq_length, totals)  # type: ignore[arg-type]
+    index = SampleIndex(dataset, (0, num_documents), seq_length)  # type: ignore[arg-type]
     chosen = random.integers(0, len(index), 256)
     start = time.perf_counter()
     for _ in range(20):

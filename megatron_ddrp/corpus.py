@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -37,10 +36,9 @@ from megatron_ddrp.data.batches.word_counts import (
     unigram_loss,
 )
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags, complete, entry
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags, complete, recorded_sum
 from megatron_ddrp.data.dataset.verification import check_sums, open_dataset
 from megatron_ddrp.data.progress import reading_progress
-from megatron_ddrp.data.randomness import Ints
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -52,14 +50,6 @@ MANY_EPOCHS = 100
 """Epochs above which a run says that it repeats its text. BERT read its own 40 times (Devlin et al. 2019, A.2)."""
 
 
-class Source(NamedTuple):
-    """One dataset of the corpus and the totals of its sample indices."""
-
-    dataset: IndexedDataset
-    totals: dict[int, Ints]
-    """Row length → totals of the sample index for this length."""
-
-
 @dataclass(frozen=True)
 class Corpus:
     """A tokenizer and its documents, by split."""
@@ -67,7 +57,7 @@ class Corpus:
     tokenizer: Tokenizer
     config: Config
     """Configuration of the run, with the tokenizer of the datasets where the flags leave it out."""
-    sources: dict[str, Source]
+    sources: dict[str, IndexedDataset]
     """Datasets by prefix, each opened once."""
     remarks: tuple[str, ...]
     """Lines for the user about opening the data."""
@@ -92,24 +82,20 @@ class Corpus:
         sources, remarks = {}, [*warn_of_vocabulary(tokenizer), warn_of_impossible(tokenizer)]
         remarks += [warn_of_unmarked_words(tokenizer)] if words else []
         for prefix in prefixes:
-            dataset = open_dataset(prefix, tokenizer)
-            sources[prefix] = Source(dataset, {length: sample_totals(dataset, length) for length in lengths})
+            sources[prefix] = open_dataset(prefix, tokenizer)
+            for length in lengths:
+                sample_totals(sources[prefix], length)
         return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_counts)
 
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
         """Return the samples of `train`, `valid` or `test`; only `--data-path` has a test split.
 
-        `seq_length` is the row length of a phase, by default `--seq-length`; others cost a look at all documents.
+        `seq_length` is the row length of a phase, by default `--seq-length`; another one costs a look at all documents.
         """
         prefixes, weights = blend_words(self.config, split)
         seq_length = seq_length or self.config.model.seq_length
-        documents = [self._documents(prefix, split) for prefix in prefixes]
-        sources = [self.sources[prefix] for prefix in prefixes]
         try:
-            parts = [
-                SampleIndex(s.dataset, d, seq_length, s.totals.get(seq_length))
-                for s, d in zip(sources, documents, strict=True)
-            ]
+            parts = [SampleIndex(self.sources[each], self._documents(each, split), seq_length) for each in prefixes]
         except NoSample as error:
             raise UserError(f"the {SPLITS[split]} split is empty: {error}; {self._remedy(split)}") from None
         return Blend(parts, weights)
@@ -125,7 +111,7 @@ class Corpus:
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
         """Return the range of a dataset's documents that belong to a split."""
-        num_documents = self.sources[prefix].dataset.num_documents
+        num_documents = self.sources[prefix].num_documents
         if self.config.data.split is None:
             return 0, num_documents
         return split_documents(num_documents, self.config.data.split)[split]
@@ -134,8 +120,8 @@ class Corpus:
     def contents(self) -> dict[str, str]:
         """Prefix of each dataset → its size and, if it has a manifest, the start of its SHA-256 there."""
         found = {}
-        for prefix, (dataset, _) in self.sources.items():
-            digest = entry(entry(dataset.manifest, "files"), "bin").get("sha256")
+        for prefix, dataset in self.sources.items():
+            digest = recorded_sum(dataset.manifest, ".bin")
             size = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
             found[prefix] = f"{size}, SHA-256 {digest:.12}" if isinstance(digest, str) else size
         return found
@@ -147,7 +133,7 @@ class Corpus:
         for split in filter(partial(has_split, self.config), ("train", "valid")):
             prefixes, weights = blend_words(self.config, split)
             shares = [f"{count} x " for count in whole_weights(weights)] if weights else [""] * len(prefixes)
-            texts = [self.sources[prefix].dataset.description for prefix in prefixes]
+            texts = [self.sources[prefix].description for prefix in prefixes]
             found[f"the {SPLITS[split]} data"] = "; ".join(map("".join, zip(shares, texts, strict=True)))
         return found
 
@@ -172,10 +158,10 @@ class Corpus:
             return []
         if self.config.data.data_path is None:
             prefixes = (blend_words(self.config, split).prefixes for split in ("train", "valid"))
-            return shared_remarks(*([self.sources[prefix].dataset for prefix in of_split] for of_split in prefixes))
+            return shared_remarks(*([self.sources[prefix] for prefix in of_split] for of_split in prefixes))
         parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
         lines = [line for training, validation in parts if (line := split_remark(training, validation))]
-        return lines + overlap_remarks([source.dataset for source in self.sources.values()])
+        return lines + overlap_remarks([*self.sources.values()])
 
     def loader(self, split: str, rank: int, world_size: int, rows_for: str = "cpu") -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.
@@ -210,7 +196,7 @@ class Corpus:
     def rare_words(self) -> tuple[RareWords, str]:
         """Rare words of the training text, for `--notes`, and a line about them; counted on first use."""
         prefixes, _ = blend_words(self.config, "train")
-        parts = [(self.sources[prefix].dataset, self._documents(prefix, "train")) for prefix in prefixes]
+        parts = [(self.sources[prefix], self._documents(prefix, "train")) for prefix in prefixes]
         objective = self.config.objective
         bounds = (objective.notes_min_count, objective.notes_max_count)
         return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_counts)
@@ -262,7 +248,7 @@ class Corpus:
 
 def tokenizer_flags(config: Config) -> TokenizerFlags:
     """Return the flags that name the tokenizer."""
-    return TokenizerFlags(*(getattr(config.data, name) for name in TokenizerFlags._fields))
+    return TokenizerFlags.of(config.data)
 
 
 def with_tokenizer(config: Config, prefixes: Sequence[str]) -> Config:

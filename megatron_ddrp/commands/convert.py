@@ -137,8 +137,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
         if arguments.tokenizer_type == "HuggingFace":
             refuse_other_ids(arguments.tokenizer_model)
-        flags = TokenizerFlags.from_arguments(arguments)
-        tokenizer = flags.build() if flags else None
+        flags = TokenizerFlags.of(arguments)
+        tokenizer = None if flags == TokenizerFlags() else flags.build()
         imported = import_folder(
             arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator, tokenizer
         )

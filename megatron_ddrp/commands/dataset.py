@@ -132,8 +132,8 @@ SUBCOMMANDS = {
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or None where they name none."""
-    flags = TokenizerFlags.from_arguments(arguments)
-    if flags is None:
+    flags = TokenizerFlags.of(arguments)
+    if flags == TokenizerFlags():
         return None
     with contextlib.suppress(UserError):  # verify says it better
         flags = complete(flags, [arguments.prefix])

@@ -353,18 +353,13 @@ def check_object(sealed: Mapping[str, Any], needs_sum: bool = False) -> dict[str
     return value
 
 
-def crc_of(path: Path, length: int | None = None) -> int | None:
-    """Return the CRC-32 of a file or of its first `length` bytes; None if it is shorter."""
-    crc, left = 0, os.path.getsize(path) if length is None else length
-    with open(path, "rb") as stream:
-        while left > 0 and (data := stream.read(min(left, BLOCK))):
-            crc, left = zlib.crc32(data, crc), left - len(data)
-    return crc if left <= 0 else None
-
-
 def file_facts(path: Path) -> dict[str, Any]:
     """Return a file's size and CRC-32."""
-    return {"bytes": path.stat().st_size, SUM: f"{crc_of(path):08x}"}
+    crc = 0
+    with open(path, "rb") as stream:
+        while data := stream.read(BLOCK):
+            crc = zlib.crc32(data, crc)
+    return {"bytes": path.stat().st_size, SUM: f"{crc:08x}"}
 
 
 def file_fault(path: Path, written: Mapping[str, Any], read: bool = True) -> str | None:

@@ -193,11 +193,11 @@ class Masker:
         if not flat.size:
             return flat, flat, flat
         budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
-        gaps = ~_shift_right(selectable)  # [rows, seq]: no ordinary token comes right before
+        gaps = ~np.pad(selectable, ((0, 0), (1, 0)))[:, :-1]  # [rows, seq]: no ordinary token comes right before
         starts = word_begins(self._word_starts, self._word_ends, input_ids) | gaps  # [rows, seq]
         first, single = _units(starts.reshape(-1)[flat])  # [units]
         row_ends = np.cumsum(num_tokens)
-        unit_rows = _rows_of(first, row_ends)
+        unit_rows = np.repeat(np.arange(num_rows), np.diff(np.searchsorted(first, row_ends), prepend=0))  # [units]
         if self.masking.longest > 1:
             alone = single | gaps.reshape(-1)[flat[first]]  # [units]: joins no unit on its left
             draws = to_unit(fold_in(ngram_keys[unit_rows], flat[first] - unit_rows * seq_length))
@@ -228,13 +228,6 @@ class Masker:
         return lengths
 
 
-def _shift_right(values: Bools) -> Bools:
-    """Return `values` `[rows, seq]` shifted one column to the right, with False in the first column."""
-    shifted = np.zeros_like(values)
-    shifted[:, 1:] = values[:, :-1]
-    return shifted
-
-
 def _units(starts: Bools) -> tuple[Ints, Bools]:
     """Return the first token of each unit, and whether the unit is a piece of a long word; both `[units]`.
 
@@ -248,11 +241,6 @@ def _units(starts: Bools) -> tuple[Ints, Bools]:
     single = np.repeat(too_long, sizes)  # [tokens]
     first = np.flatnonzero(starts | single)
     return first, single[first]
-
-
-def _rows_of(first: Ints, row_ends: Ints) -> Ints:
-    """Return each unit's row `[units]`, from its first token and the tokens up to each row's end `[rows]`."""
-    return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
 
 
 def _join_words(first: Ints, alone: Bools, single: Bools, lengths: Ints, num_tokens: int, budgets: Ints) -> Ints:

@@ -56,8 +56,7 @@ class NoSample(UserError):
 class SampleIndex:
     """Samples of the documents `[low, high)` of a dataset.
 
-    `totals` is the result of `sample_totals(dataset, seq_length)`, if the caller has it. Raises `UserError` if no
-    document is long enough.
+    Raises `UserError` if no document is long enough.
 
     Attributes:
         prefix: prefix of the dataset.
@@ -74,7 +73,7 @@ class SampleIndex:
             raise ValueError(f"documents [{low}, {high}) of {dataset.prefix}, which has {dataset.num_documents}")
         self.dataset, self.prefix = dataset, dataset.prefix
         self._piece_length = seq_length - NUM_SPECIAL_TOKENS
-        self._totals = sample_totals(dataset, seq_length) if totals is None else totals  # [blocks + 1, 3]
+        self._totals = sample_totals(dataset, seq_length)  # [blocks + 1, 3]
         self._first_samples = self._totals[:, _SAMPLES]  # [blocks + 1]
         before, after = self._totals_before(low), self._totals_before(high)
         self._first, self._last = int(before[_SAMPLES]), int(after[_SAMPLES])
@@ -169,19 +168,21 @@ def dropped_text(parts: Sequence[SampleIndex]) -> str:
 def sample_totals(dataset: IndexedDataset, seq_length: int) -> Ints:
     """Return the samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
 
-    The last row is before document `BLOCK * blocks` or, if the last block is not full, at the end. This reads the whole
-    index and refuses a damaged one.
+    The last row is before document `BLOCK * blocks` or, if the last block is not full, at the end. The first call for a
+    dataset and a length reads the whole index and refuses a damaged one; the dataset keeps the totals.
     """
+    if seq_length in dataset.sample_totals:
+        return dataset.sample_totals[seq_length]
     if seq_length <= NUM_SPECIAL_TOKENS:
         raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
-    totals = np.zeros((num_blocks(dataset.num_documents) + 1, 3), np.int64)
+    totals = np.zeros((-(-dataset.num_documents // BLOCK) + 1, 3), np.int64)
     begin = 1
     for tokens in document_lengths(dataset):
         counts = _count(tokens, seq_length - NUM_SPECIAL_TOKENS)  # [documents, 3]
         blocks = np.add.reduceat(counts, np.arange(0, len(tokens), BLOCK), axis=0)
         totals[begin : begin + len(blocks)] = blocks
         begin += len(blocks)
-    return np.cumsum(totals, axis=0, out=totals)
+    return dataset.sample_totals.setdefault(seq_length, np.cumsum(totals, axis=0, out=totals))
 
 
 def document_lengths(dataset: IndexedDataset) -> Iterator[Ints]:
@@ -189,11 +190,6 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[Ints]:
     dataset.check()
     for low in range(0, dataset.num_documents, _CHUNK):
         yield _document_tokens(dataset, np.array([low]), min(_CHUNK, dataset.num_documents - low))[0]
-
-
-def num_blocks(num_documents: int) -> int:
-    """Return the number of full or partial blocks of a number of documents."""
-    return -(-num_documents // BLOCK)
 
 
 def _document_tokens(dataset: IndexedDataset, firsts: Ints, count: int) -> Ints:

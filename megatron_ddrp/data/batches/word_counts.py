@@ -47,7 +47,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.loader import Blend
 from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, entry
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, recorded_sum
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.randomness import Bools, Hashes, Ints, fold_in, hash_uint64
@@ -493,7 +493,7 @@ def _is_copy(one: IndexedDataset, other: IndexedDataset) -> bool:
     files = [(dataset_path(one.prefix, suffix), dataset_path(other.prefix, suffix)) for suffix in (".idx", ".bin")]
     if any(first.samefile(second) for first, second in files):
         return True
-    sums = [entry(entry(dataset.manifest, "files"), "bin").get("sha256") for dataset in (one, other)]
+    sums = [recorded_sum(dataset.manifest, ".bin") for dataset in (one, other)]
     if None not in sums:
         return sums[0] == sums[1]
     return all(filecmp.cmp(first, second, shallow=False) for first, second in files)

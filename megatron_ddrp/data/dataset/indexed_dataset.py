@@ -77,31 +77,26 @@ def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
     path = dataset_path(prefix, ".json")
     try:
         manifest = parse_json(path.read_bytes(), lenient=True)
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
+            raise ValueError("unexpected content")
+        return check_object(manifest)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
-        raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
-    try:
-        return check_object(manifest)
     except BrokenSeal:
         raise UserError(f"{path}: damaged or edited (its {SUM} does not match); copy it again, or remove it") from None
-
-
-def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path) -> None:
-    """Write `PREFIX.json`: `manifest`, size and SHA-256 of the two files, and its own checksum."""
-    files = {
-        name: {"bytes": file_size(file), "sha256": file_sha256(file)} for name, file in (("bin", ids), ("idx", index))
-    }
-    sealed = seal_object({**manifest, "files": files})
-    write_text(path, json.dumps(sealed, indent=2, sort_keys=True) + "\n")
+    except ValueError as error:
+        raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
 
 
 def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
     """Return a dictionary inside a manifest; an empty one if the manifest lacks it."""
     value = (manifest or {}).get(key)
     return value if isinstance(value, dict) else {}
+
+
+def recorded_sum(manifest: Mapping[str, Any] | None, suffix: str) -> Any:
+    """Return the SHA-256 of a dataset's `.bin` or `.idx` from its manifest, or None if the manifest lacks it."""
+    return entry(entry(manifest, "files"), suffix.removeprefix(".")).get("sha256")
 
 
 def tokenizer_entry(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -154,10 +149,9 @@ class TokenizerFlags(NamedTuple):
         return self._replace(**{self.path_name: path})
 
     @classmethod
-    def from_arguments(cls, arguments: Any) -> TokenizerFlags | None:
-        """Return the three flags of a parsed command line; None if none of them was given."""
-        flags = cls(*(getattr(arguments, name) for name in cls._fields))
-        return None if flags == cls() else flags
+    def of(cls, settings: Any) -> TokenizerFlags:
+        """Return the three flags of settings that have their names, such as a parsed command line."""
+        return cls(*(getattr(settings, name) for name in cls._fields))
 
     def build(self) -> Tokenizer:
         """Make the tokenizer, of the first type if none is named. Raises `UserError` as `build_tokenizer` does."""
@@ -272,7 +266,7 @@ class UnfinishedDatasets:
             if path.name != "lock":
                 path.unlink()
         self._files: list[list[BinaryIO]] = [
-            [open(self._path(number, part), "wb", buffering=1 << 20) for part in PARTS]  # noqa: SIM115
+            [open(_path(self.folder, number, part), "wb", buffering=1 << 20) for part in PARTS]  # noqa: SIM115
             for number in range(len(prefixes))
         ]
 
@@ -281,26 +275,28 @@ class UnfinishedDatasets:
     ) -> None:
         """Append to dataset `number`: ids end to end, tokens of each sequence `[sequences]`, sequences of each document
         `[documents]`. The three may be appended separately; they must fit together in the end."""
-        for file, data in zip(self._files[number], (ids, _as_sizes(sizes), _as_sizes(documents)), strict=True):
+        numbers = (each.astype(SIZE).tobytes() for each in (sizes, documents))
+        for file, data in zip(self._files[number], (ids, *numbers), strict=True):
             file.write(data)
 
     def publish(self, manifests: Sequence[dict[str, Any] | None]) -> None:
-        """Rename every dataset to its final name, with its manifest if it has one."""
+        """Write the index of every dataset, and its manifest, if it has one, with sums; rename all to their names."""
         for number, manifest in enumerate(manifests):
-            self._complete(number, manifest)
+            for growing in self._files[number]:
+                sync(growing)
+            ids, sizes, documents, index = (_path(self.folder, number, part) for part in (*PARTS, "idx"))
+            with atomic_file(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
+                write_index(file, self.dtype, lengths, counts)
+            if manifest is not None:
+                sums = {
+                    name: {"bytes": file_size(path), "sha256": file_sha256(path)}
+                    for name, path in (("bin", ids), ("idx", index))
+                }
+                text = json.dumps(seal_object(manifest | {"files": sums}), indent=2, sort_keys=True)
+                write_text(_path(self.folder, number, "json"), f"{text}\n")
         write_text(self.folder / COMPLETE, json.dumps(self._job))
         _give_names(self.folder, self._prefixes)
         _remove(self.folder)
-
-    def _complete(self, number: int, manifest: dict[str, Any] | None) -> None:
-        """Write the index and the manifest of a dataset whose growing files are complete."""
-        for growing in self._files[number]:
-            sync(growing)
-        ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
-        with atomic_file(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
-            write_index(file, self.dtype, lengths, counts)
-        if manifest is not None:
-            write_manifest(text, manifest, ids, index)
 
     def __enter__(self) -> UnfinishedDatasets:
         return self
@@ -311,9 +307,6 @@ class UnfinishedDatasets:
         for stream in [*itertools.chain(*self._files), self._lock]:
             with contextlib.suppress(OSError):  # a full disk refuses the last flush too
                 stream.close()
-
-    def _path(self, number: int, part: str) -> Path:
-        return _path(self.folder, number, part)
 
 
 def job_of(name: str, settings: Any, inputs: Sequence[AnyPath]) -> Job:
@@ -394,10 +387,6 @@ def _take_lock(folder: Path) -> BinaryIO:
     return stream
 
 
-def _as_sizes(numbers: np.ndarray) -> bytes:
-    return numbers.astype(SIZE).tobytes()
-
-
 CHUNK_TOKENS = 1 << 22
 """Number of tokens in memory at once while a whole dataset is read."""
 
@@ -407,6 +396,9 @@ class IndexedDataset(DatasetIndex):
 
     It has the lists of `DatasetIndex`. Raises `UserError` if a file is missing, truncated or not in this format, and on
     access to a sequence that does not lie inside `PREFIX.bin`. It is pickled as its prefix.
+
+    Attributes:
+        sample_totals: row length → totals of the sample index (`batches/samples.py`), once they have been asked for.
     """
 
     def __init__(self, prefix: AnyPath):
@@ -421,6 +413,7 @@ class IndexedDataset(DatasetIndex):
         mapped = np.memmap(path, self.dtype, mode="r") if self.bin_bytes else np.empty(0, self.dtype)
         self._tokens = np.asarray(mapped)  # [tokens]
         self._tokens.flags.writeable = False
+        self.sample_totals: dict[int, np.ndarray] = {}
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self.get(index)
@@ -456,9 +449,9 @@ class IndexedDataset(DatasetIndex):
         """Number of tokens in all sequences."""
         return len(self._tokens)
 
-    @property
+    @cached_property
     def manifest(self) -> dict[str, Any] | None:
-        """Content of `PREFIX.json`, or None if there is no such file."""
+        """Content of `PREFIX.json`, or None if there is no such file; read on first use."""
         return read_manifest(self.prefix)
 
     @property

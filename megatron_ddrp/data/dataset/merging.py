@@ -59,25 +59,23 @@ def merge(
     if not overwrite:
         refuse_existing([output_prefix])
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    manifests = [dataset.manifest for dataset in datasets]
-    _refuse_mixed_tokenizers(datasets, manifests)
-    order = order_of_parts([dataset.prefix for dataset in datasets], manifests)
-    _refuse_repeated([dataset.prefix for dataset in datasets])
+    _refuse_mixed_tokenizers(datasets)
+    ordered = in_order_of_parts(datasets)
+    _refuse_repeated(datasets)
     _refuse_mixed_ends(datasets)
-    if order is not None:
-        datasets, manifests = [datasets[number] for number in order], [manifests[number] for number in order]
+    if ordered is not None:
+        datasets = ordered
         if not any(dataset.num_tokens for dataset in datasets):
             raise UserError(f"no text in any of the {len(datasets)} parts; preprocess files that hold some")
     for dataset in datasets:
         dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
     with refusals_as_user_errors(folder), UnfinishedDatasets(folder, [output_prefix], dtype, job) as output:
-        for dataset, manifest in zip(datasets, manifests, strict=True):
-            _append(output, dataset, manifest or {}, advance)
-        known = [manifest for manifest in manifests if manifest is not None]
+        for dataset in datasets:
+            _append(output, dataset, advance)
         merged = None
-        if len(known) == len(datasets):
-            merged = merge_manifests(known, datasets, dtype) | path_entry(prefixes, output_prefix)
+        if all(dataset.manifest is not None for dataset in datasets):
+            merged = merge_manifests(datasets, dtype) | path_entry(prefixes, output_prefix)
         output.publish([merged])
     return IndexedDataset(output_prefix)
 
@@ -89,7 +87,7 @@ def _job(name: str, settings: list[Any], prefixes: Sequence[str], output_prefix:
     return job_of(name, settings, [file for file in files if os.path.realpath(file) != own])
 
 
-def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
+def _append(output: UnfinishedDatasets, dataset: IndexedDataset, advance: Advance) -> None:
     """Append a dataset. Raises `UserError` if it differs from its manifest."""
     for begin in range(0, dataset.num_documents, CHUNK):
         output.append(0, documents=np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
@@ -100,13 +98,12 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
         output.append(0, tokens.astype(output.dtype, copy=False).tobytes())
         digest.update(tokens.data)
         advance(tokens.nbytes)
-    refuse_wrong_sums(dataset.prefix, manifest, digest.hexdigest())
+    refuse_wrong_sums(dataset.prefix, dataset.manifest, digest.hexdigest())
 
 
-def merge_manifests(
-    manifests: Sequence[dict[str, Any]], datasets: Sequence[IndexedDataset], dtype: np.dtype
-) -> dict[str, Any]:
+def merge_manifests(datasets: Sequence[IndexedDataset], dtype: np.dtype) -> dict[str, Any]:
     """Return the merged manifest: summed counts, all inputs, and the other entries on which all manifests agree."""
+    manifests = [dataset.manifest or {} for dataset in datasets]
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     for key in ("partition", PATH, *["shuffled"] * (len(manifests) > 1)):  # shuffled datasets one after another are not
@@ -130,12 +127,13 @@ def merge_manifests(
     }
 
 
-def _refuse_repeated(prefixes: Sequence[str]) -> None:
-    files = [os.path.realpath(dataset_path(prefix, ".bin")) for prefix in prefixes]
+def _refuse_repeated(datasets: Sequence[IndexedDataset]) -> None:
+    files = [os.path.realpath(dataset_path(dataset.prefix, ".bin")) for dataset in datasets]
     counts = Counter(files)
-    for prefix, file in zip(prefixes, files, strict=True):
+    for dataset, file in zip(datasets, files, strict=True):
         if (count := counts[file]) > 1:
-            raise UserError(f"{prefix} is given {count} times; name each dataset once (its .idx, not its .bin too)")
+            hint = "name each dataset once (its .idx, not its .bin too)"
+            raise UserError(f"{dataset.prefix} is given {count} times; {hint}")
 
 
 def _refuse_mixed_ends(datasets: Sequence[IndexedDataset]) -> None:
@@ -149,13 +147,10 @@ def _refuse_mixed_ends(datasets: Sequence[IndexedDataset]) -> None:
             )
 
 
-def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:
-    made_by = [
-        (dataset.prefix, entry(manifest, "tokenizer")) for dataset, manifest in zip(datasets, manifests, strict=True)
-    ]
-    recorded = [(prefix, by) for prefix, by in made_by if by.get("fingerprint") is not None]
-    for prefix, by in recorded:
-        first_prefix, first = recorded[0]
+def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset]) -> None:
+    made_by = [(dataset.prefix, entry(dataset.manifest, "tokenizer")) for dataset in datasets]
+    (first_prefix, first), *others = [made for made in made_by if made[1].get("fingerprint") is not None] or made_by[:1]
+    for prefix, by in others:
         if by["fingerprint"] != first["fingerprint"]:
             raise UserError(
                 f"{first_prefix} was made by tokenizer {tokenizer_name(first)}, but {prefix} by "
@@ -215,52 +210,55 @@ SAME = ("json_key", "append_eod", "sentence_splitter")
 Manifest = Mapping[str, Any]
 
 
-def order_of_parts(prefixes: Sequence[str], manifests: Sequence[Manifest | None]) -> list[int] | None:
-    """Return the numbers of the datasets in the order of their parts; None where none is a part.
+def in_order_of_parts(datasets: Sequence[IndexedDataset]) -> list[IndexedDataset] | None:
+    """Return the datasets in the order of their parts; None where none is a part.
 
     Raises `UserError` for datasets of which only some are parts, for parts of different runs, and for a part that is
     missing or there twice.
     """
-    parts = [entry(manifest, "partition") for manifest in manifests]
-    if not any(parts):
+    first = next((dataset for dataset in datasets if _part(dataset)), None)
+    if first is None:
         return None
-    first = next(number for number, part in enumerate(parts) if part)
-    for number in range(len(parts)):
-        if reason := _foreign(*((prefixes[k], parts[k], manifests[k] or {}) for k in (first, number))):
+    for dataset in datasets:
+        if reason := _foreign(first, dataset):
             raise UserError(reason)
-    _refuse_incomplete(prefixes, parts)
-    return sorted(range(len(prefixes)), key=lambda number: parts[number]["part"])
+    _refuse_incomplete(datasets)
+    return sorted(datasets, key=lambda dataset: _part(dataset)["part"])
 
 
-def _foreign(first: tuple[str, Manifest, Manifest], other: tuple[str, Manifest, Manifest]) -> str:
-    """Return why two (prefix, entry `partition`, manifest) are not parts of one run; empty where they are."""
-    (prefix, part, manifest), (other_prefix, other_part, other_manifest) = first, other
-    is_part = f"{prefix} is part {part['part']} of {part['of']}, but {other_prefix}"
+def _part(dataset: IndexedDataset) -> dict[str, Any]:
+    return entry(dataset.manifest, "partition")
+
+
+def _foreign(first: IndexedDataset, other: IndexedDataset) -> str:
+    """Return why two datasets, of which the first is a part, are not parts of one run; empty where they are."""
+    part, other_part = _part(first), _part(other)
+    is_part = f"{first.prefix} is part {part['part']} of {part['of']}, but {other.prefix}"
     if not other_part:
         return f"{is_part} is not a part of such a run; merge the parts first, then their result with this dataset"
     if part["of"] != other_part["of"]:
         return f"{is_part} part {other_part['part']} of {other_part['of']}; give the parts of one run"
     again = "preprocess one of them again"
     if part["inputs"] != other_part["inputs"]:
-        return f"{prefix} and {other_prefix} were made from different input files, by their names or sizes; {again}"
+        return (
+            f"{first.prefix} and {other.prefix} were made from different input files, by their names or sizes; {again}"
+        )
     for key in SAME:
-        if (value := manifest.get(key)) != (other_value := other_manifest.get(key)):
-            return f"{prefix} was made with {key} {value}, but {other_prefix} with {other_value}; {again}"
+        if (value := (first.manifest or {}).get(key)) != (other_value := (other.manifest or {}).get(key)):
+            return f"{first.prefix} was made with {key} {value}, but {other.prefix} with {other_value}; {again}"
     return ""
 
 
-def _refuse_incomplete(prefixes: Sequence[str], parts: Sequence[Manifest]) -> None:
-    of = parts[0]["of"]
-    counts = Counter(part["part"] for part in parts)
-    for number, count in sorted(counts.items()):
+def _refuse_incomplete(datasets: Sequence[IndexedDataset]) -> None:
+    numbers, of = [_part(dataset)["part"] for dataset in datasets], _part(datasets[0])["of"]
+    for number, count in sorted(Counter(numbers).items()):
         if count > 1:
-            twice = " and ".join(prefix for prefix, part in zip(prefixes, parts, strict=True) if part["part"] == number)
+            twice = " and ".join(dataset.prefix for dataset in datasets if _part(dataset)["part"] == number)
             raise UserError(f"part {number} of {of} is given {count} times, as {twice}; give it once")
-    missing = [number for number in range(1, of + 1) if number not in counts]
-    if missing:
+    if missing := [number for number in range(1, of + 1) if number not in numbers]:
         which = f"part {missing[0]} of {of} is" if len(missing) == 1 else f"parts {_few(missing)} of {of} are"
         again = f"megatron-ddrp preprocess … --partition {missing[0]}/{of}"
-        raise UserError(f"{which} missing among the {len(parts)} given; add what exists, or make it: {again}")
+        raise UserError(f"{which} missing among the {len(datasets)} given; add what exists, or make it: {again}")
 
 
 def _few(numbers: Sequence[int]) -> str:

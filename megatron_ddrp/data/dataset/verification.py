@@ -18,9 +18,8 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,14 @@ from megatron_ddrp.data.dataset.indexed_dataset import (
     IndexedDataset,
     entry,
     read_manifest,
+    recorded_sum,
     token_chunks,
     tokenizer_entry,
     tokenizer_name,
 )
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import unknown_share, warn_of_unknown
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, refusals_as_user_errors
 
 LONGEST_COUNTED = 1 << 20
 """Length in tokens from which on all documents count as equally long in quantiles."""
@@ -194,31 +194,34 @@ def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance
     if index is not None:
         yield from (f"{index_path}: {fault}" for fault in index_faults(index))
         yield from (f"{manifest_path}: {fault}" for fault in _wrong_counts(index, manifest))
-    yield from _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
+    yield from _wrong_hash(manifest, index_path)
     try:
         size = file_size(bin_path)
     except UserError as error:
         yield str(error)
         return
     if index is None:
-        yield from _wrong_hash(manifest, bin_path, lambda: file_sha256(bin_path))
+        yield from _wrong_hash(manifest, bin_path)
         return
     yield from (f"{bin_path}: {fault}" for fault in index.faults_of_bin(size))
     vocab_size = tokenizer.vocab_size if tokenizer is not None else made_by.get("vocab_size")
     digest, known = hashlib.sha256(), vocab_size if isinstance(vocab_size, int) else None
     yield from (f"{bin_path}: {fault}" for fault in _wrong_ids(index, bin_path, known, digest, advance))
-    yield from _wrong_hash(manifest, bin_path, digest.hexdigest)
+    yield from _wrong_hash(manifest, bin_path, digest.hexdigest())
 
 
-def refuse_wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> None:
+def refuse_wrong_sums(
+    prefix: AnyPath, manifest: Mapping[str, Any] | None, bin_sha256: str = "", advance: Advance = silent
+) -> None:
     """Raise `UserError` for the first file that differs from its SHA-256 in the manifest, if the manifest has one.
 
-    Copies need it: their new checksums would hide the damage.
+    Copies need it: their new checksums would hide the damage. The .bin is read only if its SHA-256 is not given. Calls
+    `advance` with the bytes read since the last call.
     """
-    index_path, bin_path = dataset_path(prefix, ".idx"), dataset_path(prefix, ".bin")
-    of_index = _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
-    for fault in chain(of_index, _wrong_hash(manifest, bin_path, lambda: bin_sha256)):
-        raise UserError(f"{fault}; {MEND}, and see where by megatron-ddrp dataset verify")
+    for path, found in ((dataset_path(prefix, ".bin"), bin_sha256), (dataset_path(prefix, ".idx"), "")):
+        with refusals_as_user_errors(path, MEND):
+            for fault in _wrong_hash(manifest, path, found, advance):
+                raise UserError(f"{fault}; {MEND}; megatron-ddrp dataset verify tells more")
 
 
 def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
@@ -227,25 +230,18 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
     Raises `UserError` for the first file that differs, and with exit code 2 if the manifest is missing or has no sums.
     Calls `advance` with the bytes read since the last call.
     """
-    manifest, manifest_path = read_manifest(prefix), dataset_path(prefix, ".json")
-    recorded = {path: _recorded_sum(manifest, path) for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))}
-    if None in recorded.values():
+    manifest = read_manifest(prefix)
+    paths = [dataset_path(prefix, suffix) for suffix in (".bin", ".idx")]
+    if None in [recorded_sum(manifest, path.suffix) for path in paths]:
         reason = "there is no such file" if manifest is None else "it holds no SHA-256"
         raise UserError(
-            f"--verify-data needs the sums in {manifest_path}, but {reason}; leave the flag out, or preprocess again",
+            f"--verify-data needs the sums in {dataset_path(prefix, '.json')}, but {reason}; leave the flag out, or "
+            "preprocess again",
             WRONG_ARGUMENTS,
         )
-    for path, expected in recorded.items():
+    for path in paths:
         file_size(path)
-        try:
-            found = file_sha256(path, advance)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}; {MEND}") from None
-        if found != expected:
-            raise UserError(
-                f"{path}: SHA-256 {found[:12]}…, but {manifest_path} says {str(expected)[:12]}…: damaged, or "
-                f"changed since preprocessing; {MEND}; megatron-ddrp dataset verify tells more"
-            )
+    refuse_wrong_sums(prefix, manifest, advance=advance)
 
 
 def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
@@ -330,12 +326,11 @@ def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str
             yield f"{key} {manifest[key]}, but the index says {value}"
 
 
-def _wrong_hash(manifest: dict[str, Any], path: Path, digest: Callable[[], str]) -> Iterator[str]:
-    expected = _recorded_sum(manifest, path)
-    if expected is not None and (found := digest()) != expected:
-        yield f"{path}: SHA-256 {found[:12]}…, but its manifest says {str(expected)[:12]}…: changed since then"
-
-
-def _recorded_sum(manifest: dict[str, Any] | None, path: Path) -> Any:
-    """Return the SHA-256 of a dataset's file from its manifest, or None if the manifest lacks it."""
-    return entry(entry(manifest, "files"), path.suffix.removeprefix(".")).get("sha256")
+def _wrong_hash(
+    manifest: Mapping[str, Any] | None, path: Path, found: str = "", advance: Advance = silent
+) -> Iterator[str]:
+    """Yield one line if a file differs from its SHA-256 in the manifest; the file is read if `found` is not given."""
+    expected = recorded_sum(manifest, path.suffix)
+    if expected is not None and (found := found or file_sha256(path, advance)) != expected:
+        recorded = f"but {path.with_suffix('.json')} says {str(expected)[:12]}…"
+        yield f"{path}: SHA-256 {found[:12]}…, {recorded}: damaged, or changed since then"

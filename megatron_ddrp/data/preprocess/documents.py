@@ -130,13 +130,10 @@ def _next_line(stream: BinaryIO) -> bytes:
 @functools.lru_cache(maxsize=1)
 def lines_before(file: InputFile) -> int:
     """Return the number of lines before the range of a file; 0 for a whole file, which is not opened again."""
-    lines = 0
     if not file.begin:  # a stream can be read only once, and a packed file has no empty range
-        return lines
+        return 0
     with OpenInput(file._replace(begin=0, end=file.begin)) as opened:
-        while block := opened.read(BLOCK_BYTES):
-            lines += block.count(b"\n")
-    return lines
+        return sum(block.count(b"\n") for block in iter(functools.partial(opened.read, BLOCK_BYTES), b""))
 
 
 def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
@@ -148,10 +145,10 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     most = MAX_RECORD_BYTES
     if kind == "values":
         stream, most = io.BytesIO(_as_lines(opened)), MAX_VALUES_BYTES
-    rest = stream.read(chunk_bytes)
-    end = _end(kind, rest, 0)
-    while True:
-        if end:
+    rest = b""
+    while block := stream.read(max(chunk_bytes, len(rest))):  # growing, or a long record would be copied too often
+        start, rest = len(rest), rest + block
+        if end := _end(kind, rest, start):
             yield kind, rest[:end]
             rest = rest[end:]
         if len(rest) > most:
@@ -159,12 +156,6 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
                 f"{file.path}: a record of more than {most >> 20} MiB before byte "
                 f"{file.begin + opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
             )
-        block = stream.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
-        if not block:
-            break
-        start = len(rest)
-        rest += block
-        end = _end(kind, rest, start)
     yield kind, rest
 
 

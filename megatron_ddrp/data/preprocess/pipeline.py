@@ -144,10 +144,6 @@ class KeyCounts(NamedTuple):
     dropped_characters: int = 0
     """Number of characters that the tokenizer left out; see `Tokenizer.count_dropped`."""
 
-    def plus(self, more: KeyCounts) -> KeyCounts:
-        """Return the sums of both."""
-        return KeyCounts(*map(operator.add, self, more))
-
 
 class TokenizedDocuments(NamedTuple):
     """Documents of a chunk for one JSON key, without empty ones."""
@@ -180,7 +176,7 @@ class ChunkTokenizer:
     def __init__(self, config: PreprocessConfig):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         self._config = config
-        flags = TokenizerFlags(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        flags = TokenizerFlags.of(config)
         self.tokenizer, self.path = flags.build(), str(flags.path)
         self.splitter_name: str | None = None
         self._split: Splitter | None = None
@@ -278,7 +274,8 @@ class PreprocessResult:
 
     def add(self, chunk: TokenizedChunk, faults: Sequence[str]) -> None:
         """Add the counts of a chunk and its faults (`name_faults`)."""
-        self.by_key = [counts.plus(new.counts) for counts, new in zip(self.by_key, chunk.by_key, strict=True)]
+        both = zip(self.by_key, (documents.counts for documents in chunk.by_key), strict=True)
+        self.by_key = [KeyCounts(*map(operator.add, counts, more)) for counts, more in both]
         self.skipped += len(faults)
         self.first_skipped = self.first_skipped or next(iter(faults), "")
         self.text_bytes += chunk.text_bytes

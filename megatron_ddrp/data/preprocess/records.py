@@ -215,14 +215,7 @@ class Fault(NamedTuple):
     reason: str
 
 
-class Parsed(NamedTuple):
-    """Contents of a chunk."""
-
-    texts: list[Text]
-    faults: list[Fault]
-
-
-def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
+def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> tuple[list[Text], list[Fault]]:
     """Return the documents and the faults of a chunk. Formats without keys give their text for every key."""
     texts: list[Text] = []
     faults: list[Fault] = []
@@ -233,7 +226,7 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
             faults.append(Fault(line, fault))
         else:
             texts.append(text)
-    return Parsed(texts, faults)
+    return texts, faults
 
 
 def read_records(chunk: Chunk, keys: Any, read: Callable[[Any, Any], Any]) -> Iterator[tuple[int, Any]]:

@@ -10,6 +10,7 @@ numbers, so two runs differ. This module counts the words first and passes the a
 
 from __future__ import annotations
 
+import functools
 import io
 import unicodedata
 from collections import Counter
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron_ddrp.data.tokenizers.tokenizer import NONE, SPECIAL_PIECES, Tokenizer
-from megatron_ddrp.data.tokenizers.wordpiece import LONGEST_WORD, WORDS
+from megatron_ddrp.data.tokenizers.wordpiece import LONGEST_WORD, WORDS, read_model
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 MOST_UNKNOWN = 0.01
@@ -108,7 +109,7 @@ def count_stripped(word: str) -> tuple[int, int]:
         return sum(map(str.isalpha, word)), 0
     letters = stripped = 0
     loses = False  # whether a mark here belongs to a letter that has lost none yet
-    for kind in map(_KINDS.__getitem__, unicodedata.normalize("NFD", word)):
+    for kind in map(_kind, unicodedata.normalize("NFD", word)):
         if kind == "mark":
             stripped, loses = stripped + loses, False
         elif kind != "spacing mark":
@@ -116,19 +117,13 @@ def count_stripped(word: str) -> tuple[int, int]:
     return letters, stripped
 
 
-class _Kinds(dict[str, str]):
-    """Table of character → its kind for `count_stripped`."""
-
-    def __missing__(self, character: str) -> str:
-        category, name = unicodedata.category(character), unicodedata.name(character, "")
-        kind = {"Mn": "mark", "Mc": "spacing mark"}.get(category, "other")
-        if category.startswith("L"):
-            kind = "customary" if name.startswith(STRIPPED_BY_CUSTOM) else "letter"
-        self[character] = kind
-        return kind
-
-
-_KINDS = _Kinds()
+@functools.cache
+def _kind(character: str) -> str:
+    """Return the kind of a character for `count_stripped`."""
+    category, name = unicodedata.category(character), unicodedata.name(character, "")
+    if category.startswith("L"):
+        return "customary" if name.startswith(STRIPPED_BY_CUSTOM) else "letter"
+    return {"Mn": "mark", "Mc": "spacing mark"}.get(category, "other")
 
 
 NO_TEXT = "no text to learn a vocabulary from, give files that hold some"
@@ -210,8 +205,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     out, empty if there are none. Raises `UserError` if there is no text or `vocab_size` is too small.
     """
     import sentencepiece
-
-    from megatron_ddrp.data.tokenizers.wordpiece import read_model
 
     reserved: Counter[str] = Counter()
     lines = _lines(texts, reserved)

@@ -45,7 +45,7 @@ from megatron_ddrp.conversion.from_huggingface import load_hugging_face, read_mo
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import Blend, read_blend
-from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, split_documents
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.verification import check_ids, check_tokenizer
 from megatron_ddrp.data.preprocess.documents import iter_documents
@@ -257,7 +257,7 @@ class Sentences(SentenceBatches):
             dataset = IndexedDataset(prefix)
             documents = split_documents(dataset.num_documents, split)["valid"]
             try:
-                parts.append(SampleIndex(dataset, documents, seq_length, sample_totals(dataset, seq_length)))
+                parts.append(SampleIndex(dataset, documents, seq_length))
             except NoSample as error:
                 remedy = f"give it a larger share by --split (now {split})"
                 raise UserError(f"the validation split is empty: {error}; {remedy}") from None

@@ -179,7 +179,7 @@ def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, l
     for chunk_bytes in (1, 10, size):
         chunks = chunks_of(path, chunk_bytes)
         parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
-        assert [text for part in parsed for (text,) in part.texts] == texts(path)
+        assert [text for documents, _ in parsed for (text,) in documents] == texts(path)
     file = InputFile(str(path), path.name)
     begins = sorted({documents_module.record_start(file, position) for position in range(size + 1)})
     ranges = [file._replace(begin=a, end=b) for a, b in itertools.pairwise(begins)]
@@ -187,7 +187,7 @@ def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, l
     for part in ranges:
         with OpenInput(part) as opened:
             for chunk in iter_chunks(opened, ["text"], 10):
-                found += documents_module.parse_chunk(chunk, ["text"]).texts
+                found += documents_module.parse_chunk(chunk, ["text"])[0]
     assert [text for (text,) in found] == texts(path)
     assert len(ranges) >= count
 
@@ -451,7 +451,7 @@ def test_where_chunks_end_changes_nothing(tmp_path, chunk_bytes):
         path.write_text(content, newline="")
         chunks = chunks_of(path, chunk_bytes)
         parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
-        assert [text for part in parsed for (text,) in part.texts] == texts(path) and texts(path)
+        assert [text for documents, _ in parsed for (text,) in documents] == texts(path) and texts(path)
         assert [chunk.line for chunk in chunks] == [
             sum(chunk.data.count(b"\n") for chunk in chunks[:number]) for number in range(len(chunks))
         ]

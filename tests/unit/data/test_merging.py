@@ -210,9 +210,9 @@ def texts(files, chunk_bytes):
     for file in files:
         with OpenInput(file) as opened:
             for chunk in iter_chunks(opened, KEYS, chunk_bytes):
-                parsed = parse_chunk(chunk, KEYS)
-                assert not parsed.faults
-                found += parsed.texts
+                documents, faults = parse_chunk(chunk, KEYS)
+                assert not faults
+                found += documents
     return found
 
 

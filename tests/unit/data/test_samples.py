@@ -35,6 +35,7 @@ class FakeDataset:
         self.sizes = np.array([len(sequence) for sequence in self.sequences], np.int32)
         self.document_indices = np.cumsum([0, *(len(document) for document in documents)])
         self.num_documents = len(documents)
+        self.sample_totals = {}
 
     def check(self):
         """Sound."""
@@ -156,6 +157,7 @@ def test_memory_is_small_for_many_documents():
     dataset = SimpleNamespace(
         prefix="corpus",
         closing_tokens=0,
+        sample_totals={},
         sizes=np.full(200_000, 700, np.int32),
         document_indices=np.arange(200_001),
         num_documents=200_000,
@@ -220,7 +222,9 @@ def test_an_index_damaged_behind_the_totals_is_refused_where_it_is_used(tmp_path
         content[draw.randrange(34, len(whole))] ^= 1 << draw.randrange(8)
         path.write_bytes(content)
         try:
-            index = SampleIndex(IndexedDataset(dataset.prefix), (0, 1000), 32, totals)
+            harmed = IndexedDataset(dataset.prefix)
+            harmed.sample_totals[32] = totals
+            index = SampleIndex(harmed, (0, 1000), 32)
             found = [tokens.tobytes() for tokens in index.tokens(np.arange(len(index)))]
         except UserError as error:
             num_refused += 1

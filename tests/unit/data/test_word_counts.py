@@ -21,7 +21,7 @@ from megatron_ddrp.data import atomic
 from megatron_ddrp.data.batches import word_counts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.loader import Blend
-from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.data.batches.word_counts import (
     WordFinder,
     count_rare_words,
@@ -266,7 +266,7 @@ SPECIAL = np.array([0, 1, 7])
 def test_the_unigram_level_is_the_entropy_of_what_training_reads_without_special_pieces(weights, copies, tmp_path):
     many = write_dataset(tmp_path / "many", [[MANY]] * 9)
     few = write_dataset(tmp_path / "few", [[FEW]] * 3)
-    parts = [SampleIndex(one, (0, one.num_documents), 10, sample_totals(one, 10)) for one in (many, few)]
+    parts = [SampleIndex(one, (0, one.num_documents), 10) for one in (many, few)]
     samples = Blend(parts, weights and [Fraction(weight) for weight in weights])
     counts = Counter(piece for piece in MANY * copies[0] + FEW * copies[1] if piece not in SPECIAL)
     total = sum(counts.values())

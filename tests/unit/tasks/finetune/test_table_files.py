@@ -92,7 +92,7 @@ def test_texts_and_tables_read_json_in_any_layout(write, layout, indent):
     for size in (1, 7, 40):
         with OpenInput(InputFile(path, path)) as opened:
             found = [
-                text for chunk in iter_chunks(opened, ["text"], size) for (text,) in parse_chunk(chunk, ["text"]).texts
+                text for chunk in iter_chunks(opened, ["text"], size) for (text,) in parse_chunk(chunk, ["text"])[0]
             ]
         assert found == [row["text"] for row in rows]
 
