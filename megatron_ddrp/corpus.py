@@ -173,10 +173,7 @@ class Corpus:
         seed = training.seed if split == "train" else VALIDATION_SEED
         masking = MASKINGS.find(objective.masking)()
         masker = Masker(tokenizer, objective.eval_mask_prob, seed, masking, **objective.mask_shares)
-        mark = None
-        if objective.notes:
-            finder = WordFinder(tokenizer)
-            mark = partial(finder.number, self.rare_words[0])
+        mark = partial(WordFinder(tokenizer).number, self.rare_words[0]) if objective.notes else None
         phases = self.config.phases if split == "train" else self.config.phases[-1:]
         readers = {
             length: SampleReader(self.samples(split, length), tokenizer, masker, length, mark, ROW_MULTIPLE[rows_for])

@@ -143,13 +143,11 @@ def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
 def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
     """Return the tokenizer that the manifest names, or None where its vocabulary is not there any more, or changed."""
     flags = recorded_flags(dataset.prefix)
-    if flags.tokenizer_type is None or flags.path is None:
-        return None
-    try:
+    with contextlib.suppress(UserError):
         tokenizer = flags.build()
-    except UserError:
-        return None
-    return tokenizer if entry(dataset.manifest, "tokenizer").get("fingerprint") == tokenizer.fingerprint else None
+        if entry(dataset.manifest, "tokenizer").get("fingerprint") == tokenizer.fingerprint:
+            return tokenizer
+    return None
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -219,8 +217,6 @@ def run_merge(arguments: argparse.Namespace) -> None:
     """Join datasets and print the counts of the result."""
     exit_on_sigterm()  # so that unfinished files are removed
     paths = [dataset_path(prefix, ".bin") for prefix in arguments.input]
-    for path in paths:
-        file_size(path)
     with reading_progress([os.fspath(path) for path in paths]) as progress:
         merged = merge(arguments.output_prefix, arguments.input, arguments.overwrite, progress.update)
     counts = f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens as {merged.dtype.name}"
@@ -232,7 +228,6 @@ def run_shuffle(arguments: argparse.Namespace) -> None:
     """Shuffle a dataset and print the counts of the result."""
     exit_on_sigterm()  # so that unfinished files are removed
     path = dataset_path(arguments.prefix, ".bin")
-    file_size(path)
     passes = 1 if read_manifest(arguments.prefix) is None else 2  # the first one for its SHA-256
     with reading_progress([os.fspath(path)] * passes) as progress:
         output = arguments.output_prefix, arguments.prefix, arguments.seed, arguments.overwrite

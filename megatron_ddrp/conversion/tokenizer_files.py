@@ -52,7 +52,15 @@ from tokenizers.decoders import Metaspace
 from torch import Tensor
 
 from megatron_ddrp.conversion.families.contract import refuse_code, setting
-from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer, make_exact, read_backend
+from megatron_ddrp.data.tokenizers.libraries import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    bert_backend,
+    make_exact,
+    read_backend,
+    read_model,
+    read_vocab,
+)
 from megatron_ddrp.data.tokenizers.tokenizer import (
     BEGIN,
     DESCRIPTION_FILE,
@@ -65,7 +73,6 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     build_tokenizer,
     usual_rows,
 )
-from megatron_ddrp.data.tokenizers.wordpiece import SentencePieceTokenizer, bert_backend, read_model, read_vocab
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import quiet_transformers, read_bytes, read_object, reading, show
 

@@ -113,7 +113,9 @@ def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Ite
         yield temporary
         check()
         with _name_refusals(path):
-            sync_tree(temporary)
+            for written in (*temporary.rglob("*"), temporary):  # also what other libraries wrote
+                if not written.is_symlink():
+                    sync_folder(written)
             is_new = not (target.is_dir() and any(target.iterdir()))
             if is_new or not _exchange(temporary, target):
                 if not is_new:
@@ -278,13 +280,6 @@ def sync(stream: IO[bytes]) -> None:
     """Sync everything written to an open file to the disk."""
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def sync_tree(folder: Path) -> None:
-    """Sync all files and names below a folder to the disk, also those that other libraries wrote."""
-    for path in (*folder.rglob("*"), folder):
-        if not path.is_symlink():
-            sync_folder(path)
 
 
 def make_folder(folder: Path) -> None:

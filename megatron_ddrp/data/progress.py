@@ -23,6 +23,8 @@ from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.errors import UserError
 
 T = TypeVar("T")
+Work = Callable[[Any], Any]
+"""Function that makes the result of one item."""
 
 
 def progress(
@@ -58,9 +60,7 @@ def track(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T
             bar.update()
 
 
-def results_in_order(
-    executor: Executor, function: Callable[[Any], Any], items: Iterable[Any], ahead: int
-) -> Generator[Any, None, None]:
+def results_in_order(executor: Executor, function: Work, items: Iterable[T], ahead: int) -> Generator[Any, None, None]:
     """Yield `function(item)` for every item, in order, with at most `ahead` more of them in progress.
 
     An error of the function is raised here, at its item. Stopping early (`close()`, or leaving the loop) drops the
@@ -83,11 +83,7 @@ AHEAD = 4
 
 
 def map_in_order(
-    make: Callable[[Any], Callable[[Any], Any]],
-    settings: Any,
-    made: Callable[[Any], Any],
-    chunks: Iterable[Any],
-    workers: int,
+    make: Callable[[Any], Work], settings: Any, made: Work, chunks: Iterable[Any], workers: int
 ) -> Iterator[Any]:
     """Yield `made(chunk)` for every chunk, in order. Several `workers` each call `make(settings)` instead.
 
@@ -120,9 +116,9 @@ def _end_with_parent() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _make_once(make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> Callable[[Any], Any]:
+def _make_once(make: Callable[[Any], Work], settings: Any) -> Work:
     return make(settings)
 
 
-def _apply(make: Callable[[Any], Callable[[Any], Any]], settings: Any, chunk: Any) -> Any:
+def _apply(make: Callable[[Any], Work], settings: Any, chunk: Any) -> Any:
     return _make_once(make, settings)(chunk)

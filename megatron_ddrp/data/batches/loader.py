@@ -309,7 +309,9 @@ class SampleReader:
         input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
         for row, tokens in zip(input_ids, self.samples.tokens(indices), strict=True):
             row[1 : len(tokens) + 1] = tokens
-        self._check_vocabulary(input_ids, indices)
+        outside = (input_ids < 0) | (input_ids >= self.tokenizer.vocab_size)
+        for row in np.flatnonzero(outside.any(axis=1)):
+            check_ids(self.samples.source(int(indices[row])), input_ids[row], self.tokenizer.vocab_size)
         document_ids = valid.astype(np.int64)
         masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)
         mark = self._mark_rare_words
@@ -327,27 +329,19 @@ class SampleReader:
         """Return the common length of rows of up to `longest` tokens."""
         return min(-(-longest // self.row_multiple) * self.row_multiple, self.seq_length)
 
-    def _check_vocabulary(self, input_ids: Ints, indices: Ints) -> None:
-        """Refuse ids `[rows, seq]` outside the vocabulary; the error names the dataset of the first one."""
-        vocab_size = self.tokenizer.vocab_size
-        if input_ids.min() < 0 or input_ids.max() >= vocab_size:
-            row = int(np.argwhere((input_ids < 0) | (input_ids >= vocab_size))[0][0])
-            check_ids(self.samples.source(int(indices[row])), input_ids[row], vocab_size)
+
+ReaderAt = Callable[[int], SampleReader]
+"""Function from the number of steps done before to the reader of the step."""
 
 
 class BatchLoader:
     """Loader whose `step(consumed_samples)` returns this rank's micro-batches of the global batch that starts there.
 
-    `reader` is that of the last step; `reader_at(steps done before)` returns each step's reader, by default `reader`.
+    `reader` is that of the last step; `reader_at` returns each step's reader, by default `reader`.
     """
 
     def __init__(
-        self,
-        reader: SampleReader,
-        share: Share,
-        seed: int,
-        packing: bool = False,
-        reader_at: Callable[[int], SampleReader] | None = None,
+        self, reader: SampleReader, share: Share, seed: int, packing: bool = False, reader_at: ReaderAt | None = None
     ) -> None:
         self.reader, self.share, self.seed, self.packing = reader, share, seed, packing
         self.reader_at = reader_at or (lambda steps_done: reader)

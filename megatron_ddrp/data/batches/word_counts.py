@@ -303,10 +303,8 @@ def open_rare_words(
     index = dataset_path(parts[0][0].prefix, ".idx")
     path = Path(folder or index.parent) / f"{index.stem}.{_fingerprint(parts, tokenizer, bounds)}.words.npz"
     with _one_at_a_time(index):
-        cached, kept = _read_words(path), f"as counted in {path}"
-        if cached is not None:
-            words = cached
-        else:
+        words, kept = _read_words(path), f"as counted in {path}"
+        if words is None:
             total = sum(
                 int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
                 for dataset, (low, high) in parts

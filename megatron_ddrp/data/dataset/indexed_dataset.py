@@ -112,12 +112,9 @@ def tokenizer_name(made_by: Mapping[str, Any]) -> str:
 
 def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
     """Raise `UserError` if one of the datasets already has a file."""
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx", ".json"):
-            path = dataset_path(prefix, suffix)
-            if os.path.lexists(path):
-                hint = "give --overwrite to replace it, or another --output-prefix"
-                raise UserError(f"{path}: exists already; {hint}")
+    for path in (dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".json")):
+        if os.path.lexists(path):
+            raise UserError(f"{path}: exists already; give --overwrite to replace it, or another --output-prefix")
 
 
 PATH = "tokenizer_path"
@@ -420,14 +417,6 @@ class IndexedDataset(DatasetIndex):
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return ids `[offset, offset + length)` of a sequence without a copy; up to its end if `length` is None."""
-        begin, end = self._span(index)
-        stop = end - begin if length is None else offset + length
-        if not 0 <= offset <= stop <= end - begin:
-            raise IndexError(f"{self.prefix}: tokens [{offset}, {stop}) of sequence {index}, which has {end - begin}")
-        return self._tokens[begin + offset : begin + stop]  # [length]
-
-    def _span(self, index: int) -> tuple[int, int]:
-        """Return the range of a sequence in tokens of the file: its first token, and the one after its last."""
         size, pointer = int(self.sizes[index]), int(self.pointers[index])
         begin, rest = divmod(pointer, self.dtype.itemsize)
         last = index % len(self.sizes) == len(self.sizes) - 1
@@ -437,7 +426,10 @@ class IndexedDataset(DatasetIndex):
                 f"{self.prefix}.idx: sequence {index} has {size} tokens from byte {pointer} of a .bin with "
                 f"{len(self._tokens)} tokens: damaged; {MEND}, and see all of it by megatron-ddrp dataset verify"
             )
-        return begin, begin + size
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"{self.prefix}: tokens [{offset}, {stop}) of sequence {index}, which has {size}")
+        return self._tokens[begin + offset : begin + stop]  # [length]
 
     @property
     def num_documents(self) -> int:

@@ -194,14 +194,11 @@ def shuffle(
                 ids = b"".join(dataset[sequence].tobytes() for sequence in range(first, last))
                 output.append(0, ids, dataset.sizes[first:last])
                 advance(len(ids))
-        output.publish([None if manifest is None else _with_seed(manifest, dataset.prefix, output_prefix, seed)])
+        if manifest is not None:
+            manifest = {key: value for key, value in manifest.items() if key not in ("files", "partition", PATH)}
+            manifest |= {"shuffled": seed, "version": megatron_ddrp.__version__} | path_entry([prefix], output_prefix)
+        output.publish([manifest])
     return IndexedDataset(output_prefix)
-
-
-def _with_seed(manifest: dict[str, Any], prefix: str, output_prefix: str, seed: int) -> dict[str, Any]:
-    """Return the manifest of a dataset with the seed as `shuffled`."""
-    kept = {key: value for key, value in manifest.items() if key not in ("files", "partition", PATH)}
-    return kept | {"shuffled": seed, "version": megatron_ddrp.__version__} | path_entry([prefix], output_prefix)
 
 
 SAME = ("json_key", "append_eod", "sentence_splitter")

@@ -254,6 +254,7 @@ FIRST = 1 << 16
 """Number of bytes that tell the layout of a file of text."""
 
 _KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(PACKINGS)
+_EXPECTED = f"{_KNOWN}, or in one of these and {_PACKED}"
 
 
 class InputFile(NamedTuple):
@@ -306,8 +307,7 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     is reached twice, by links or by two names, is given once. Raises `UserError` for a name without a file, an unknown
     ending, an empty compressed file, and a file or folder that cannot be opened.
     """
-    outside = [(path, *(os.path.join(path, name) for name in TOKENIZER_FILES)) for path in leave_out]
-    apart = [os.path.realpath(path) for paths in outside for path in paths]
+    apart = [os.path.realpath(os.path.join(path, name)) for path in leave_out for name in ("", *TOKENIZER_FILES)]
     files: list[InputFile] = []
     for name in names:
         if os.path.isdir(name):
@@ -415,7 +415,7 @@ def _check(file: InputFile) -> None:
     elif file.is_table:
         raise UserError(f"{file.path}: a pipe, but {file.ending} cannot be read from a pipe; give a file")
     if file.ending not in ("", *ENDINGS):
-        raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
+        raise UserError(f"{file.path}: expected a name that ends in {_EXPECTED}")
 
 
 def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
@@ -427,9 +427,7 @@ def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
     if others := [name for name in unread if not name.endswith(DATASET_ENDINGS)]:
         count = f"{len(others):,} file{'s' * (len(others) > 1)} left out"
         shown = ", ".join([*others[:NAMED_FILES], *["…"] * (len(others) > NAMED_FILES)])
-        expected = (
-            f"expected names that end in {_KNOWN}, or in one of these and {_PACKED}; rename a file to have it read"
-        )
+        expected = f"expected names that end in {_EXPECTED}; rename a file to have it read"
         print(f"{folder}: {count} ({shown}): {expected}", file=sys.stderr)
     return files
 

@@ -201,14 +201,10 @@ class ChunkTokenizer:
                 sequences.append(len(kept))
         sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
         tokens = b"".join(all_ids)
-        counts = KeyCounts(
-            len(sequences),
-            len(sizes),
-            int(sizes.sum()),
-            self.tokenizer.count_unknown(np.frombuffer(tokens, dtype)),
-            len(texts) - len(sequences),
-            self.tokenizer.count_dropped(texts),
-        )
+        unknown = self.tokenizer.count_unknown(np.frombuffer(tokens, dtype))
+        empty = len(texts) - len(sequences)
+        dropped = self.tokenizer.count_dropped(texts)
+        counts = KeyCounts(len(sequences), len(sizes), int(sizes.sum()), unknown, empty, dropped)
         return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), counts)
 
     def _packed(self, texts: list[str]) -> Iterator[list[bytes]]:

@@ -233,12 +233,12 @@ def word_begins(starts: NDArray[np.bool_], ends: NDArray[np.bool_], ids: NDArray
 
 
 TOKENIZERS = {
-    "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer",
-    "BertWordPieceCase": "wordpiece:WordPieceTokenizer",
-    "SentencePiece": "wordpiece:SentencePieceTokenizer",
-    "HuggingFace": "huggingface:HuggingFaceTokenizer",
+    "BertWordPieceLowerCase": "WordPieceTokenizer",
+    "BertWordPieceCase": "WordPieceTokenizer",
+    "SentencePiece": "SentencePieceTokenizer",
+    "HuggingFace": "HuggingFaceTokenizer",
 }
-"""Tokenizer type → module in this folder and class in it, imported when needed."""
+"""Tokenizer type → class in `libraries.py`, which is imported when needed."""
 TOKENIZER_TYPES = tuple(TOKENIZERS)
 SPECIAL_PIECES = {
     "cls": ("[CLS]", "<cls>", "<s>"),
@@ -428,8 +428,7 @@ def build_tokenizer(
             f"{other} {os.fspath(unused)} has no effect beside {flag}: {rule}; leave one of the two out",
             WRONG_ARGUMENTS,
         )
-    module, name = TOKENIZERS[tokenizer_type].split(":")
-    make = getattr(importlib.import_module(f"megatron_ddrp.data.tokenizers.{module}"), name)
+    make = getattr(importlib.import_module("megatron_ddrp.data.tokenizers.libraries"), TOKENIZERS[tokenizer_type])
     if is_wordpiece:
         tokenizer = make(path, tokenizer_type)
     else:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
+from megatron_ddrp.data.tokenizers.libraries import LONGEST_WORD, WORDS, read_model
 from megatron_ddrp.data.tokenizers.tokenizer import NONE, SPECIAL_PIECES, Tokenizer
-from megatron_ddrp.data.tokenizers.wordpiece import LONGEST_WORD, WORDS, read_model
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 MOST_UNKNOWN = 0.01

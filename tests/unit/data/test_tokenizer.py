@@ -123,11 +123,11 @@ def test_decoded_text(vocab_file):
 
 
 def test_a_full_cache_changes_no_ids(vocab_file, monkeypatch):
-    from megatron_ddrp.data.tokenizers import wordpiece
+    from megatron_ddrp.data.tokenizers import libraries
 
     words = [f"the{i} cafés [MASK] 中{i}文" for i in range(50)]
     expected = _wordpiece(vocab_file, True).encode_batch(words * 2)
-    monkeypatch.setattr(wordpiece, "CACHED_WORDS", 7)
+    monkeypatch.setattr(libraries, "CACHED_WORDS", 7)
     small = build_tokenizer("BertWordPieceLowerCase", vocab_file)
     assert small.encode_batch(words * 2) == expected and len(small._words) <= 7
 

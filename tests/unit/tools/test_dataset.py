@@ -146,7 +146,7 @@ def test_merge_says_what_came_out(tiny_corpus, command, tmp_path):
     [
         (("inspect", "none"), 1, "none.idx: No such file"),
         (("verify", "none"), 1, "none.idx: No such file"),
-        (("merge", "--output-prefix", "x", "none"), 1, "none.bin: No such file"),
+        (("merge", "--output-prefix", "x", "none"), 1, "none.idx: No such file"),
         (("inspect", "empty"), 1, "empty.idx: 0 bytes, expected at least the 34 of a header"),
         (("inspect", "foreign"), 1, "foreign.idx: starts with b'Lorem ips', expected b'MMIDIDX"),
         (("inspect", "foreign", "--output", "x.pdf"), 2, "--output x.pdf: expected a name that ends in .json or .png"),
@@ -181,7 +181,7 @@ def test_shuffle_prints_what_it_wrote(tiny_corpus, command, tmp_path):
     second = (tmp_path / "mixed.bin").read_bytes()
     assert sorted(first) == sorted(second) and first != second
     code, _, err = command("shuffle", tmp_path / "none", "--output-prefix", tmp_path / "more")
-    assert code != 0 and len(err.splitlines()) == 1 and "none.bin" in err
+    assert code != 0 and len(err.splitlines()) == 1 and "none.idx" in err
 
 
 def test_a_book_is_one_document_whatever_its_blank_lines(run_tool, tmp_path):

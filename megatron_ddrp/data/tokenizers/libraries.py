@@ -1,4 +1,4 @@
-"""The two tokenizers by fast libraries: BERT's WordPiece and SentencePiece.
+"""The tokenizers of each type, by fast libraries: WordPiece, SentencePiece, and the file of Hugging Face models.
 
 BERT's WordPiece (Devlin et al., arXiv:1810.04805) by the Rust `tokenizers` library, with a cache of words.
 
@@ -11,6 +11,8 @@ SentencePiece models (Kudo and Richardson, arXiv:1808.06226) as pre-training tok
 
 A model's own control pieces ([CLS] or <s>, [SEP] or </s>, …) take the special roles. Pieces for missing roles are
 appended after the model's pieces, so any model can be used without retraining.
+
+A tokenizer.json of the `tokenizers` library, the file of Hugging Face models, as a pre-training tokenizer.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -28,21 +32,31 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.tokenizer import (
+    BEGIN,
+    DESCRIPTION_FILE,
     END,
     SPECIAL_PIECES,
     UNMARKED,
+    WORD_END,
     WORD_START,
     Span,
     Tokenizer,
     WordMarks,
+    backend_rows,
     begins_with,
+    count_dropped,
+    drop_probe,
     ends_with,
     find_specials,
     has_byte_pieces,
+    parts_of,
     require_specials,
+    side_of,
+    spells_all,
+    unknown_piece,
 )
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import read_bytes, reading, refuse_wide
+from megatron_ddrp.foreign import parse_json, read_bytes, read_object, reading, refuse_wide
 
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 _IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002f800-\U0002fa1f"
@@ -67,13 +81,8 @@ class WordPieceTokenizer(Tokenizer):
         ids = {piece: i for i, piece in enumerate(pieces)}
         specials = find_specials(ids)
         require_specials(specials, vocab_file, "add one line for each, or train a vocabulary")
-        super().__init__(
-            tokenizer_type,
-            pieces,
-            specials,
-            words=WordMarks(lambda piece: not piece.startswith("##")),
-            content="".join(f"{piece}\n" for piece in pieces).encode(),
-        )
+        content = "".join(f"{piece}\n" for piece in pieces).encode()
+        super().__init__(tokenizer_type, pieces, specials, WordMarks(lambda piece: not piece.startswith("##")), content)
         self._lower = lower = tokenizer_type == "BertWordPieceLowerCase"
         self._backend = bert_backend(ids, pieces[self.unk_id], lower)
         self._words = _WordCache(self._backend, lower, np.arange(len(pieces), dtype=self.dtype))
@@ -153,7 +162,8 @@ def read_vocab(path: AnyPath) -> list[str]:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name}:{line}: not UTF-8; expected a vocab.txt with one piece per line") from None
     lines_of: dict[str, int] = {}
-    for number, piece in enumerate(map(_without_blanks, lines), 1):
+    # A line of blanks is a piece that no text gives, so it keeps its place.
+    for number, piece in enumerate((line.strip() or line.removesuffix("\r") for line in lines), 1):
         if "\0" in piece:
             raise UserError(f"{name}:{number}: a piece with a zero byte: damaged; copy the file again")
         first = lines_of.setdefault(piece, number)
@@ -163,11 +173,6 @@ def read_vocab(path: AnyPath) -> list[str]:
                 f"line {first} can never occur: write another name there, such as [unused-{first}]"
             )
     return list(lines_of)
-
-
-def _without_blanks(line: str) -> str:
-    """Return the piece of a line. A line of blanks is a piece that no text gives, so it keeps its place."""
-    return line.strip() or line.removesuffix("\r")
 
 
 # Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix). Appended to a model, it overrides its own.
@@ -190,14 +195,8 @@ class SentencePieceTokenizer(Tokenizer):
             if role not in specials:
                 specials[role] = len(pieces)
                 pieces.append(names[0])
-        super().__init__(
-            "SentencePiece",
-            pieces,
-            specials,
-            words=_word_marks(content, pieces),
-            content=content,
-            more_special_ids=[i for i in own if self._processor.IsControl(i)],
-        )
+        control = [i for i in own if self._processor.IsControl(i)]
+        super().__init__("SentencePiece", pieces, specials, _marks_of_model(content, pieces), content, control)
         self.spells_all = has_byte_pieces({pieces[i] for i in own if self._processor.IsByte(i)})
 
     def encode(self, text: str) -> list[int]:
@@ -242,7 +241,7 @@ def _with_dummy_prefix(content: bytes, wanted: bool) -> sentencepiece.SentencePi
     return read_model(content + _DUMMY_PREFIX[wanted], SentencePieceTokenizer.file_name)
 
 
-def _word_marks(content: bytes, pieces: Sequence[str]) -> WordMarks:
+def _marks_of_model(content: bytes, pieces: Sequence[str]) -> WordMarks:
     """Return the rule of a model's words: its character for a space comes before a word, or after it.
 
     The side is `treat_whitespace_as_suffix` of the trainer, and shows where the model puts the mark of a single word.
@@ -252,3 +251,158 @@ def _word_marks(content: bytes, pieces: Sequence[str]) -> WordMarks:
     if not any(mark in piece for piece in pieces):
         return UNMARKED
     return begins_with(mark) if shown.startswith(mark) or not shown.endswith(mark) else ends_with(mark)
+
+
+SPARE_IDS = 2**16
+"""Largest number of ids without a piece in a vocabulary."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """`HuggingFace` from a folder with tokenizer.json, or that file itself.
+
+    The special roles come from `named` (role → piece), otherwise from the settings beside the file, otherwise from the
+    pieces that it puts around a text, otherwise from the usual names.
+    """
+
+    library = "tokenizers"
+    file_name = "tokenizer.json"
+
+    def __init__(self, path: AnyPath, named: Mapping[str, str] | None = None):
+        file = Path(path) / self.file_name if Path(path).is_dir() else Path(path)
+        if not file.exists() and file.with_name("vocab.txt").exists():
+            raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")
+        content = read_bytes(file).removeprefix(codecs.BOM_UTF8)  # which the library does not read
+        self._backend = read_backend(content, file)
+        with reading(file):
+            layout = parse_json(self._backend.to_str(), lenient=True)  # with the keys that the file leaves out
+        make_exact(self._backend)
+        self._read_specials_as_text()
+        unknown = unknown_piece(layout, file)
+        ids = self._backend.get_vocab(with_added_tokens=True)
+        around = self._backend.encode("").tokens  # the pieces around every text, if there are two
+        outer = dict(zip(("cls", "sep"), around, strict=True)) if len(around) == 2 else {}
+        specials = find_specials(ids, named or outer | _named_specials(file.parent))
+        closed = spells_all(layout)
+        if unknown is not None and not (closed and "unk" in specials):
+            specials["unk"] = ids[unknown]  # whatever the settings say
+        require_specials(specials, file, "add them to the tokenizer or use another one")
+        if max(ids.values()) >= len(ids) + SPARE_IDS:
+            raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
+        pieces = [""] * (max(ids.values()) + 1)
+        for piece, i in ids.items():
+            pieces[i] = piece
+        marks, added = _marks_of_layout(layout, pieces, self._backend), self._backend.get_added_tokens_decoder()
+        more_special_ids = [i for i, token in added.items() if token.special]
+        super().__init__("HuggingFace", pieces, specials, marks, content, more_special_ids)
+        self.own_rows = backend_rows(self._backend)
+        self.spells_all = closed
+        self.drops_text = unknown is None and not self.spells_all
+        self._drop_probe = drop_probe(layout) if self.drops_text else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._only_text(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return self._only_text(encoding.ids), encoding.offsets
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._only_text(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Return ids with masks. The library's own rules decide about the spaces around a mask."""
+        if self.mask_id not in self._backend.get_added_tokens_decoder():
+            return super().encode_with_masks(text)
+        self._backend.encode_special_tokens = False
+        try:
+            found = self._backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self._read_specials_as_text()
+        hidden = self._never_from_text - {self.mask_id}
+        return [self.unk_id if i in hidden else i for i in found]
+
+    def count_dropped(self, texts: Sequence[str]) -> int:
+        return count_dropped(self._drop_probe, texts) if self._drop_probe else 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def _read_specials_as_text(self) -> None:
+        self._backend.encode_special_tokens = True  # "[MASK]" in a text is text
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._read_specials_as_text()  # the library loses this setting when pickled
+        if self._drop_probe:
+            self._drop_probe.encode_special_tokens = True
+
+
+def read_backend(content: bytes, file: AnyPath) -> RustTokenizer:
+    """Return the library's tokenizer of a tokenizer.json. Raises `UserError` about `file` for any other content."""
+    with reading(os.fspath(file), "not a tokenizer.json of the tokenizers library ({error})"):
+        return RustTokenizer.from_buffer(content)
+
+
+def make_exact(backend: RustTokenizer) -> None:
+    """Switch off what a file may ask for and training must not have: cuts, padding, and merges left out at random."""
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None
+
+
+def _named_specials(folder: Path) -> dict[str, str]:
+    """Return role → piece from the folder's configuration files; empty without them.
+
+    Where they differ, the newer layout's tokenizer_config.json counts, which lists the added tokens, and the map beside
+    an older one, as in transformers.
+    """
+    named = {}
+    names = ("special_tokens_map.json", "tokenizer_config.json", DESCRIPTION_FILE)
+    found = [read_object(folder / name) if (folder / name).exists() else {} for name in names]
+    if "added_tokens_decoder" not in found[1]:
+        found[:2] = found[1::-1]
+    for config in found:
+        own = config.get("special_tokens")  # of `Tokenizer.save`
+        for role in SPECIAL_PIECES:
+            token = own.get(role) if isinstance(own, dict) else config.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                named[role] = token
+    return named
+
+
+def _marks_of_layout(layout: dict[str, Any], pieces: Sequence[str], backend: RustTokenizer) -> WordMarks:
+    """Return the rule of a vocabulary's words, for a tokenizer.json, its pieces and the library's tokenizer of it.
+
+    A piece that ends a word has the model's own suffix, such as </w>. In Metaspace and SentencePiece vocabularies a
+    word begins with ▁, in byte-level ones with Ġ (space), Ċ (newline) or ĉ (tab); either may mark ends instead. In
+    WordPiece-like vocabularies the first piece lacks the continuation prefix. In a list of words every piece is one.
+    """
+    model = layout["model"]
+    if suffix := model.get("end_of_word_suffix"):
+        return ends_with(suffix)
+    sample = backend.normalizer.normalize_str("a a") if backend.normalizer else "a a"
+    if backend.pre_tokenizer:  # the model's pieces can show only the marks that are left there
+        sample = "".join(word for word, _ in backend.pre_tokenizer.pre_tokenize_str(sample))
+    for part in (*parts_of(layout.get("pre_tokenizer")), *parts_of(layout.get("decoder"))):
+        if part.get("type") == "Metaspace":
+            return _rule_of_mark(pieces, sample, part.get("replacement", WORD_START))
+        if part.get("type") == "ByteLevel":
+            return _rule_of_mark(pieces, sample, "\u0120", "\u010a", "\u0109")
+    if prefix := model.get("continuing_subword_prefix"):
+        return WordMarks(lambda piece: not piece.startswith(prefix))
+    if model["type"] == "WordLevel":
+        return WordMarks(lambda piece: True)
+    for mark in (WORD_START, " "):
+        if any(mark in piece for piece in pieces):
+            return _rule_of_mark(pieces, sample, mark)
+    return ends_with(WORD_END) if any(piece.endswith(WORD_END) for piece in pieces) else UNMARKED
+
+
+def _rule_of_mark(pieces: Sequence[str], sample: str, mark: str, *others: str) -> WordMarks:
+    """Return the rule of words with `mark` on the side where most pieces have it; `others` also begin words."""
+    side = side_of(pieces, mark)
+    if side == END:
+        return ends_with(mark)
+    return begins_with(mark, *others) if side == BEGIN or mark in sample else UNMARKED
