@@ -18,6 +18,7 @@ from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
+from megatron_ddrp.data.tokenizers.libraries import SentencePieceTokenizer, WordPieceTokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
 from tests.datasets import fake_tokenizer
 from tests.reference import objectives as twin
