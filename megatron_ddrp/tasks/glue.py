@@ -32,10 +32,10 @@ import contextlib
 import hashlib
 import json
 import math
-import statistics
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.run.launch import first_rank_speaks
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require, sweep_sections
-from megatron_ddrp.tasks.finetune.runs import Cell, Cells, Run, Suite, best_cells
+from megatron_ddrp.tasks.finetune.runs import Run, Suite, best_cells
 from megatron_ddrp.tasks.finetune.table_files import Example, Examples, Task, TaskData, checked_rows, decode, tsv_rows
 from megatron_ddrp.tasks.jobs import Store, digest, one_at_a_time
 
@@ -270,117 +270,36 @@ STARTED = ("RTE", "MRPC", "STS-B")
 """Tasks that --start-from-task starts from another task's model, as RoBERTa (arXiv:1907.11692) did from MNLI's."""
 
 
-@dataclass(frozen=True)
-class Glue(Suite):
-    """Suite of the nine GLUE tasks.
+def read_tasks(tasks: Sequence[str], data_dir: Path, with_tests: bool) -> dict[str, TaskData]:
+    """Read and check all files of some tasks; return name → data. `with_tests` reads the test sets too."""
+    tests = {name: read_test(TASKS[name], data_dir) for name in tasks} if with_tests else {}
+    return {name: read_task(TASKS[name], data_dir)._replace(tests=tests.get(name, {})) for name in tasks}
 
-    The tables have two averages, each shown only if all of its tasks are there: of 8 numbers, as the paper prints it,
-    with MNLI as one number (the matched set), and of 9, with matched and mismatched as two. The paper's scores follow
-    in a table of their own if a development set has the official size. All encoders get the same head, so that a
-    comparison measures pre-training.
-    """
 
-    tasks: tuple[str, ...] = PAPER_TASKS
-    data_dir: Path = Path()
-    """Folder of the released files."""
-    predict_test: bool = False
-    """True to predict the test sets at the end."""
-    start_from_task: str | None = None
-    """Task from whose best model those in `STARTED` start, in a second stage."""
-    made_from: Mapping[Path, str] = field(default_factory=dict)
-    """Folder of an encoder of the second stage → fingerprint of the encoder that it was made from."""
+GLUE = Suite(
+    "megatron-ddrp glue",
+    "GLUE development scores",
+    "Each score is the last epoch's at the best grid point, the median over seeds, x 100: Matthews' correlation "
+    "for CoLA, Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is defined as in "
+    "the DDRP+MTH paper. An undefined score (a constant guess, or training that diverged) counts as 0 and is "
+    "marked.",
+    head="common",
+    known=TASKS,
+    official_sizes={name: task.dev_examples for name, task in TASKS.items()},
+    pooled={"MNLI": MISMATCHED},
+    averages={"average of 8": PAPER_TASKS, "average of 9": (*PAPER_TASKS, f"MNLI ({MISMATCHED})")},
+    published=Table(
+        ["the paper's encoder", *PAPER_TASKS, "average of 8"],
+        [[f"{name} (paper)", *scores] for name, *scores in paper_rows()],
+    ),
+)
+"""Suite of the nine GLUE tasks, without its files.
 
-    program = "megatron-ddrp glue"
-    title = "GLUE development scores"
-    about = (
-        "Each score is the last epoch's at the best grid point, the median over seeds, x 100: Matthews' correlation "
-        "for CoLA, Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is defined as in "
-        "the DDRP+MTH paper. An undefined score (a constant guess, or training that diverged) counts as 0 and is "
-        "marked."
-    )
-    head = "common"
-    known = TASKS
-    order = tuple(TASKS)
-    averages = ("average of 8", "average of 9")
-
-    @property
-    def started(self) -> tuple[str, ...]:
-        """Tasks of the second stage."""
-        first = self.start_from_task
-        return tuple(task for task in dict.fromkeys(self.tasks) if first and task in STARTED and task != first)
-
-    def read(self) -> dict[str, TaskData]:
-        """Read and check all files of this stage's tasks; with --predict-test the test sets too."""
-        first = (self.start_from_task,) if self.start_from_task else ()
-        tasks = [TASKS[name] for name in dict.fromkeys((*self.tasks, *first)) if name not in self.started]
-        tests = {task.name: read_test(task, self.data_dir) for task in tasks} if self.predict_test else {}
-        return {task.name: read_task(task, self.data_dir)._replace(tests=tests.get(task.name, {})) for task in tasks}
-
-    def task(self, row: dict[str, Any]) -> Task:
-        """Return the task of a line of runs.jsonl."""
-        return TASKS[row["task"]]
-
-    def next_stage(self, sweep: Any, store: Store) -> Any:
-        """Return the options of the sweep over tasks that start from another task's best model; None without one."""
-        from megatron_ddrp.tasks.finetune.training import better_run, model_folder  # here, because it imports torch
-
-        if self.start_from_task is None:
-            return None
-        before, data = sweep.options, sweep.data[self.start_from_task]
-        task, output = data.task, before.output_dir
-        made = {
-            encoder.folder if before.machine.dry_run else model_folder(output, task, encoder, data.fingerprint): encoder
-            for encoder in sweep.encoders.values()
-        }
-        for folder, encoder in made.items():
-            if not before.machine.dry_run and (better := better_run(store, encoder, data, folder)):
-                raise UserError(
-                    f"--start-from-task {task.name}: the best run of {encoder.name}, {better}, kept no model in "
-                    f"{folder}; delete its line in runs.jsonl to repeat it, or give another --output-dir"
-                )
-        names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
-        made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
-        started = replace(self, tasks=self.started, start_from_task=None, made_from=made_from)
-        return replace(before, suite=started, load=tuple(names), names=names, random_init=False)
-
-    def finish(self, sweep: Any, store: Store) -> list[str]:
-        """Write the submissions if --predict-test is set; return lines that name them."""
-
-        return write_submissions(sweep, store, self.made_from) if self.predict_test else []
-
-    def keeps_model(self, task: str) -> bool:
-        """Return whether other tasks start from this task's best model."""
-        return task == self.start_from_task
-
-    def means(self, cells: Cells) -> dict[str, float | None]:
-        """Return the two averages over the paper's tasks, each None if one of its scores is missing."""
-        if not cells.keys() >= set(PAPER_TASKS):
-            return dict.fromkeys(self.averages)
-        eight = [cells[task].median for task in PAPER_TASKS]
-        mismatched = cells["MNLI"].others.get(MISMATCHED)
-        nine = None if mismatched is None else statistics.fmean([*eight, statistics.median(mismatched)])
-        return dict(zip(self.averages, (statistics.fmean(eight), nine), strict=True))
-
-    def official_size(self, task: str) -> int:
-        """Return the number of rows of the released development file."""
-        return TASKS[task].dev_examples
-
-    def combined(self, cell: Cell) -> dict[str, list[float]]:
-        """Return the mean of MNLI's two development files, one value per seed."""
-        if MISMATCHED not in cell.others:
-            return {}
-        pairs = zip(cell.scores, cell.others[MISMATCHED], strict=True)
-        return {f"{cell.task} (mean of both)": [statistics.fmean(pair) for pair in pairs]}
-
-    def published_table(self, encoders: dict[str, Cells]) -> Table | None:
-        """Return a table of the paper's scores if an encoder was scored on a development set of the official size."""
-        is_official = any(
-            task in PAPER_TASKS and cell.rows[0]["dev_examples"] == TASKS[task].dev_examples
-            for cells in encoders.values()
-            for task, cell in cells.items()
-        )
-        rows = [[f"{name} (paper)", *scores] for name, *scores in paper_rows()]
-        return Table(["the paper's encoder", *PAPER_TASKS, self.averages[0]], rows) if is_official else None
+The tables have two averages, each shown only if all of its tasks are there: of 8 numbers, as the paper prints it, with
+MNLI as one number (the matched set), and of 9, with matched and mismatched as two. The paper's scores follow in a table
+of their own if a development set has the official size. All encoders get the same head, so that a comparison measures
+pre-training.
+"""
 
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
@@ -391,19 +310,20 @@ OWNER = "encoder.json"
 """File of a folder that names the encoder of its predictions."""
 
 
-def write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
+def write_submissions(sweep: Sweep, store: Store) -> list[str]:
     """Write a folder and a zip archive per encoder from the test sets; return lines that name them.
 
     The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
-    encoder's predictions. `made_from` is the folder of an encoder that --start-from-task made → the fingerprint of the
-    encoder that it was made from; both share a submission. Other commands with the same output folder wait meanwhile.
+    encoder's predictions. An encoder that --start-from-task made shares the submission of the encoder that it was made
+    from. Other commands with the same output folder wait meanwhile.
     """
     with one_at_a_time(sweep.options.output_dir, "submission") if sweep.speaks else contextlib.nullcontext():
-        return _write_submissions(sweep, store, made_from)
+        return _write_submissions(sweep, store)
 
 
-def _write_submissions(sweep: Sweep, store: Store, made_from: Mapping[Path, str]) -> list[str]:
+def _write_submissions(sweep: Sweep, store: Store) -> list[str]:
     store.refresh()
+    made_from = sweep.options.made_from
     output, alone = sweep.options.output_dir, len(sweep.encoders) == 1
     owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
     folders = {number: _folder(output, owner, alone) for number, owner in owners.items()}
@@ -519,7 +439,7 @@ those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Repr
 
 
 @dataclass(frozen=True)
-class What:
+class GlueTasks:
     """tasks"""
 
     tasks: tuple[str, ...] = option(
@@ -542,7 +462,7 @@ class What:
     )
 
 
-SECTIONS = sweep_sections((What,), Search)
+SECTIONS = sweep_sections((GlueTasks,), Search)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
@@ -550,14 +470,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
     return parse_sweep(ArgumentParser(description=DESCRIPTION), SECTIONS, Search, _glue, arguments)
 
 
-def _glue(options: argparse.Namespace) -> Glue:
+def _glue(options: argparse.Namespace) -> Suite:
     require(options, "data_dir")
-    first = options.start_from_task
-    suite = Glue(options.tasks, options.data_dir or Path(), options.predict_test, first)
-    if first and not suite.started:
+    first, tasks = options.start_from_task, dict.fromkeys(options.tasks)
+    started = [task for task in tasks if first and task in STARTED and task != first]
+    if first and not started:
         others = ", ".join(task for task in STARTED if task != first)
         refuse(f"--start-from-task {first}: --tasks must name at least one of {others}, which can start from it")
-    return suite
+    kept = (first,) if first else ()
+    read = partial(read_tasks, data_dir=options.data_dir, with_tests=options.predict_test)
+    suite = replace(GLUE, finish=write_submissions if options.predict_test else None)
+    second = replace(suite, read=partial(read, started)) if first else None
+    own = [task for task in dict.fromkeys((*tasks, *kept)) if task not in started]
+    return replace(suite, read=partial(read, own), kept=kept, second=second)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

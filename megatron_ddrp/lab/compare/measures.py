@@ -35,9 +35,10 @@ from megatron_ddrp.lab.compare.runs import (
 )
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows, stored_level
-from megatron_ddrp.tasks.finetune.command import OwnTasks
+from megatron_ddrp.tasks.finetune.command import OWN_TASKS
 from megatron_ddrp.tasks.finetune.runs import RUNS, Cell, Items, RunStore, best_cells
-from megatron_ddrp.tasks.glue import Glue, averaged_tasks
+from megatron_ddrp.tasks.glue import GLUE as GLUE_SUITE
+from megatron_ddrp.tasks.glue import averaged_tasks
 from megatron_ddrp.tasks.jobs import Row, Store, digest
 from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES_FILE, PairStore, read_pairs, resampled_means
 from megatron_ddrp.tasks.minimal_pairs.pairs import cell as cell_of_pairs
@@ -321,7 +322,7 @@ def draw_samples(work: Work, run: TrainingRun) -> Samples:
         if measure.job.kind == "minimal-pairs":
             found[MINIMAL_PAIRS] = _pair_samples(folder)
         elif measure.job.kind in ("glue", "finetune"):
-            items = Items(Glue() if measure.job.kind == "glue" else OwnTasks())
+            items = Items(GLUE_SUITE if measure.job.kind == "glue" else OWN_TASKS)
             found |= {name: items.samples(cell) for name, cell in _cells(work, measure)}
     return {name: samples for name, samples in found.items() if samples is not None}
 

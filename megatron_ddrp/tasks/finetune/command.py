@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_
 from megatron_ddrp.config.reading import COUNT, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import first_rank_speaks
-from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import (
     Search,
     SweepOptions,
@@ -28,60 +28,38 @@ from megatron_ddrp.tasks.finetune.options import (
     sweep_sections,
 )
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Suite
-from megatron_ddrp.tasks.finetune.table_files import Task, TaskData
+from megatron_ddrp.tasks.finetune.table_files import TaskData
 from megatron_ddrp.tasks.jobs import Store
 
 
-@dataclass(frozen=True)
-class OwnTasks(Suite):
-    """Suite of the tasks of a command line."""
+def use_models(sweep: Any, store: Store) -> list[str]:
+    """Predict the test files without labels; return lines that name the kept models and the predictions."""
+    from megatron_ddrp.tasks.finetune import task_files  # here, because it imports torch
 
-    tasks: tuple[TaskFiles, ...] = ()
-    keep_models: bool = False
-    """True to keep the best model of each task and encoder."""
+    return task_files.use_models(sweep, store)
 
-    program = "megatron-ddrp finetune"
-    scales_labels = True
-    title = "Fine-tuning scores"
-    about = (
-        "Each score is the last epoch's on the validation rows at the best grid point, the median over seeds, x 100. "
-        "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0, by a "
-        "plug-in's metric as -100, and is marked."
-    )
 
-    def read(self) -> dict[str, TaskData]:
-        """Read and check all files of the tasks."""
-        from megatron_ddrp.tasks.finetune.task_files import read_task
+OWN_TASKS = Suite(
+    "megatron-ddrp finetune",
+    "Fine-tuning scores",
+    "Each score is the last epoch's on the validation rows at the best grid point, the median over seeds, x 100. "
+    "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0, by a "
+    "plug-in's metric as -100, and is marked.",
+    finish=use_models,
+    scales_labels=True,
+)
+"""Suite of a user's own tasks, without its files."""
 
-        found = [read_task(files) for files in self.tasks]
-        for number, data in enumerate(found):
-            if data.task.name in [other.task.name for other in found[:number]]:
-                raise UserError(f"two tasks are called {data.task.name}: give one of them another name", exit_code=2)
-        return {data.task.name: data for data in found}
 
-    def task(self, row: dict[str, Any]) -> Task:
-        """Return the task of a line of runs.jsonl."""
-        try:
-            task = Task.of(row["facts"])
-        except (KeyError, TypeError):
-            raise UserError(f"its line has no facts about the task {row['task']}") from None
-        if task.kind not in KINDS or task.metric not in KINDS[task.kind].metrics:
-            raise UserError(f"its kind {task.kind} and metric {task.metric} are a plug-in's: give its --plugin again")
-        return task
+def read_tasks(tasks: Sequence[TaskFiles]) -> dict[str, TaskData]:
+    """Read and check all files of some tasks; return name → data. Raises `UserError` for two tasks of one name."""
+    from megatron_ddrp.tasks.finetune.task_files import read_task  # here, because it imports torch
 
-    def row_facts(self, data: TaskData) -> dict[str, Any]:
-        """Return the facts about the task and the score of its most frequent label."""
-        return {"facts": data.task.facts, "baseline": data.baseline}
-
-    def finish(self, sweep: Any, store: Store) -> list[str]:
-        """Predict the test files without labels; return lines that name the kept models and the predictions."""
-        from megatron_ddrp.tasks.finetune.task_files import use_models  # here, because it imports torch
-
-        return use_models(sweep, store)
-
-    def keeps_model(self, task: str) -> bool:
-        """Return whether to keep the best model: not with --no-keep-models or --random-init."""
-        return self.keep_models
+    found: dict[str, TaskData] = {}
+    for data in map(read_task, tasks):
+        if found.setdefault(data.task.name, data) is not data:
+            raise UserError(f"two tasks are called {data.task.name}: give one of them another name", exit_code=2)
+    return found
 
 
 DESCRIPTION = """Fine-tune encoders on your own tasks and report the validation scores.
@@ -110,7 +88,7 @@ FILES = {"train": "train", "validation": "valid", "valid": "valid", "dev": "vali
 
 
 @dataclass(frozen=True)
-class What:
+class TaskList:
     """task files and kept models"""
 
     task_file: tuple[Path, ...] | None = option(
@@ -146,7 +124,7 @@ class Prediction:
     text_pair_column: str | None = option(None, "column of the second text (default: as in training)", metavar="C")
 
 
-SECTIONS = sweep_sections((What, TaskFiles), OwnSearch)
+SECTIONS = sweep_sections((TaskList, TaskFiles), OwnSearch)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
@@ -156,7 +134,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
     return parse_sweep(parser, SECTIONS, OwnSearch, _own_tasks, arguments)
 
 
-def _own_tasks(options: argparse.Namespace) -> OwnTasks:
+def _own_tasks(options: argparse.Namespace) -> Suite:
     given = given_options(TaskFiles, options)
     if options.task_file and given != TaskFiles():
         refuse("--task-file and the flags of a task exclude each other: write the flags into the file")
@@ -164,7 +142,9 @@ def _own_tasks(options: argparse.Namespace) -> OwnTasks:
     if options.report is None:
         for task in tasks:
             task.require()
-    return OwnTasks(tasks, options.keep_models and not options.random_init)
+    keeps = options.keep_models and not options.random_init
+    kept = tuple(task.task_name for task in tasks) if keeps else ()
+    return replace(OWN_TASKS, read=partial(read_tasks, tasks), kept=kept)
 
 
 def parse_prediction(arguments: Sequence[str]) -> Prediction:

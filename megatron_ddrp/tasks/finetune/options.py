@@ -137,6 +137,8 @@ class SweepOptions:
     """Folders of earlier sweeps to report about; None to run a sweep."""
     names: Mapping[Path, str] = field(default_factory=dict)
     """Folder of an encoder → its name in tables, if it is not the folder's."""
+    made_from: Mapping[Path, str] = field(default_factory=dict)
+    """Folder of an encoder of a second sweep → fingerprint of the encoder that it was made from."""
 
     def __post_init__(self) -> None:
         ranks, workers, size = launched_world_size(), self.machine.workers, self.training.micro_batch_size

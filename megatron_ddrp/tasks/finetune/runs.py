@@ -11,7 +11,7 @@ Cells of a table: the runs of one encoder on one task at the best grid point, on
 A grid point is every setting of a run except its seed. The best point is the one with the highest median of the last
 epoch's scores among the points with the most seeds. An undefined score counts as `Metric.undefined`.
 
-Base class of a suite of tasks, such as GLUE or the user's own tasks: its data and the content of its page.
+Suite of tasks, such as GLUE or the user's own tasks: its data and the content of its page.
 
 File of a run's predictions for the development sets, and scores on resampled rows.
 
@@ -22,12 +22,11 @@ by name, numbers with all digits, and a prediction that is not finite as `nan`.
 from __future__ import annotations
 
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -270,65 +269,81 @@ def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:
     return Cell(task, sorted(points[point], key=lambda row: row["seed"]))
 
 
-class Suite(ABC):
-    """Set of tasks. Instances hold only what the command line says about them, and are sent to worker processes."""
+@dataclass(frozen=True)
+class Suite:
+    """Set of tasks with one page. It is sent to worker processes, so its functions are importable by name."""
 
-    program: ClassVar[str]
+    program: str
     """Name of the command in messages."""
-    title: ClassVar[str]
+    title: str
     """Heading of the page."""
-    about: ClassVar[str]
+    about: str
     """Explanation of the scores in Markdown, shown above the tables."""
-    head: ClassVar[str] = "family"
+    read: Callable[[], dict[str, TaskData]] = dict
+    """Function that reads and checks all files of the tasks. It raises `UserError` for invalid files."""
+    finish: Callable[[Any, Store], list[str]] | None = None
+    """Function that finishes a `Sweep` after its report, on every rank, and returns lines to print."""
+    kept: tuple[str, ...] = ()
+    """Tasks for which the fine-tuned model of the best run is kept."""
+    second: Suite | None = None
+    """Suite of a second sweep, from each encoder's best model of the first task in `kept`."""
+    head: str = "family"
     """Value of `Run.head` for its runs."""
-    scales_labels: ClassVar[bool] = False
+    scales_labels: bool = False
     """Value of `Run.scales_labels` for its regressions."""
-    known: Container[str] | None = None
-    """Tasks that its runs.jsonl may contain; None for any."""
-    order: Sequence[str] = ()
-    """Tasks in the order of the tables; others follow."""
-    averages: tuple[str, ...] = ()
-    """Names of the means over tasks in its table."""
+    known: Mapping[str, Task] | None = None
+    """Tasks that its runs.jsonl may contain, in the order of the tables; None for tasks of the user, any of them."""
+    official_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Task → number of rows of its official development file."""
+    pooled: Mapping[str, str] = field(default_factory=dict)
+    """Task → further development file whose mean with the first one is shown too."""
+    averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a mean in the table → its scores: a task, or `TASK (FILE)` for a further development file."""
+    published: Table | None = None
+    """Published scores, with tasks as columns, to compare the encoders with."""
 
-    @abstractmethod
-    def read(self) -> dict[str, TaskData]:
-        """Read and check all files of the tasks. Raises `UserError` for invalid files."""
+    @property
+    def order(self) -> Sequence[str]:
+        """Tasks in the order of the tables; others follow."""
+        return list(self.known or ())
 
-    @abstractmethod
     def task(self, row: dict[str, Any]) -> Task:
         """Return the task of a line of runs.jsonl. Raises `UserError` for an unknown task."""
-
-    def row_facts(self, data: TaskData) -> dict[str, Any]:
-        """Return additional keys for the lines of a task in runs.jsonl."""
-        return {}
-
-    def keeps_model(self, task: str) -> bool:
-        """Return whether to keep the fine-tuned model of a task's best run."""
-        return False
-
-    def next_stage(self, sweep: Any, store: Store) -> Any:
-        """Return the `SweepOptions` of a second sweep that runs after this `Sweep`; None without one."""
-        return None
-
-    def finish(self, sweep: Any, store: Store) -> list[str]:
-        """Finish a `Sweep` after its report, on every rank; return lines to print."""
-        return []
+        if self.known is not None:
+            return self.known[row["task"]]
+        try:
+            task = Task.of(row["facts"])
+        except (KeyError, TypeError):
+            raise UserError(f"its line has no facts about the task {row['task']}") from None
+        if task.kind not in KINDS or task.metric not in KINDS[task.kind].metrics:
+            raise UserError(f"its kind {task.kind} and metric {task.metric} are a plug-in's: give its --plugin again")
+        return task
 
     def means(self, cells: Cells) -> dict[str, float | None]:
-        """Return name in `averages` → mean; None if a task is missing."""
-        return dict.fromkeys(self.averages)
-
-    def official_size(self, task: str) -> int | None:
-        """Return the official number of rows of a task's development file; None if there is none."""
-        return None
+        """Return name in `averages` → mean; None if a score is missing."""
+        scores = {task: cell.median for task, cell in cells.items()}
+        for task, cell in cells.items():
+            scores |= {f"{task} ({file})": statistics.median(found) for file, found in cell.others.items()}
+        return {
+            name: statistics.fmean(scores[part] for part in parts) if scores.keys() >= set(parts) else None
+            for name, parts in self.averages.items()
+        }
 
     def combined(self, cell: Cell) -> dict[str, list[float]]:
-        """Return scores that combine several development files of a cell: label → one score per seed."""
-        return {}
+        """Return the mean of a cell's score and that of its `pooled` file: label → one score per seed."""
+        if (other := cell.others.get(self.pooled.get(cell.task, ""))) is None:
+            return {}
+        pairs = zip(cell.scores, other, strict=True)
+        return {f"{cell.task} (mean of both)": [statistics.fmean(pair) for pair in pairs]}
 
     def published_table(self, encoders: dict[str, Cells]) -> Table | None:
-        """Return a table of published scores to compare the encoders with; None without one."""
-        return None
+        """Return `published` if an encoder was scored on one of its tasks with rows of the official number."""
+        is_official = self.published is not None and any(
+            task in self.published.header and cell.rows[0]["dev_examples"] == self.official_sizes[task]
+            for cells in encoders.values()
+            for task, cell in cells.items()
+        )
+        return self.published if is_official else None
 
 
 HEADER = "file\tindex\tprediction\tlabel"

@@ -128,7 +128,7 @@ def _interval(interval: Interval | None) -> str:
 def _details(name: str, cell: Cell, suite: Suite, items: Items) -> list[list[str]]:
     """Return the rows of a cell in the table of runs: by the task's metric, by further metrics, on further files."""
     best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
-    first, size = cell.rows[0], suite.official_size(cell.task)
+    first, size = cell.rows[0], suite.official_sizes.get(cell.task)
     point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"])]
     point += [str(first["max_seq_length"]), str(first["train_examples"])]
     official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"

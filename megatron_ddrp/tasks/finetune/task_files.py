@@ -467,7 +467,7 @@ def _use_model(sweep: Sweep, store: Store, data: TaskData, encoder: Encoder) -> 
     folder = model_folder(output, data.task, encoder, data.fingerprint)
     plain = folder.with_name(model_name(data.task, encoder))
     damaged = f"{plain} is damaged" if plain.exists() and read_facts(plain) is None else ""
-    keeps = sweep.options.suite.keeps_model(name)
+    keeps = name in sweep.options.suite.kept
     if not keeps or read_facts(folder) is None:
         why = f"; {damaged or NOT_KEPT}" if keeps else ""
         if data.unlabelled:

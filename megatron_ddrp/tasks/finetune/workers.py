@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,15 @@ from megatron_ddrp.tasks.finetune.runs import (
 )
 from megatron_ddrp.tasks.finetune.table_files import Examples, TaskData
 from megatron_ddrp.tasks.finetune.tables import report_only, write_report
-from megatron_ddrp.tasks.finetune.training import RunResult, build_model, finetune, fix_workspace, keep_if_best
+from megatron_ddrp.tasks.finetune.training import (
+    RunResult,
+    better_run,
+    build_model,
+    finetune,
+    fix_workspace,
+    keep_if_best,
+    model_folder,
+)
 from megatron_ddrp.tasks.jobs import Part, Store, device_of, drain, eta, left_to_others, one_at_a_time, share_out
 
 _SUBSET_SEED = 0
@@ -114,13 +123,14 @@ class Sweep:
             "steps": result.steps,
             "seconds": round(result.seconds, 3),
         }
-        row |= self.options.suite.row_facts(self.data[run.task])
+        if self.options.suite.known is None:
+            row |= {"facts": task.facts, "baseline": self.data[run.task].baseline}
         if beside := kind.beside(task):
             row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
         row = count_undefined(row, kind.metrics[task.metric].undefined)
-        if self.options.suite.keeps_model(run.task) and self.speaks:
+        if run.task in self.options.suite.kept and self.speaks:
             keep_if_best(
                 self.options.output_dir, self.encoders[run.encoder], self.data[run.task], run, result.model, row
             )
@@ -313,14 +323,39 @@ def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
             if sweep.speaks:
                 print(line)
             break
-        following = stage.suite.next_stage(sweep, store)  # after the runs, which choose the folders of kept models
+        following = second_sweep(sweep, store)  # after the runs, which choose the folders of kept models
         asked += sweep.runs
         if not stage.machine.dry_run:
             if sweep.speaks:
                 report(sweep, store, asked, shown=following is None)
-            lines += stage.suite.finish(sweep, store)
+            lines += stage.suite.finish(sweep, store) if stage.suite.finish else []
         stage = following
     print("\n".join(lines), end="\n" * bool(lines))
+
+
+def second_sweep(sweep: Sweep, store: RunStore) -> SweepOptions | None:
+    """Return the options of the sweep that starts from the kept models of this one; None without one."""
+    before = sweep.options
+    if before.suite.second is None:
+        return None
+    data, is_dry = sweep.data[before.suite.kept[0]], before.machine.dry_run
+    made: dict[Path, Encoder] = {}
+    for encoder in sweep.encoders.values():
+        folder = model_folder(before.output_dir, data.task, encoder, data.fingerprint)
+        made[encoder.folder if is_dry else folder] = encoder
+        if not is_dry and (better := better_run(store, encoder, data, folder)):
+            raise UserError(
+                f"--start-from-task {data.task.name}: the best run of {encoder.name}, {better}, kept no model in "
+                f"{folder}; delete its line in runs.jsonl to repeat it, or give another --output-dir"
+            )
+    return replace(
+        before,
+        suite=before.suite.second,
+        load=tuple(made),
+        names={folder: f"{encoder.name}, from {data.task.name}" for folder, encoder in made.items()},
+        made_from={folder: encoder.fingerprint for folder, encoder in made.items()},
+        random_init=False,
+    )
 
 
 def _open(

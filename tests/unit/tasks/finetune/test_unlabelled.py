@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.finetune.command import OwnTasks, main
+from megatron_ddrp.tasks.finetune import task_files
+from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import JsonLinesFile, TableFile
 from megatron_ddrp.tasks.finetune.table_files import Columns
@@ -98,9 +99,9 @@ def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():
 
 def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
     """The second one comes to its predictions while the first is writing the same file."""
-    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", OwnTasks.finish, []
+    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", task_files.use_models, []
 
-    def finish_twice(self, sweep, store):
+    def finish_twice(sweep, store):
         predict = FineTuned.predict
 
         def predict_beside_another(model, encoded):
@@ -111,18 +112,18 @@ def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, t
 
         def also_finish():
             try:
-                ends.append(finish(self, sweep, store))
+                ends.append(finish(sweep, store))
             except UserError as error:
                 ends.append(str(error))
 
         other = threading.Thread(target=also_finish)
         monkeypatch.setattr(FineTuned, "predict", predict_beside_another)
-        lines = finish(self, sweep, store)
+        lines = finish(sweep, store)
         other.join()
         assert ends == [lines]
         return lines
 
-    monkeypatch.setattr(OwnTasks, "finish", finish_twice)
+    monkeypatch.setattr(task_files, "use_models", finish_twice)
     assert main(words(topics, bert_folder, out, *GLANCE, "--test", path)) == 0
     (told,) = (out / "predictions").glob("*-test.jsonl")
     assert len(told.read_text().splitlines()) == 9 and len(ends) == 1

@@ -11,7 +11,7 @@ import pytest
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
 from megatron_ddrp.tasks.finetune.runs import Items, Run, RunStore, best_cells
 from megatron_ddrp.tasks.finetune.tables import write_report
-from megatron_ddrp.tasks.glue import Glue
+from megatron_ddrp.tasks.glue import GLUE
 from tests.unit.tasks.glue.conftest import scored_folder
 
 ROWS = 60
@@ -46,13 +46,13 @@ def interval(samples: np.ndarray) -> list[float]:
 
 def test_a_file_of_too_many_rows_has_no_interval(runs: dict[Path, RunStore], monkeypatch: pytest.MonkeyPatch) -> None:
     cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
-    assert Items(Glue()).of_cell(cell)
+    assert Items(GLUE).of_cell(cell)
     monkeypatch.setattr("megatron_ddrp.tasks.finetune.runs.MOST_RESAMPLED", ROWS - 1)
-    assert Items(Glue()).of_cell(cell) is None
+    assert Items(GLUE).of_cell(cell) is None
 
 
 def test_the_table_has_intervals_over_items_and_words(runs: dict[Path, RunStore], tmp_path: Path) -> None:
-    text = write_report(runs, tmp_path / "out", Glue())
+    text = write_report(runs, tmp_path / "out", GLUE)
     numbers = json.loads((tmp_path / "out" / "table.json").read_text())
     good, alike, bad = (shares(name) for name in SIDES)
     cell = numbers["encoders"]["good"]["tasks"]["RTE"]
@@ -70,7 +70,7 @@ def test_without_predictions_the_cells_stay_empty(runs: dict[Path, RunStore], tm
     folder = next(iter(runs))
     row = next(iter(runs[folder]))
     (folder / "predictions" / f"{Run.of_row(row).name}.tsv").unlink()
-    write_report(runs, tmp_path / "out", Glue())
+    write_report(runs, tmp_path / "out", GLUE)
     numbers = json.loads((tmp_path / "out" / "table.json").read_text())
     assert [pair["over_items"] is None for pair in numbers["differences"]] == [True, True, False]
     assert numbers["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
@@ -80,5 +80,5 @@ def test_without_predictions_the_cells_stay_empty(runs: dict[Path, RunStore], tm
 def test_a_negative_correlation_is_below_a_constant_guess(tmp_path: Path) -> None:
     folder = scored_folder(tmp_path / "out", [1 - LABELS + 0.1 * LABELS], "STS-B")
     rows = [row | {"folder": str(folder)} for row in RunStore(folder / "runs.jsonl")]
-    assert Items(Glue()).guess(best_cells(rows)["e"]["STS-B"]) == 0.0
-    assert "-100.00 (below a constant guess)" in write_report({folder: rows}, tmp_path / "table", Glue())
+    assert Items(GLUE).guess(best_cells(rows)["e"]["STS-B"]) == 0.0
+    assert "-100.00 (below a constant guess)" in write_report({folder: rows}, tmp_path / "table", GLUE)

@@ -10,10 +10,8 @@ import pytest
 from megatron_ddrp.tasks.finetune import tables as figure
 from megatron_ddrp.tasks.finetune.runs import Items, Run, best_cells, task_order
 from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains, page, summary, write_report
-from megatron_ddrp.tasks.glue import PAPER_ROWS, PAPER_TASKS, TASKS, Glue
+from megatron_ddrp.tasks.glue import GLUE, PAPER_ROWS, PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.statistics import student_interval
-
-GLUE = Glue()
 
 
 def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
