@@ -28,7 +28,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.lab.analysis.figures import layer_logits, similarity_sums
-from megatron_ddrp.lab.analysis.session import Sentences
+from megatron_ddrp.lab.analysis.session import Sentences, validation_rows
 from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.attention.logits import allowed_pairs
@@ -98,8 +98,8 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=arguments.vocab_file)
     length = SETTINGS["seq_length"]
-    sentences = Sentences([arguments.data_path], "969,30,1", tokenizer, length, length, SENTENCES, 1)
-    (arrays,) = sentences.batches(SENTENCES)
+    rows = validation_rows([arguments.data_path], "969,30,1", tokenizer, length, SENTENCES, 1)
+    (arrays,) = Sentences(rows, tokenizer, length).batches(SENTENCES)
     batch = arrays.map(torch.from_numpy)
     found = []
     for seed in arguments.seeds:

@@ -31,30 +31,30 @@ FIGURE = "FILE.png (also writes FILE.pdf, FILE.svg and FILE.json) or FILE.json"
 PREFIXES = "dataset prefixes that megatron-ddrp preprocess wrote"
 LENGTHS = "[3, 2147483648)"
 """Range of lengths in tokens."""
+DEFAULT_LENGTH = " (default: the models' --seq-length)"
+
+
+def models(folders: str, nargs: str | int = "+") -> type[Section]:
+    """Return the options of models, their dataset and the output; the help of --load names the `folders`."""
+
+    @dataclass(frozen=True)
+    class ModelOptions(Section):
+        """input and output"""
+
+        load: tuple[Path, ...] = option(MISSING, RUNS + folders, nargs=nargs, metavar="DIR")
+        data_path: tuple[str, ...] = option(MISSING, PREFIXES, nargs="+", metavar="P")
+        output: Path = option(MISSING, FIGURE, metavar="FILE")
+
+    return ModelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models(Section):
-    """input and output"""
-
-    load: tuple[Path, ...] = option(MISSING, RUNS + FAMILY + SEVERAL, nargs="+", metavar="DIR")
-    data_path: tuple[str, ...] | None = option(MISSING, PREFIXES, nargs="+", metavar="P")
-    output: Path = option(MISSING, FIGURE, metavar="FILE")
-
-
-@dataclass(frozen=True)
-class OneModel(Models):
-    """input and output"""
-
-    load: tuple[Path, ...] = option(MISSING, RUNS + FAMILY, nargs=1, metavar="DIR")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnyModels(Models):
+class AnyModels(Section):
     """input and output"""
 
     load: tuple[Path, ...] = option(MISSING, RUNS + ANY + SEVERAL, nargs="+", metavar="DIR")
     data_path: tuple[str, ...] | None = option(None, f"{PREFIXES}; or give --text", nargs="+", metavar="P")
+    output: Path = option(MISSING, FIGURE, metavar="FILE")
     text: str | None = option(
         None,
         "texts instead of a dataset, in any format that megatron-ddrp preprocess reads (.jsonl: the key text; "
@@ -68,42 +68,24 @@ class AnyModels(Models):
             refuse("one of the arguments --data-path --text is required, and not both")
 
 
-@dataclass(frozen=True)
-class Sentences(Section):
-    """sentences"""
+def sentences(count: int, length: int | None = 64, more: str = "", of_length: str = "") -> type[Section]:
+    """Return the options of sentences; `more` and `of_length` end the help of the first two, of these defaults."""
 
-    sentences: int = option(5000, "largest number of sentences", within=COUNT)
-    max_length: int | None = option(
-        None, "cut sentences to N tokens (default: the models' --seq-length)", within=LENGTHS
-    )
-    split: str | None = option(
-        None,
-        "shares of the documents for training, validation and test; validation documents are analysed (default: the "
-        "run's own split; 0,1,0 uses every document)",
-        metavar="SHARES",
-    )
-    seed: int = option(1234, "seed that draws the sentences", within=SEED)
+    @dataclass(frozen=True)
+    class SentenceOptions(Section):
+        """sentences"""
 
+        sentences: int = option(count, f"largest number of sentences{more}", within=COUNT)
+        max_length: int | None = option(length, f"cut sentences to N tokens{of_length}", within=LENGTHS)
+        split: str | None = option(
+            None,
+            "shares of the documents for training, validation and test; validation documents are analysed (default: "
+            "the run's own split; 0,1,0 uses every document)",
+            metavar="SHARES",
+        )
+        seed: int = option(1234, "seed that draws the sentences", within=SEED)
 
-@dataclass(frozen=True)
-class ShortSentences(Sentences):
-    """sentences"""
-
-    max_length: int | None = option(64, "cut sentences to N tokens", within=LENGTHS)
-
-
-@dataclass(frozen=True)
-class FewSentences(ShortSentences):
-    """sentences"""
-
-    sentences: int = option(1000, "largest number of sentences", within=COUNT)
-
-
-@dataclass(frozen=True)
-class MaskedSentences(Sentences):
-    """sentences"""
-
-    sentences: int = option(200, "largest number of sentences; one piece of each is masked", within=COUNT)
+    return SentenceOptions
 
 
 @dataclass(frozen=True)
@@ -111,24 +93,6 @@ class Guesses(Section):
     """measure"""
 
     top_k: int = option(10, "number of guesses per masked place", within="[1, 1000]")
-
-
-@dataclass(frozen=True)
-class LongestSentences(FewSentences):
-    """sentences"""
-
-    max_length: int | None = option(
-        64, "cut sentences to N tokens; only the longest of the drawn sentences count", within=LENGTHS
-    )
-
-
-@dataclass(frozen=True)
-class SpaceSentences(FewSentences):
-    """sentences"""
-
-    max_length: int | None = option(
-        128, "cut sentences to N tokens, or to the model's number of positions if that is smaller", within=LENGTHS
-    )
 
 
 @dataclass(frozen=True)
@@ -164,7 +128,7 @@ class Batches(Section):
 
 
 @dataclass(frozen=True)
-class Encoders(Section):
+class TimedEncoders(Section):
     """input and output"""
 
     load: tuple[Path, ...] = option(MISSING, RUNS + "a Hugging Face encoder's folder", nargs="+", metavar="DIR")
@@ -261,37 +225,48 @@ rare word, and for some words the words with the nearest notes, by cosine after 
     megatron-ddrp analyze notes --load run --data-path corpus_text_document
     megatron-ddrp analyze notes --load run --words perth syntax --neighbours 5 --output notes.json"""
 
+MODELS = models(FAMILY + SEVERAL)
 SUBCOMMANDS = {
     "self-similarity": Subcommand(
         "similarity of tokens and of heads at every checkpoint of runs (the paper's figures 2 and 3a)",
         SIMILARITY,
-        (Models, Sentences, Batches),
+        (MODELS, sentences(5000, None, of_length=DEFAULT_LENGTH), Batches),
     ),
     "attention-maps": Subcommand(
         "mean attention maps of heads that look right, of heads that look left, and of all (the paper's figure 4)",
         MAPS,
-        (OneModel, LongestSentences, Heads, Batches),
+        (
+            models(FAMILY, 1),
+            sentences(1000, of_length="; only the longest of the drawn sentences count"),
+            Heads,
+            Batches,
+        ),
     ),
     "triangle": Subcommand(
         "share of sentences with the up-down triangle effect (the paper's Algorithm 1)",
         TRIANGLE,
-        (Models, ShortSentences, Triangle, Batches),
+        (MODELS, sentences(5000), Triangle, Batches),
     ),
     "direction": Subcommand(
-        "how well encodings and attention tell left from right", DIRECTION, (Models, FewSentences, Baseline, Batches)
+        "how well encodings and attention tell left from right", DIRECTION, (MODELS, sentences(1000), Baseline, Batches)
     ),
     "space": Subcommand(
         "token cosines, isotropy and effective rank, per layer and checkpoint, of any encoder",
         SPACE,
-        (AnyModels, SpaceSentences, Baseline, Batches),
+        (
+            AnyModels,
+            sentences(1000, 128, of_length=", or to the model's number of positions if that is smaller"),
+            Baseline,
+            Batches,
+        ),
     ),
     "masked-places": Subcommand(
         "how often the masked piece is among the first guesses, beside the most frequent pieces",
         MASKED_PLACES,
-        (Models, MaskedSentences, Guesses, Baseline, Batches),
+        (MODELS, sentences(200, None, "; one piece of each is masked", DEFAULT_LENGTH), Guesses, Baseline, Batches),
     ),
     "throughput": Subcommand(
-        "tokens per second and memory of encoders at inference, per row length", THROUGHPUT, (Encoders, Timing)
+        "tokens per second and memory of encoders at inference, per row length", THROUGHPUT, (TimedEncoders, Timing)
     ),
     "notes": Subcommand("note dictionary of a run with --notes", NOTES, (NotesOfRun,)),
 }

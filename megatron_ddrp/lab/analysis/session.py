@@ -17,7 +17,6 @@ import json
 import math
 import random
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ from megatron_ddrp.conversion.families.contract import model_type
 from megatron_ddrp.conversion.from_huggingface import load_hugging_face, read_model_config
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.loader import Blend, read_blend
+from megatron_ddrp.data.batches.loader import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, split_documents
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.verification import check_ids, check_tokenizer
@@ -128,7 +127,8 @@ class Snapshot:
             except UserError as error:
                 refusal = error
         encoder = load_encoder(self.path, random_init=self.random_seed is not None)
-        _print_if_any(encoder.warning)
+        if encoder.warning:
+            print(encoder.warning, file=sys.stderr)
         if refusal is not None:
             print(f"{self.path}: read by transformers, without f(H) ({refusal})", file=sys.stderr)
         module: Any = encoder.fresh(self.random_seed or 0, torch.device("cpu")).eval()
@@ -139,15 +139,11 @@ class Snapshot:
     def load_masked_lm(self) -> Loaded:
         """Load any masked LM as `PieceLogits`."""
         encoder = load_masked_lm(self.path, random_init=self.random_seed is not None)
-        _print_if_any(encoder.warning)
+        if encoder.warning:
+            print(encoder.warning, file=sys.stderr)
         model = piece_logits(encoder, self.random_seed or 0, torch.device("cpu"))
         position_encoding = getattr(model.model.config, "position_encoding", None)
         return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
-
-
-def _print_if_any(warning: str) -> None:
-    if warning:
-        print(warning, file=sys.stderr)
 
 
 def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
@@ -191,23 +187,21 @@ def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:
     return [Snapshot(run, path, state["iteration"], state.get("consumed_tokens")) for path, state in states]
 
 
-class SentenceBatches(ABC):
-    """Base class of the sources of sentences: numbered rows of tokens, the longest first."""
+class Sentences:
+    """Sentences as rows of tokens, the longest first, so that a lack of memory shows early."""
 
-    tokenizer: Tokenizer
-    max_length: int
-    lengths: NDArray[np.int64]
-    """Tokens per sentence including [CLS] and [SEP], `[sentences]`."""
+    def __init__(self, rows: Sequence[Sequence[int] | NDArray], tokenizer: Tokenizer, max_length: int) -> None:
+        """Keep the ids of each sentence, `rows`, without special tokens; batches cut them to `max_length` with them.
 
-    def _sort(self, tokenizer: Tokenizer, max_length: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Set the attributes; return the order of the rows: long ones first, so that a lack of memory shows early."""
+        Rows without a token are skipped.
+        """
+        rows = [row for row in rows if len(row)]
+        lengths = np.minimum([len(row) + NUM_SPECIAL_TOKENS for row in rows], max_length)
         order = np.argsort(-lengths, kind="stable")
-        self.tokenizer, self.max_length, self.lengths = tokenizer, max_length, lengths[order]
-        return order
-
-    @abstractmethod
-    def tokens(self, rows: slice) -> Sequence[Sequence[int] | NDArray]:
-        """Return the ids of the sentences `rows`, without special tokens and not yet cut to `max_length`."""
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.rows = [rows[number] for number in order]
+        self.lengths = lengths[order]
+        """Tokens per sentence including [CLS] and [SEP], `[sentences]`."""
 
     def __len__(self) -> int:
         """Return the number of sentences."""
@@ -220,72 +214,40 @@ class SentenceBatches(ABC):
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield numpy batches `[sentences, seq]`, cut to their longest row, without masks and labels."""
         for begin in range(0, len(self), batch_size):
-            yield self._batch(slice(begin, min(begin + batch_size, len(self))))
-
-    def _batch(self, rows: slice) -> Batch:
-        lengths = self.lengths[rows]
-        document_ids = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)  # [sentences, seq]
-        input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
-        input_ids[:, 0] = self.tokenizer.cls_id
-        input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
-        for row, tokens, length in zip(input_ids, self.tokens(rows), lengths, strict=True):
-            row[1 : length - 1] = tokens[: length - NUM_SPECIAL_TOKENS]
-        return Batch.of_texts(input_ids, document_ids)
+            lengths = self.lengths[begin : begin + batch_size]
+            document_ids = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)  # [sentences, seq]
+            input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
+            input_ids[:, 0] = self.tokenizer.cls_id
+            input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
+            for row, length, ids in zip(input_ids, lengths, self.rows[begin:], strict=False):
+                row[1 : length - 1] = ids[: length - NUM_SPECIAL_TOKENS]
+            yield Batch.of_texts(input_ids, document_ids)
 
 
-class Sentences(SentenceBatches):
-    """Up to `count` sequences of the validation split of some datasets, drawn without replacement.
+def validation_rows(
+    prefixes: Sequence[str], split: str, tokenizer: Tokenizer, seq_length: int, count: int, seed: int
+) -> list[NDArray]:
+    """Return the ids of up to `count` sequences of the validation split of some datasets, drawn without replacement.
 
-    `seq_length` is the one of training, so that sequences begin at the same tokens; `max_length` then cuts them. Raises
-    `UserError` if a dataset was made with another tokenizer, or its validation split is empty, or a sequence has an id
-    outside the vocabulary.
+    `seq_length` is the one of training, so that sequences begin at the same tokens. Raises `UserError` if a dataset was
+    made with another tokenizer, or its validation split is empty, or a sequence has an id outside the vocabulary.
     """
-
-    def __init__(
-        self,
-        prefixes: Sequence[str],
-        split: str,
-        tokenizer: Tokenizer,
-        seq_length: int,
-        max_length: int,
-        count: int,
-        seed: int,
-    ) -> None:
-        parts = []
-        for prefix in prefixes:
-            check_tokenizer(prefix, tokenizer)
-            dataset = IndexedDataset(prefix)
-            documents = split_documents(dataset.num_documents, split)["valid"]
-            try:
-                parts.append(SampleIndex(dataset, documents, seq_length))
-            except NoSample as error:
-                remedy = f"give it a larger share by --split (now {split})"
-                raise UserError(f"the validation split is empty: {error}; {remedy}") from None
-        self.samples = Blend(parts)
-        _, indices = self.samples.visits(np.arange(min(count, len(self.samples))), seed)
-        lengths = np.minimum(self.samples.lengths(indices), max_length)
-        order = self._sort(tokenizer, max_length, lengths)
-        self.indices = indices[order]
-        for index, ids in zip(self.indices.tolist(), self.tokens(slice(None)), strict=True):
-            check_ids(self.samples.source(index), ids, tokenizer.vocab_size)
-
-    def tokens(self, rows: slice) -> Sequence[NDArray]:
-        return self.samples.tokens(self.indices[rows])
-
-
-class TextSentences(SentenceBatches):
-    """Texts split by a model's own tokenizer, so that models with different vocabularies see the same texts.
-
-    Texts without a token are skipped.
-    """
-
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> None:
-        rows = [row[: max_length - NUM_SPECIAL_TOKENS] for row in tokenizer.encode_batch(texts) if row]
-        lengths = np.array([len(row) for row in rows], np.int64) + NUM_SPECIAL_TOKENS
-        self._rows = [rows[number] for number in self._sort(tokenizer, max_length, lengths)]
-
-    def tokens(self, rows: slice) -> Sequence[Sequence[int]]:
-        return self._rows[rows]
+    parts = []
+    for prefix in prefixes:
+        check_tokenizer(prefix, tokenizer)
+        dataset = IndexedDataset(prefix)
+        documents = split_documents(dataset.num_documents, split)["valid"]
+        try:
+            parts.append(SampleIndex(dataset, documents, seq_length))
+        except NoSample as error:
+            remedy = f"give it a larger share by --split (now {split})"
+            raise UserError(f"the validation split is empty: {error}; {remedy}") from None
+    samples = Blend(parts)
+    _, indices = samples.visits(np.arange(min(count, len(samples))), seed)
+    rows = list(samples.tokens(indices))
+    for index, ids in zip(indices.tolist(), rows, strict=True):
+        check_ids(samples.source(index), ids, tokenizer.vocab_size)
+    return rows
 
 
 def draw_texts(name: str, count: int, seed: int) -> list[str]:
@@ -314,7 +276,7 @@ class View:
     model: Any
     """`Encoder`, or the encoder of transformers that the session's `load` returned."""
     position_encoding: str | None
-    sentences: SentenceBatches
+    sentences: Sentences
     device: torch.device
     batch_size: int
     advance: Callable[[int], object]
@@ -354,7 +316,10 @@ class Session:
     ) -> None:
         self.arguments, self.load, self.passes = arguments, load, passes
         self.output = Output(arguments.output)
-        self.prefixes = _prefixes(arguments.data_path) if arguments.data_path else ()
+        blend = read_blend(arguments.data_path, "--data-path") if arguments.data_path else BlendWords((), None)
+        if blend.weights is not None:
+            raise UserError("--data-path has weights: an analysis takes prefixes only; leave them out", WRONG_ARGUMENTS)
+        self.prefixes = blend.prefixes
         self.device = named_device(arguments.device, f"--device {arguments.device}")
         self.snapshots = find_snapshots(arguments.load, every_checkpoint)
         if getattr(arguments, "random_init", False):
@@ -380,13 +345,15 @@ class Session:
                 model, batch_size = loaded.model.to(self.device), self.arguments.batch_size
                 yield View(snapshot, model, loaded.position_encoding, sentences, self.device, batch_size, bar.update)
 
-    def _sentences(self, loaded: Loaded) -> SentenceBatches:
+    def _sentences(self, loaded: Loaded) -> Sentences:
         seq_length = self.seq_length or loaded.seq_length
         max_length = min(self.arguments.max_length or seq_length, seq_length, loaded.seq_length)
         if self.texts is not None:
-            return TextSentences(self.texts, loaded.tokenizer, max_length)
-        count, seed = self.arguments.sentences, self.arguments.seed
-        return Sentences(self.prefixes, self.split, loaded.tokenizer, seq_length, max_length, count, seed)
+            rows: Sequence[Any] = loaded.tokenizer.encode_batch(self.texts)
+        else:
+            drawn = self.arguments.sentences, self.arguments.seed
+            rows = validation_rows(self.prefixes, self.split, loaded.tokenizer, seq_length, *drawn)
+        return Sentences(rows, loaded.tokenizer, max_length)
 
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
         """Write the JSON with the settings of the run, and the figure if `--output` is one; print their names."""
@@ -441,11 +408,3 @@ class Output:
         if self.draws:
             draw(self.path)
         print(f"{self.path}, .pdf, .svg and {written} written" if self.draws else f"{written} written")
-
-
-def _prefixes(data_path: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes of `--data-path`. Raises `UserError` for weights."""
-    blend = read_blend(data_path, "--data-path")
-    if blend.weights is not None:
-        raise UserError("--data-path has weights: an analysis takes prefixes only; leave them out", WRONG_ARGUMENTS)
-    return tuple(blend.prefixes)

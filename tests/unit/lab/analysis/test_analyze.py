@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis.reports import count_pieces
-from megatron_ddrp.lab.analysis.session import Output, Sentences, View, find_snapshots
+from megatron_ddrp.lab.analysis.session import Output, Sentences, View, find_snapshots, validation_rows
 from megatron_ddrp.model import build_model
 from tests.datasets import write_dataset
 from tests.unit.model.tiny import tiny_batch
@@ -120,7 +121,8 @@ def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
 
     def some(seed=1, count=20, max_length=12):
-        return Sentences([str(tiny_corpus.prefix)], "80,20,0", tokenizer, 24, max_length, count, seed)
+        rows = validation_rows([str(tiny_corpus.prefix)], "80,20,0", tokenizer, 24, count, seed)
+        return Sentences(rows, tokenizer, max_length)
 
     dataset = IndexedDataset(str(tiny_corpus.prefix))
     held_out = {tuple(dataset[number][:10]) for number in range(round(0.8 * dataset.num_documents), len(dataset))}
@@ -129,13 +131,15 @@ def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny
     for batch in sentences.batches(8):
         lengths = batch.document_ids.sum(1)
         rows += [row[:n].tolist() for row, n in zip(batch.input_ids, lengths, strict=True)]
-    assert len(rows) == len(sentences) == len(sentences.samples)
+    assert len(rows) == len(sentences) == len(some(2, 10**7)) > len(some())
     assert {row[0] for row in rows} == {tokenizer.cls_id} and {row[-1] for row in rows} == {tokenizer.sep_id}
     assert max(map(len, rows)) == 12
     beginnings = {tuple(row[1:11]) for row in rows if len(row) == 12}
     assert held_out & beginnings and len(held_out - beginnings) < len(held_out) / 10
-    assert list(some().indices) == list(some().indices) != list(some(seed=2).indices)
-    assert len(set(some().indices.tolist())) == 20
+    drawn = [[row.tolist() for row in some(seed).rows] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    texts, everything = (Counter(tuple(row.tolist()) for row in some(count=count).rows) for count in (20, 10**6))
+    assert texts.total() == 20 and texts <= everything
     assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
 
 
@@ -143,9 +147,12 @@ def test_an_id_outside_the_vocabulary_is_one_line_wherever_it_is_read(tiny_corpu
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
     size = tokenizer.vocab_size
     prefix = write_dataset(tmp_path / "a", [[[9] * 10]] * 8 + [[[9] * 9 + [size]]]).prefix
-    assert len(Sentences([prefix], "50,25,25", tokenizer, 24, 24, 9, 1)) == 2
+    assert len(validation_rows([prefix], "50,25,25", tokenizer, 24, 9, 1)) == 2
     monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 20)
-    for read in (lambda: Sentences([prefix], "0,100,0", tokenizer, 24, 24, 9, 1), lambda: count_pieces([prefix], size)):
+    for read in (
+        lambda: validation_rows([prefix], "0,100,0", tokenizer, 24, 9, 1),
+        lambda: count_pieces([prefix], size),
+    ):
         with pytest.raises(UserError, match=f"a: token ids from 9 to {size}, but the vocabulary has {size} pieces"):
             read()
 

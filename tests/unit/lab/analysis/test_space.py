@@ -12,7 +12,7 @@ from megatron_ddrp.lab.analysis import command as analyze
 from megatron_ddrp.lab.analysis import figures
 from megatron_ddrp.lab.analysis.figures import measure_similarity
 from megatron_ddrp.lab.analysis.probe import effective_rank, isoscore, measure_space
-from megatron_ddrp.lab.analysis.session import Snapshot, TextSentences, draw_texts
+from megatron_ddrp.lab.analysis.session import Sentences, Snapshot, draw_texts
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
 from tests.reference import analyses
@@ -217,7 +217,8 @@ def test_texts_are_drawn_evenly_and_the_same_for_every_model(tiny_corpus, tmp_pa
 
 def test_texts_become_rows_of_the_models_tokenizer_and_empty_ones_are_left_out(tiny_corpus):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
-    sentences = TextSentences(["the", " ", "the and the and the"], tokenizer, max_length=5)
+    rows = tokenizer.encode_batch(["the", " ", "the and the and the"])
+    sentences = Sentences(rows, tokenizer, max_length=5)
     [batch] = sentences.batches(8)
     the, both = tokenizer.encode("the"), tokenizer.encode("the and the")
     assert batch.input_ids.tolist() == [
