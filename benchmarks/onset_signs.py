@@ -98,8 +98,8 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=arguments.vocab_file)
     length = SETTINGS["seq_length"]
-    rows = validation_rows([arguments.data_path], "969,30,1", tokenizer, length, SENTENCES, 1)
-    (arrays,) = Sentences(rows, tokenizer, length).batches(SENTENCES)
+    drawn = validation_rows([arguments.data_path], "969,30,1", tokenizer, length, SENTENCES, 1)
+    (arrays,) = Sentences(drawn, tokenizer, length).batches(SENTENCES)
     batch = arrays.map(torch.from_numpy)
     found = []
     for seed in arguments.seeds:

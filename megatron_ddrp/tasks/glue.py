@@ -52,7 +52,7 @@ from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require, sweep_sections
 from megatron_ddrp.tasks.finetune.runs import Run, Suite, best_cells
 from megatron_ddrp.tasks.finetune.table_files import Example, Examples, Task, TaskData, checked_rows, decode, tsv_rows
-from megatron_ddrp.tasks.jobs import Store, digest, one_at_a_time
+from megatron_ddrp.tasks.jobs import digest, one_at_a_time
 
 if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.workers import Sweep
@@ -310,7 +310,7 @@ OWNER = "encoder.json"
 """File of a folder that names the encoder of its predictions."""
 
 
-def write_submissions(sweep: Sweep, store: Store) -> list[str]:
+def write_submissions(sweep: Sweep) -> list[str]:
     """Write a folder and a zip archive per encoder from the test sets; return lines that name them.
 
     The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
@@ -318,17 +318,17 @@ def write_submissions(sweep: Sweep, store: Store) -> list[str]:
     from. Other commands with the same output folder wait meanwhile.
     """
     with one_at_a_time(sweep.options.output_dir, "submission") if sweep.speaks else contextlib.nullcontext():
-        return _write_submissions(sweep, store)
+        return _write_submissions(sweep)
 
 
-def _write_submissions(sweep: Sweep, store: Store) -> list[str]:
-    store.refresh()
+def _write_submissions(sweep: Sweep) -> list[str]:
+    sweep.store.refresh()
     made_from = sweep.options.made_from
     output, alone = sweep.options.output_dir, len(sweep.encoders) == 1
     owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
     folders = {number: _folder(output, owner, alone) for number, owner in owners.items()}
     own = set(sweep.runs)
-    cells = best_cells(row for row in store.rows if Run.of_row(row) in own)
+    cells = best_cells(row for row in sweep.store if Run.of_row(row) in own)
     jobs: list[tuple[Path, Run]] = []
     for tasks in cells.values():
         for cell in tasks.values():

@@ -236,7 +236,7 @@ class Damaged(ValueError):
 
 
 @dataclass(frozen=True)
-class Machine(Section):
+class WorkerOptions(Section):
     """machine"""
 
     workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
@@ -248,7 +248,7 @@ class Machine(Section):
     dry_run: bool = option(False, "check the files, print the plan and stop; write nothing")
 
 
-class Part(NamedTuple):
+class Workload(NamedTuple):
     """Job, or part of one, in a forecast."""
 
     kind: str
@@ -258,7 +258,7 @@ class Part(NamedTuple):
     """Time that it took, if it is finished."""
 
 
-def eta(left: Sequence[Part], finished: Iterable[Part], workers: int) -> str:
+def eta(left: Sequence[Workload], finished: Iterable[Workload], workers: int) -> str:
     """Return the time until `workers` finish the jobs `left`, as text. Workers never share a job."""
     seconds: dict[str, float] = defaultdict(float)
     work: dict[str, float] = defaultdict(float)

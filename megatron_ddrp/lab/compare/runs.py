@@ -33,7 +33,7 @@ from megatron_ddrp.lab.compare.plan import CorpusPlan, Model, Plan, make_config
 from megatron_ddrp.lab.compare.rows import Arm
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.jobs import Part, Store, digest, eta
+from megatron_ddrp.tasks.jobs import Store, Workload, digest, eta
 
 RUN = "course"
 """Kind of a training run in names of jobs and folders, kept from the first version; `kind_name` shows "run"."""
@@ -110,17 +110,17 @@ class JobLines:
             steps[job.name] = step = rows[-1]["iteration"] if rows else 0
             words.append(f"{job}{f' step {step:,} of {job.work:,.0f}' * bool(step)} since {duration(now - began)}")
             if times := [row["step_time"] for row in rows if "step_time" in row][1:]:  # the first has the start in it
-                trained.append(Part(kind_name(job.kind), step, step * fmean(times)))
+                trained.append(Workload(kind_name(job.kind), step, step * fmean(times)))
         parts = [_part(job)._replace(work=job.work - steps.get(job.name, 0)) for job in left]
         return f"{'; '.join(words)}; eta {self._eta(parts, trained)}"
 
-    def _eta(self, left: Sequence[Part], trained: Sequence[Part] = ()) -> str:
-        finished = [Part(kind_name(row["kind"]), row["work"], row["seconds"]) for row in self.store]
+    def _eta(self, left: Sequence[Workload], trained: Sequence[Workload] = ()) -> str:
+        finished = [Workload(kind_name(row["kind"]), row["work"], row["seconds"]) for row in self.store]
         return eta(left, [*finished, *trained], self.workers)
 
 
-def _part(job: Job) -> Part:
-    return Part(kind_name(job.kind), job.work)
+def _part(job: Job) -> Workload:
+    return Workload(kind_name(job.kind), job.work)
 
 
 def _rows(job: Job) -> list[dict[str, float]]:

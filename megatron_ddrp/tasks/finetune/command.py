@@ -29,14 +29,13 @@ from megatron_ddrp.tasks.finetune.options import (
 )
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Suite
 from megatron_ddrp.tasks.finetune.table_files import TaskData
-from megatron_ddrp.tasks.jobs import Store
 
 
-def use_models(sweep: Any, store: Store) -> list[str]:
+def use_models(sweep: Any) -> list[str]:
     """Predict the test files without labels; return lines that name the kept models and the predictions."""
     from megatron_ddrp.tasks.finetune import task_files  # here, because it imports torch
 
-    return task_files.use_models(sweep, store)
+    return task_files.use_models(sweep)
 
 
 OWN_TASKS = Suite(

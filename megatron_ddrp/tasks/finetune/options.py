@@ -27,7 +27,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, Suite
-from megatron_ddrp.tasks.jobs import Machine
+from megatron_ddrp.tasks.jobs import WorkerOptions
 
 HINTS = {
     "learning-rate": "use --lr",
@@ -132,7 +132,7 @@ class SweepOptions:
     random_init: bool
     search: Search
     training: Training
-    machine: Machine
+    machine: WorkerOptions
     report: tuple[Path, ...] | None = None
     """Folders of earlier sweeps to report about; None to run a sweep."""
     names: Mapping[Path, str] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class SweepOptions:
 
 def sweep_sections(own: Sequence[Any], search: type[Search]) -> tuple[Any, ...]:
     """Return the dataclasses of a command's options: its own and those of every sweep."""
-    return (Encoders, *own, search, Training, Machine)
+    return (Encoders, *own, search, Training, WorkerOptions)
 
 
 def parse_sweep(
@@ -183,7 +183,7 @@ def parse_sweep(
             options.random_init,
             given_options(search, options),
             given_options(Training, options),
-            given_options(Machine, options),
+            given_options(WorkerOptions, options),
             options.report,
         )
     except UserError as error:

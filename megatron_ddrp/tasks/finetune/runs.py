@@ -281,7 +281,7 @@ class Suite:
     """Explanation of the scores in Markdown, shown above the tables."""
     read: Callable[[], dict[str, TaskData]] = dict
     """Function that reads and checks all files of the tasks. It raises `UserError` for invalid files."""
-    finish: Callable[[Any, Store], list[str]] | None = None
+    finish: Callable[[Any], list[str]] | None = None
     """Function that finishes a `Sweep` after its report, on every rank, and returns lines to print."""
     kept: tuple[str, ...] = ()
     """Tasks for which the fine-tuned model of the best run is kept."""

@@ -60,7 +60,7 @@ from megatron_ddrp.tasks.finetune.table_files import (
 )
 from megatron_ddrp.tasks.finetune.training import FINETUNED, better_run, model_folder, model_name, read_facts
 from megatron_ddrp.tasks.finetune.workers import Sweep
-from megatron_ddrp.tasks.jobs import Store, one_at_a_time
+from megatron_ddrp.tasks.jobs import one_at_a_time
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
@@ -448,7 +448,7 @@ def _writer(output: Path, kinds: Iterable[Kind]) -> type[RowFile]:
     return writers[output.suffix]
 
 
-def use_models(sweep: Sweep, store: Store) -> list[str]:
+def use_models(sweep: Sweep) -> list[str]:
     """Predict the test files without labels; return lines that name the kept models and the predictions.
 
     Other commands with the same output folder wait meanwhile.
@@ -457,11 +457,11 @@ def use_models(sweep: Sweep, store: Store) -> list[str]:
     for encoder in sweep.encoders.values() if sweep.speaks else ():
         for data in sweep.data.values():
             with one_at_a_time(sweep.options.output_dir, model_name(data.task, encoder)):
-                lines += _use_model(sweep, store, data, encoder)
+                lines += _use_model(sweep, data, encoder)
     return lines
 
 
-def _use_model(sweep: Sweep, store: Store, data: TaskData, encoder: Encoder) -> list[str]:
+def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
     """Predict a task's test file with the best model of an encoder; return lines that name model and predictions."""
     name, output = data.task.name, sweep.options.output_dir
     folder = model_folder(output, data.task, encoder, data.fingerprint)
@@ -475,7 +475,7 @@ def _use_model(sweep: Sweep, store: Store, data: TaskData, encoder: Encoder) -> 
         return [f"{name}: no model of {encoder.name} was kept{why}"]
     use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
     told = damaged or f"{plain} keeps that of other files or settings" if plain.exists() and folder != plain else ""
-    if better := better_run(store, encoder, data, folder):
+    if better := better_run(sweep.store, encoder, data, folder):
         told = f"of those kept; the better run {better} kept none: to repeat it, delete its line in {RUNS}"
     other = f" ({told})" if told else ""
     lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]

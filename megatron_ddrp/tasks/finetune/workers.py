@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.encoders.encoder import Encoder, load_encoder
@@ -53,7 +52,7 @@ from megatron_ddrp.tasks.finetune.training import (
     keep_if_best,
     model_folder,
 )
-from megatron_ddrp.tasks.jobs import Part, Store, device_of, drain, eta, left_to_others, one_at_a_time, share_out
+from megatron_ddrp.tasks.jobs import Workload, device_of, drain, eta, left_to_others, one_at_a_time, share_out
 
 _SUBSET_SEED = 0
 """Seed of the rows that --max-train-examples keeps, the same for all runs and encoders."""
@@ -65,7 +64,7 @@ class Sweep:
     def __init__(
         self, options: SweepOptions, data: dict[str, TaskData], device: torch.device, ranks: Ranks | None = None
     ):
-        """Load the encoders and list the runs. `ranks` is None unless several ranks share each run.
+        """Load the encoders, list the runs and open the store. `ranks` is None unless several ranks share each run.
 
         Its own options name the checkpoints that were loaded: the run of an encoder may save more of them meanwhile.
         """
@@ -94,6 +93,10 @@ class Sweep:
             )
         ]
         self._encoded: tuple[tuple[str, str], Encoded, dict[str, Encoded]] | None = None
+        self.store = RunStore(options.output_dir / RUNS, tasks=options.suite.known)
+        wanted = options.machine.workers or max(1, torch.cuda.device_count())
+        self.workers = 1 if ranks else min(wanted, max(1, len(self.store.missing(self.runs))))
+        """Number of processes that share the missing runs; ranks do every run together."""
 
     @property
     def speaks(self) -> bool:
@@ -102,51 +105,46 @@ class Sweep:
 
     def perform(self, run: Run) -> dict[str, Any]:
         """Do a run, write its predictions and maybe its model (on rank 0), and return its row of runs.jsonl."""
-        task, (train, dev) = self.data[run.task].task, self.encoded(run)
+        data, encoder, folder = self.data[run.task], self.encoders[run.encoder], self.options.output_dir
+        task, kind, (train, dev) = data.task, KINDS[data.task.kind], self.encoded(run)
         result = self.finetune(run, train, dev)
-        path = predictions_file(self.options.output_dir, run)
+        path = predictions_file(folder, run)
+        scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
         if self.speaks:
-            scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
             write_predictions(path, task, scored)
         scoring, *others = dev
-        kind = KINDS[task.kind]
-        answers, predicted = dev[scoring].answers, result.predictions[scoring]
         row = asdict(run) | {
-            "load": self.encoders[run.encoder].name,
-            "checkpoint": str(self.encoders[run.encoder].folder),
+            "load": encoder.name,
+            "checkpoint": str(encoder.folder),
             "metric": task.metric,
             "score": result.scores[scoring][-1],
             "epoch_scores": result.scores[scoring],
-            "train_examples": len(self.data[run.task].train),
-            "dev_examples": len(self.data[run.task].dev[scoring]),
-            "predictions": str(path.relative_to(self.options.output_dir)),
+            "train_examples": len(data.train),
+            "dev_examples": len(data.dev[scoring]),
+            "predictions": str(path.relative_to(folder)),
             "steps": result.steps,
             "seconds": round(result.seconds, 3),
         }
         if self.options.suite.known is None:
-            row |= {"facts": task.facts, "baseline": self.data[run.task].baseline}
+            row |= {"facts": task.facts, "baseline": data.baseline}
         if beside := kind.beside(task):
-            row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
+            row["beside"] = {metric: kind.score(metric, *scored[scoring]) for metric in beside}
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
         row = count_undefined(row, kind.metrics[task.metric].undefined)
         if run.task in self.options.suite.kept and self.speaks:
-            keep_if_best(
-                self.options.output_dir, self.encoders[run.encoder], self.data[run.task], run, result.model, row
-            )
+            keep_if_best(folder, encoder, data, run, result.model, row)
         return row
 
     def finetune(
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
     ) -> RunResult:
         """Fine-tune a fresh copy of the run's encoder."""
-        task = self.data[run.task].task
-        with allocations_as_user_errors(need_less_memory(run)):
-            return finetune(run, task, self.model(run), train, dev, self.ranks, test)
-
-    def model(self, run: Run) -> nn.Module:
-        """Return a fresh copy of a run's encoder with a new head, on the device."""
-        return build_model(self.encoders[run.encoder], self.data[run.task].task, run, self.device)
+        task, size = self.data[run.task].task, run.micro_batch_size
+        smaller = f"--micro-batch-size {size // 2} instead of {size}, " if size > 1 else ""
+        with allocations_as_user_errors(f"use {smaller}--max-seq-length below {run.max_seq_length} or fewer --workers"):
+            model = build_model(self.encoders[run.encoder], task, run, self.device)
+            return finetune(run, task, model, train, dev, self.ranks, test)
 
     def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
         """Return the training rows and the development files of a run; cache those of the last encoder and task."""
@@ -186,13 +184,6 @@ class Sweep:
         )
 
 
-def need_less_memory(run: Run) -> str:
-    """Return advice about flags that lower the memory of a run."""
-    size = run.micro_batch_size
-    smaller = f"--micro-batch-size {size // 2} instead of {size}, " if size > 1 else ""
-    return f"use {smaller}--max-seq-length below {run.max_seq_length} or fewer --workers"
-
-
 def _subset(data: TaskData, size: int | None) -> TaskData:
     if size is None or size >= len(data.train):
         return data
@@ -203,8 +194,8 @@ def _subset(data: TaskData, size: int | None) -> TaskData:
 _CHARACTERS_PER_PIECE = 4
 
 
-def time_left(sweep: Sweep, store: Store, workers: int) -> str:
-    """Return the time until `workers` finish the missing runs, as text, from the encoders' finished runs.
+def time_left(sweep: Sweep) -> str:
+    """Return the time until the workers finish the missing runs, as text, from the encoders' finished runs.
 
     The work of a run is epochs × (3 × training characters + development characters): a training step costs a forward
     and a backward pass.
@@ -218,12 +209,12 @@ def time_left(sweep: Sweep, store: Store, workers: int) -> str:
         task: 3 * characters(data.train) + sum(map(characters, data.dev.values())) for task, data in sweep.data.items()
     }
 
-    def part(run: Run, seconds: float = 0.0) -> Part:
-        return Part(f"run of {sweep.encoders[run.encoder].name}", run.epochs * epoch[run.task], seconds)
+    def part(run: Run, seconds: float = 0.0) -> Workload:
+        return Workload(f"run of {sweep.encoders[run.encoder].name}", run.epochs * epoch[run.task], seconds)
 
     own = set(sweep.runs)
-    finished = [part(run, row["seconds"]) for row in store.rows if (run := Run.of_row(row)) in own]
-    return eta([part(run) for run in store.missing(sweep.runs)], finished, workers)
+    finished = [part(run, row["seconds"]) for row in sweep.store if (run := Run.of_row(row)) in own]
+    return eta([part(run) for run in sweep.store.missing(sweep.runs)], finished, sweep.workers)
 
 
 def _count(things: Sized, name: str) -> str:
@@ -231,65 +222,54 @@ def _count(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
-def encoder_lines(sweep: Sweep) -> list[str]:
-    """Return the lines of the plan about the encoders: their origin, cut rows, and folders that are left out."""
-    lines = []
+def plan_text(sweep: Sweep) -> str:
+    """Return the text of the plan: the missing runs, the origin of each encoder, the rows of each task."""
+    missing, search = sweep.store.missing(sweep.runs), sweep.options.search
+    ranks = f", each on {sweep.ranks.world_size} ranks" if sweep.ranks else ""
+    lines = [
+        f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
+        f"{_count(search.points, 'grid point')} x {_count(range(search.seeds), 'seed')} = "
+        f"{_count(sweep.runs, 'run')} on {sweep.device.type}{ranks}; {len(missing)} of {len(sweep.runs)} runs to do"
+    ]
     for encoder in sweep.encoders.values():
         lines.append(f"  {encoder.name}: {encoder.origin}")
         if encoder.max_length < sweep.options.training.max_seq_length:
             lines.append(f"    rows are cut to {encoder.max_length} pieces: the encoder was trained on no longer rows")
     for twin in sweep.twins:
         lines.append(f"  {twin.name}: left out, it has the same weights as {sweep.encoders[twin.fingerprint].name}")
-    return lines
-
-
-def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
-    """Return the text of the plan: the missing runs, the origin of each encoder, the rows of each task."""
-    missing, search = store.missing(sweep.runs), sweep.options.search
-    ranks = f", each on {sweep.ranks.world_size} ranks" if sweep.ranks else ""
-    lines = [
-        f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
-        f"{_count(search.points, 'grid point')} x {_count(range(search.seeds), 'seed')} = "
-        f"{_count(sweep.runs, 'run')} on {sweep.device.type}{ranks}; {len(missing)} of {len(sweep.runs)} runs to do",
-        *encoder_lines(sweep),
-    ]
+    if not missing:
+        return "\n".join([*lines, *(f"  {task}: {fact}" for task, data in sweep.data.items() for fact in data.facts)])
     for task, count in Counter(run.task for run in missing).items():
         data = sweep.data[task]
         dev = ", ".join(f"{len(examples):,} {file}" for file, examples in data.dev.items())
         lines.append(f"  {task:6} {count:4} runs of {len(data.train):,} train, {dev}")
         lines += [f"    {fact}" for fact in data.facts]
-    if missing:
-        return "\n".join([*lines, f"  time left: {time_left(sweep, store, workers)}"])
-    return "\n".join([*lines, *(f"  {task}: {fact}" for task, data in sweep.data.items() for fact in data.facts)])
+    return "\n".join([*lines, f"  time left: {time_left(sweep)}"])
 
 
-class ResultLines:
-    """Printer of one line per finished run, whichever process did it."""
+def printer(sweep: Sweep) -> Callable[[], None]:
+    """Return a function that prints a line for each run added to the store since, whichever process did it."""
+    own, total = set(sweep.runs), len(sweep.store.missing(sweep.runs))
+    told, number = len(sweep.store.rows), 0
 
-    def __init__(self, sweep: Sweep, store: Store, workers: int):
-        self.sweep, self.store, self.workers = sweep, store, workers
-        self.own = set(sweep.runs)
-        self.told = len(store.rows)
-        self.total = len(store.missing(sweep.runs))
-        self.number = 0
-
-    def tell(self) -> None:
-        """Print the runs added to the store since the last call."""
-        for row in self.store.rows[self.told :]:
-            self.told += 1
+    def tell() -> None:
+        nonlocal told, number
+        for row in sweep.store.rows[told:]:
+            told += 1
             run = Run.of_row(row)
-            if run not in self.own:
+            if run not in own:
                 continue
-            self.number += 1
-            left = time_left(self.sweep, self.store, self.workers)
-            encoder = f"{self.sweep.encoders[run.encoder].name}, " if len(self.sweep.encoders) > 1 else ""
+            number += 1
+            encoder = f"{sweep.encoders[run.encoder].name}, " if len(sweep.encoders) > 1 else ""
             undefined = f" (undefined, counts as {100 * row['score']:g})" if row["undefined"] else ""
             print(
-                f"[{self.number}/{self.total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} "
+                f"[{number}/{total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} "
                 f"epochs {run.epochs} seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
-                f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {left}",
+                f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {time_left(sweep)}",
                 flush=True,
             )
+
+    return tell
 
 
 def run(options: SweepOptions) -> int:
@@ -298,42 +278,47 @@ def run(options: SweepOptions) -> int:
     if options.report is not None:
         return report_only(options.report, options.output_dir, options.suite)
     if launched_world_size() == 1:
-        _run_stages(options)
+        _run_sweeps(options)
         return 0
     # 24 hours, because rank 0 may wait for runs of another sweep.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
     with process_group.print_shared_errors_once(options.suite.program):
-        _run_stages(options, ranks)
+        _run_sweeps(options, ranks)
         process_group.stop()
     return 0
 
 
-def _run_stages(options: SweepOptions, ranks: Ranks | None = None) -> None:
-    """Do the sweep and its next stages, each on all ranks of a launcher if there are `ranks`, and write the report."""
+def _run_sweeps(options: SweepOptions, ranks: Ranks | None = None) -> None:
+    """Do the sweep and a second one, each on all ranks of a launcher if there are `ranks`, and write the report."""
     lines: list[str] = []
     asked: list[Run] = []
-    stage: SweepOptions | None = options
-    while stage is not None:
-        sweep, store = _open_on_ranks(stage, ranks) if ranks else _open(stage, stage.suite.read(), device_of(0))
-        workers = _num_workers(sweep, store)
+    folder, is_dry = options.output_dir, options.machine.dry_run
+    following: SweepOptions | None = options
+    while following is not None:
+        suite = following.suite
+        sweep = _open_on_ranks(following, ranks) if ranks else Sweep(following, suite.read(), device_of(0))
         if sweep.speaks:
-            print(plan_text(sweep, store, workers), flush=True)
-        if not stage.machine.dry_run and not _do_runs(sweep, store, workers):
-            line = left_to_others(len(store.missing(sweep.runs)), options.output_dir, options.machine.wait)
+            print(plan_text(sweep), flush=True)
+        if not is_dry and not _do_runs(sweep):
+            line = left_to_others(len(sweep.store.missing(sweep.runs)), folder, options.machine.wait)
             if sweep.speaks:
                 print(line)
             break
-        following = second_sweep(sweep, store)  # after the runs, which choose the folders of kept models
+        following = second_sweep(sweep)  # after the runs, which choose the folders of kept models
         asked += sweep.runs
-        if not stage.machine.dry_run:
-            if sweep.speaks:
-                report(sweep, store, asked, shown=following is None)
-            lines += stage.suite.finish(sweep, store) if stage.suite.finish else []
-        stage = following
+        if is_dry:
+            continue
+        if sweep.speaks:
+            with one_at_a_time(folder, "report"):  # before anything that may fail
+                sweep.store.refresh()
+                text = write_report({folder: sweep.store}, folder, suite, asked=asked)
+            if following is None:
+                print(text, flush=True)
+        lines += suite.finish(sweep) if suite.finish else []
     print("\n".join(lines), end="\n" * bool(lines))
 
 
-def second_sweep(sweep: Sweep, store: RunStore) -> SweepOptions | None:
+def second_sweep(sweep: Sweep) -> SweepOptions | None:
     """Return the options of the sweep that starts from the kept models of this one; None without one."""
     before = sweep.options
     if before.suite.second is None:
@@ -343,7 +328,7 @@ def second_sweep(sweep: Sweep, store: RunStore) -> SweepOptions | None:
     for encoder in sweep.encoders.values():
         folder = model_folder(before.output_dir, data.task, encoder, data.fingerprint)
         made[encoder.folder if is_dry else folder] = encoder
-        if not is_dry and (better := better_run(store, encoder, data, folder)):
+        if not is_dry and (better := better_run(sweep.store, encoder, data, folder)):
             raise UserError(
                 f"--start-from-task {data.task.name}: the best run of {encoder.name}, {better}, kept no model in "
                 f"{folder}; delete its line in runs.jsonl to repeat it, or give another --output-dir"
@@ -358,53 +343,28 @@ def second_sweep(sweep: Sweep, store: RunStore) -> SweepOptions | None:
     )
 
 
-def _open(
-    options: SweepOptions, data: dict[str, TaskData], device: torch.device, ranks: Ranks | None = None
-) -> tuple[Sweep, RunStore]:
-    return Sweep(options, data, device, ranks), RunStore(options.output_dir / RUNS, tasks=options.suite.known)
-
-
-def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
+def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> Sweep:
     data = agree(lambda: options.suite.read())
-    first = agree(lambda: None if ranks.rank else _open(options, data, ranks.device, ranks))
-    sent: Any = gather_objects(first and (first[0].options.load, first[0].options.names))[0]
+    first = agree(lambda: None if ranks.rank else Sweep(options, data, ranks.device, ranks))
+    sent: Any = gather_objects(first and (first.options.load, first.options.names))[0]
     chosen = replace(options, load=sent[0], names=sent[1])
-    sweep, store = agree(lambda: first or _open(chosen, data, ranks.device, ranks))
+    sweep = agree(lambda: first or Sweep(chosen, data, ranks.device, ranks))
     refuse_differences({f"run {number}": run.name for number, run in enumerate(sweep.runs, 1)})
-    return sweep, store
+    return sweep
 
 
-def _num_workers(sweep: Sweep, store: RunStore) -> int:
-    """Return the number of worker processes; ranks do every run together."""
-    wanted = sweep.options.machine.workers or max(1, torch.cuda.device_count())
-    return 1 if sweep.ranks else min(wanted, max(1, len(store.missing(sweep.runs))))
-
-
-def _do_runs(sweep: Sweep, store: RunStore, workers: int) -> bool:
+def _do_runs(sweep: Sweep) -> bool:
     """Do the missing runs; return whether the store has all. With --no-wait, others may still be doing some."""
-    options, lines = sweep.options, ResultLines(sweep, store, workers)
+    options, store, tell = sweep.options, sweep.store, printer(sweep)
     if sweep.ranks:
-        return do_on_ranks(sweep, sweep.ranks, store, lines.tell)
-    if workers > 1:
+        return do_on_ranks(sweep, sweep.ranks, tell)
+    if sweep.workers > 1:
         digests = {name: data.digest for name, data in sweep.data.items()}
         given = (options, digests, set(sweep.encoders))
-        share_out(_work, given, workers, sweep.runs, store, lines.tell, options.suite.program)
+        share_out(_work, given, sweep.workers, sweep.runs, store, tell, options.suite.program)
     else:
-        drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
+        drain(sweep.runs, store, sweep.perform, tell, options.machine.wait)
     return not store.missing(sweep.runs)
-
-
-def report(sweep: Sweep, store: RunStore, asked: Sequence[Run], shown: bool) -> None:
-    """Write the tables, before anything that may fail; print them if `shown`. Only one command writes at a time.
-
-    `asked` are the runs of this stage and of those before it.
-    """
-    output = sweep.options.output_dir
-    with one_at_a_time(output, "report"):
-        store.refresh()
-        text = write_report({output: store}, output, sweep.options.suite, asked=asked)
-    if shown:
-        print(text, flush=True)
 
 
 def _work(number: int, options: SweepOptions, digests: dict[str, str], encoders: set[str]) -> None:
@@ -414,15 +374,15 @@ def _work(number: int, options: SweepOptions, digests: dict[str, str], encoders:
             f"{changed[0]}: its files changed after this command had read them; finished runs are kept; run the same "
             "command again to go on with the new rows, or put the old files back first"
         )
-    sweep, store = _open(options, data, device_of(number))
+    sweep = Sweep(options, data, device_of(number))
     if encoders != set(sweep.encoders):
         raise UserError(
             f"--load {' '.join(map(str, options.load))}: changed after this command had read it; run it again"
         )
-    drain(sweep.runs, store, sweep.perform, wait=options.machine.wait)
+    drain(sweep.runs, sweep.store, sweep.perform, wait=options.machine.wait)
 
 
-def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> bool:
+def do_on_ranks(sweep: Sweep, ranks: Ranks, tell: Callable[[], None]) -> bool:
     """Do the runs one by one on all ranks together. Rank 0 takes the leases and announces the next run.
 
     Return whether the store has all runs. With `--no-wait`, other commands may still be doing some.
@@ -445,8 +405,8 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], Non
         return number == done
     outcome = failed
     try:
-        drain(sweep.runs, store, together, tell, sweep.options.machine.wait)
-        outcome = left if store.missing(sweep.runs) else done
+        drain(sweep.runs, sweep.store, together, tell, sweep.options.machine.wait)
+        outcome = left if sweep.store.missing(sweep.runs) else done
     finally:
         announce(outcome)
     return outcome == done

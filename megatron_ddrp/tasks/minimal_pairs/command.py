@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.reading import COUNT, Section, option, refuse
-from megatron_ddrp.tasks.jobs import Machine
+from megatron_ddrp.tasks.jobs import WorkerOptions
 from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES
 
 
@@ -37,7 +37,7 @@ have accuracies, standard errors and paired differences; OUT/heatmap.png shows a
 
 
 @dataclass(frozen=True)
-class What(Section):
+class PairOptions(Section):
     """pairs and encoders"""
 
     data_dir: Path = option(
@@ -63,14 +63,14 @@ class What(Section):
 
 
 @dataclass(frozen=True)
-class How(Section):
+class ScoreOptions(Section):
     """score"""
 
     score: str = option("l2r", "; ".join(f"{name}: {text}" for name, text in SCORES.items()), choices=tuple(SCORES))
 
 
 @dataclass(frozen=True)
-class PairMachine(Machine):
+class PairWorkerOptions(WorkerOptions):
     """machine"""
 
     workers: int | None = option(
@@ -83,7 +83,7 @@ class PairMachine(Machine):
     )
 
 
-SECTIONS = (What, How, PairMachine)
+SECTIONS = (PairOptions, ScoreOptions, PairWorkerOptions)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

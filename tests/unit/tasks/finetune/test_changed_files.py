@@ -135,7 +135,7 @@ def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, tmp_pat
     monkeypatch.setattr(workers, "agree", lambda action: action())
     monkeypatch.setattr(workers, "gather_objects", gather)
     monkeypatch.setattr(workers, "refuse_differences", lambda _: None)
-    sweeps = [workers._open_on_ranks(options, Ranks(rank, 2, torch.device("cpu")))[0] for rank in (0, 1)]
+    sweeps = [workers._open_on_ranks(options, Ranks(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
     assert [one.options.load for one in sweeps] == [(training_run / "iter_0000003",)] * 2
     assert [run.name for run in sweeps[0].runs] == [run.name for run in sweeps[1].runs] and sent[1] is None
 

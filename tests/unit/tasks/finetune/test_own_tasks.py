@@ -452,8 +452,8 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     twin = Namespace(name="twin", fingerprint="a")
     options.search = Namespace(points=[0], seeds=1)
     found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin], ranks=Namespace(world_size=2))
-    found.data, found.device = {}, Namespace(type="cpu")
-    assert plan_text(found, Namespace(missing=list), 1).splitlines() == [
+    found.data, found.device, found.store = {}, Namespace(type="cpu"), Namespace(missing=list)
+    assert plan_text(found).splitlines() == [
         "plan: 1 encoder x 0 tasks x 1 grid point x 1 seed = 0 runs on cpu, each on 2 ranks; 0 of 0 runs to do",
         "  alibi: loaded: 3 weights",
         "    rows are cut to 16 pieces: the encoder was trained on no longer rows",

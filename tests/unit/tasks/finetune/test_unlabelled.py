@@ -101,7 +101,7 @@ def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, t
     """The second one comes to its predictions while the first is writing the same file."""
     out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", task_files.use_models, []
 
-    def finish_twice(sweep, store):
+    def finish_twice(sweep):
         predict = FineTuned.predict
 
         def predict_beside_another(model, encoded):
@@ -112,13 +112,13 @@ def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, t
 
         def also_finish():
             try:
-                ends.append(finish(sweep, store))
+                ends.append(finish(sweep))
             except UserError as error:
                 ends.append(str(error))
 
         other = threading.Thread(target=also_finish)
         monkeypatch.setattr(FineTuned, "predict", predict_beside_another)
-        lines = finish(sweep, store)
+        lines = finish(sweep)
         other.join()
         assert ends == [lines]
         return lines
