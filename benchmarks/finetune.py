@@ -27,7 +27,7 @@ from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.huggingface import HuggingFaceEncoder
 from megatron_ddrp.encoders.rows import Encoded, RowWriter
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.training import FineTuning, TaskModel
 from megatron_ddrp.tasks.glue import TASKS
 
@@ -62,7 +62,7 @@ def ours(config: Any, rows: Encoded, order: list[np.ndarray]) -> Callable[[], No
     """Return our step on the next batch of `order`."""
     from transformers import BertModel
 
-    run = Run("MRPC", BATCH, 3e-5, 1000, 1, 128, encoder="", data="", micro_batch_size=BATCH)
+    run = TuningRun("MRPC", BATCH, 3e-5, 1000, 1, 128, encoder="", data="", micro_batch_size=BATCH)
     encoder = HuggingFaceEncoder(BertModel(config, add_pooling_layer=False))
     task = TASKS["MRPC"]
     model = TaskModel(encoder, config.hidden_size, SEQUENCE, len(task.labels)).to(DEVICE)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import FAILURE, UserError
 
 T = TypeVar("T")
 Work = Callable[[Any], Any]
@@ -104,15 +104,19 @@ def map_in_order(
 def _start_worker() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
-    """End this worker when the main process ends: a killed main process cannot stop its workers."""
+def end_with_parent() -> None:
+    """Let this worker end when the main process ends: a killed main process cannot stop its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(FAILURE)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,28 +1,15 @@
-"""Fine-tuning on GLUE (Wang et al., arXiv:1804.07461), as in section 4.4 and appendix B of the DDRP+MTH paper.
+"""Fine-tune encoders on GLUE tasks and report the development scores.
 
-GLUE tasks, one row each: files, columns, labels and metric, in the layout of the official TSV release.
+The command runs every task at every grid point with every seed. OUT/runs.jsonl has one line per finished run; a
+restarted command does only the missing runs, and several commands may share one OUT. OUT/table.md has the medians over
+seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run. Recipe and grid are
+those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Representation Confusion", appendix B).
 
-Tabs alone separate cells: quotation marks are text, also QQP's doubled ones. Files have a header line except CoLA's
-train.tsv and dev.tsv; MRPC's begin with a byte-order mark. The first development file gives a task's score. The labels
-are in alphabetical order, which fixes the class numbers.
-
-Numbers and comparisons of the DDRP+MTH paper (base size). Tables show its numbers apart from our own.
-
-Suite of the GLUE tasks: files, two averages, the paper's scores, and the submission.
-
-The reader of GLUE's TSV files checks everything before training starts; errors name file, line and expectation.
-
---predict-test: predictions for the test sets, whose labels only gluebenchmark.com has.
-
-A submission is a folder of files TASK.tsv with the columns `index` and `prediction`, and a zip of them for the server.
-
-Each folder has the predictions of one encoder; its file encoder.json says of which.
-
-A sweep keeps scores, not weights. Therefore each task's best run (the best seed at the best grid point) is repeated;
-its seed makes it the same run. At its end it predicts the test set. A task is skipped if the predictions of its best
-run on the same test set exist.
-
-`megatron-ddrp glue`: fine-tune encoders on GLUE over a grid and seeds, and report the medians.
+  first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
+  plan alone     … --grid paper --dry-run
+  all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
+  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, with the same scores
+  compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH
 """
 
 from __future__ import annotations
@@ -50,7 +37,7 @@ from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.run.launch import first_rank_speaks
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require, sweep_sections
-from megatron_ddrp.tasks.finetune.runs import Run, Suite, best_cells
+from megatron_ddrp.tasks.finetune.runs import Suite, TuningRun, best_cells
 from megatron_ddrp.tasks.finetune.table_files import Example, Examples, Task, TaskData, checked_rows, decode, tsv_rows
 from megatron_ddrp.tasks.jobs import digest, one_at_a_time
 
@@ -136,7 +123,12 @@ TASKS: dict[str, GlueTask] = {
         GlueTask(name="WNLI", dev_examples=71, in_average=False),
     )
 }
-"""Tasks by name, in the order of the paper's tables; WNLI, which is in no average, comes last."""
+"""Tasks by name, in the order of the paper's tables; WNLI, which is in no average, comes last.
+
+Files, columns, labels and metric are those of the official TSV release. Files have a header line except CoLA's
+train.tsv and dev.tsv. The first development file gives a task's score. The labels are in alphabetical order, which
+fixes the class numbers.
+"""
 
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_average)
 
@@ -234,7 +226,8 @@ def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
 def read_examples(task: GlueTask, path: Path, raw: bytes, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
     """Return the rows of a file with the content `raw`, without up to `broken_rows` rows that lack columns.
 
-    Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
+    Tabs alone separate cells: quotation marks are text, also QQP's doubled ones. MRPC's files begin with a byte-order
+    mark. Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
     """
     refuse_stand_in(raw, path)
     lines = decode(str(path), raw).removeprefix("\ufeff").removesuffix("\n").split("\n")
@@ -293,7 +286,7 @@ GLUE = Suite(
         [[f"{name} (paper)", *scores] for name, *scores in paper_rows()],
     ),
 )
-"""Suite of the nine GLUE tasks, without its files.
+"""Suite of the nine GLUE tasks (Wang et al., arXiv:1804.07461), without its files.
 
 The tables have two averages, each shown only if all of its tasks are there: of 8 numbers, as the paper prints it, with
 MNLI as one number (the matched set), and of 9, with matched and mismatched as two. The paper's scores follow in a table
@@ -313,6 +306,12 @@ OWNER = "encoder.json"
 def write_submissions(sweep: Sweep) -> list[str]:
     """Write a folder and a zip archive per encoder from the test sets; return lines that name them.
 
+    A submission is a folder of files TASK.tsv with the columns `index` and `prediction`, and a zip of them for
+    gluebenchmark.com, which alone has the labels. Each folder has the predictions of one encoder; its file encoder.json
+    says of which. A sweep keeps scores, not weights. Therefore each task's best run (the best seed at the best grid
+    point) is repeated; its seed makes it the same run. At its end it predicts the test set. A task is skipped if the
+    predictions of its best run on the same test set exist.
+
     The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
     encoder's predictions. An encoder that --start-from-task made shares the submission of the encoder that it was made
     from. Other commands with the same output folder wait meanwhile.
@@ -328,14 +327,21 @@ def _write_submissions(sweep: Sweep) -> list[str]:
     owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
     folders = {number: _folder(output, owner, alone) for number, owner in owners.items()}
     own = set(sweep.runs)
-    cells = best_cells(row for row in sweep.store if Run.of_row(row) in own)
-    jobs: list[tuple[Path, Run]] = []
+    cells = best_cells(row for row in sweep.store if TuningRun.of_row(row) in own)
+    jobs: list[tuple[Path, TuningRun]] = []
     for tasks in cells.values():
         for cell in tasks.values():
-            run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
+            run = TuningRun.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
             jobs.append((folders[run.encoder], run))
-    digests = {run.task: _digest(sweep.data[run.task].tests) for _, run in jobs}
-    todo = [job for job in jobs if not _is_there(*job, digests[job[1].task])]
+    digests = {
+        task: digest({name: [row.texts for row in rows] for name, rows in data.tests.items()})
+        for task, data in sweep.data.items()
+    }
+    todo = [
+        (folder, run)
+        for folder, run in jobs
+        if not _says(_marker(folder, run), {"run": run.name, "test": digests[run.task]})
+    ]
     if sweep.ranks:
         from megatron_ddrp.parallel.process_group import gather_objects  # here, because --help must not import torch
 
@@ -347,7 +353,7 @@ def _write_submissions(sweep: Sweep) -> list[str]:
         result = sweep.finetune(run, train, dev, test)
         if not sweep.speaks:
             continue
-        if not _says(folder / OWNER, "encoder", owners[run.encoder]):
+        if not _says(folder / OWNER, {"encoder": owners[run.encoder]}):
             _write_object(folder / OWNER, {"encoder": owners[run.encoder], "name": sweep.encoders[run.encoder].name})
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
@@ -394,48 +400,23 @@ def _folder(output: Path, owner: str, alone: bool) -> Path:
     """
     plain = output / PLAIN
     is_free = not any((plain / name).exists() for name in SUBMISSION)
-    return plain if alone and (is_free or _says(plain / OWNER, "encoder", owner)) else output / f"{PLAIN}-{owner}"
+    return plain if alone and (is_free or _says(plain / OWNER, {"encoder": owner})) else output / f"{PLAIN}-{owner}"
 
 
-def _marker(folder: Path, run: Run) -> Path:
+def _marker(folder: Path, run: TuningRun) -> Path:
     return folder / f"{run.task}.json"
 
 
-def _is_there(folder: Path, run: Run, test: str) -> bool:
-    marker = _marker(folder, run)
-    return _says(marker, "run", run.name) and _says(marker, "test", test)
-
-
-def _digest(tests: Mapping[str, Examples]) -> str:
-    """Return the fingerprint of a task's test sets."""
-    return digest({name: [row.texts for row in rows] for name, rows in tests.items()})
-
-
-def _says(path: Path, key: str, value: str) -> bool:
-    """Return whether a file is a JSON object with this value; False for a missing or damaged file."""
+def _says(path: Path, facts: dict[str, str]) -> bool:
+    """Return whether a file is a JSON object with these facts; False for a missing or damaged file."""
     try:
-        return bool(parse_json(path.read_bytes())[key] == value)
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(parse_json(path.read_bytes()).items() >= facts.items())
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
 
 
 def _write_object(path: Path, facts: dict[str, Any]) -> None:
     write_text(path, f"{json.dumps(facts)}\n")
-
-
-DESCRIPTION = """Fine-tune encoders on GLUE tasks and report the development scores.
-
-The command runs every task at every grid point with every seed. OUT/runs.jsonl has one line per finished run; a
-restarted command does only the missing runs, and several commands may share one OUT. OUT/table.md has the medians over
-seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run. Recipe and grid are
-those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Representation Confusion", appendix B).
-
-  first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
-  plan alone     … --grid paper --dry-run
-  all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
-  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, with the same scores
-  compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH
-"""
 
 
 @dataclass(frozen=True)
@@ -467,7 +448,7 @@ SECTIONS = sweep_sections((GlueTasks,), Search)
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
     """Parse and check the command line."""
-    return parse_sweep(ArgumentParser(description=DESCRIPTION), SECTIONS, Search, _glue, arguments)
+    return parse_sweep(ArgumentParser(description=__doc__), SECTIONS, Search, _glue, arguments)
 
 
 def _glue(options: argparse.Namespace) -> Suite:

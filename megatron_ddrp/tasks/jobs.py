@@ -27,7 +27,6 @@ import multiprocessing.connection
 import os
 import signal
 import stat
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +40,8 @@ from megatron_ddrp.config.reading import COUNT, Section, option
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.atomic import BrokenSeal, check_object, make_folder, seal_object, sync_folder, take_lock
 from megatron_ddrp.data.points import point
-from megatron_ddrp.errors import FAILURE, UserError, refusals_as_user_errors, run_command
+from megatron_ddrp.data.progress import end_with_parent
+from megatron_ddrp.errors import UserError, refusals_as_user_errors, run_command
 from megatron_ddrp.foreign import parse_json, refuse_stand_in
 from megatron_ddrp.run.log import duration
 
@@ -160,29 +160,24 @@ class Store:
         for line in whole.split(b"\n")[:-1]:
             self._lines += 1
             try:
-                row = self._parse(line)
+                row = parse_json(line, lenient=True)
+                if not isinstance(row, dict):
+                    raise TypeError("expected a JSON object")
+                row = self._as_written_now(check_object(row))
                 self._done.add(self._name(row))
+            except BrokenSeal:
+                reason = "changed since it was written (its sum does not match)"
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = str(error) if isinstance(error, Damaged) else f"not {self.what}"
-                self._damaged(f"{self.path}, line {self._lines}: {reason}")
+            else:
+                self.rows.append(row)
                 continue
-            self.rows.append(row)
+            sentence = f"{self.path}, line {self._lines}: {reason}"
+            if self._on_damage is None:
+                raise UserError(f"{sentence}; choose another --output-dir, or delete this line")
+            self._on_damage(sentence)
         self._offset += len(whole)
         self.ends_in_half_a_line = len(raw) > len(whole)
-
-    def _parse(self, line: bytes) -> Row:
-        row = parse_json(line, lenient=True)
-        if not isinstance(row, dict):
-            raise TypeError("expected a JSON object")
-        try:
-            return self._as_written_now(check_object(row))
-        except BrokenSeal:
-            raise Damaged("changed since it was written (its sum does not match)") from None
-
-    def _damaged(self, sentence: str) -> None:
-        if self._on_damage is None:
-            raise UserError(f"{sentence}; choose another --output-dir, or delete this line")
-        self._on_damage(sentence)
 
 
 def digest(facts: Any) -> str:
@@ -355,16 +350,9 @@ def _begin(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     for path in plugins:
         load_plugin(path)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     share_threads(count)
     run_command(lambda: work(number, *arguments), f"{program}: worker {number}")
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(FAILURE)
 
 
 WAIT = 0.5

@@ -87,6 +87,7 @@ SMALL = {
     "run/devices.py": "plan --help lists its devices without torch",
     "data/randomness.py": "data/ and lab/ draw by it",
     "tasks/finetune/kinds/regression.py": "the example of CONTRIBUTING.md",
+    "tasks/minimal_pairs/command.py": "its --help starts without torch; scoring.py does the work",
 }
 """Files of less than 60 lines of code, with their reason."""
 

@@ -45,9 +45,9 @@ def test_a_run_is_told_its_estimate_and_what_lowers_it(
 
 
 def test_a_fine_tuning_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Namespace(task="RTE", micro_batch_size=16, max_seq_length=128)
-    monkeypatch.setattr(sweep, "finetune", no_memory)
-    here = Namespace(data={"RTE": Namespace(task=None)}, model=no_memory, ranks=None)
+    run = Namespace(task="RTE", encoder="e", micro_batch_size=16, max_seq_length=128)
+    monkeypatch.setattr(sweep, "build_model", no_memory)
+    here = Namespace(data={"RTE": Namespace(task=None)}, encoders={"e": None}, device=None)
     with pytest.raises(
         UserError, match="2.00 GiB.*; use --micro-batch-size 8 instead of 16, --max-seq-length below 128"
     ):
@@ -60,7 +60,9 @@ def test_a_scoring_of_pairs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "score_sentences", no_memory)
     monkeypatch.setattr(scoring.Scorer, "model", lambda *_: None)
     subject = Namespace(tokenizer=None, max_length=8)
-    scorer = scoring.Scorer({("fingerprint", None): subject}, {"uid": None}, torch.device("cpu"), 512, print)
+    plan = Namespace(subjects={("fingerprint", None): subject}, paradigms={"uid": None})
+    plan.options = Namespace(tokens_per_batch=512)
+    scorer = scoring.Scorer(plan, torch.device("cpu"), print)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="; use --tokens-per-batch 256 instead of 512, or fewer --workers"):
         scorer.perform(job)
 

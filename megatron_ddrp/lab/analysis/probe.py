@@ -105,7 +105,9 @@ def measure_probe(model: ModelEncoder, batches: Callable[[], Iterable[Batch]]) -
     readouts, fitted = _fit(model, _every_other(batches(), 0))
     hits, pairs = _score(model, _every_other(batches(), 1), readouts)
     scored = pairs.sum(0)  # [k]
-    known = _attended(model) & (fitted > 0) & (scored > 0)  # [1 + layers, k]
+    windows = torch.tensor([model.config.window(layer) or REACH for layer in range(model.config.num_layers)])
+    attended = torch.arange(1, 1 + REACH) <= windows[:, None]  # [layers, k]
+    known = torch.cat([attended.any(0, keepdim=True), attended]) & (fitted > 0) & (scored > 0)  # [1 + layers, k]
     if not known.any():
         raise UserError(
             "the sentences are too few or too short to probe left and right: give a larger --sentences or --max-length"
@@ -159,7 +161,9 @@ def _fit(model: ModelEncoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]
     w is 0 for heads of other layers. (M + ridge)⁻¹ m with M = S + m mᵀ has the direction of (S + ridge)⁻¹ m, and sums
     of d² do not cancel.
     """
-    members = _members(model)  # [1 + layers, layers · heads]
+    sizes = model.config
+    own = torch.eye(sizes.num_layers, dtype=torch.float64).repeat_interleave(sizes.num_attention_heads, 1)
+    members = torch.cat([torch.ones_like(own[:1]), own])  # [1 + layers, layers · heads]
     heads = members.shape[1]
     pairs, total, square = (torch.zeros(REACH, *sizes).double() for sizes in ((), (heads,), (heads, heads)))
     for d, counted in _measured(model, batches):
@@ -197,20 +201,6 @@ def _every_other(batches: Iterable[Batch], first: int) -> Iterator[Batch]:
         if len(batch.input_ids) > first:
             yield batch.map(itemgetter(slice(first, None, 2)))
         first = (first + len(batch.input_ids)) % 2
-
-
-def _members(model: ModelEncoder) -> Tensor:
-    """Mark the heads of all layers and of each layer by 1, float64 `[1 + layers, layers · heads]`."""
-    sizes = model.config
-    own = torch.eye(sizes.num_layers, dtype=torch.float64).repeat_interleave(sizes.num_attention_heads, 1)
-    return torch.cat([torch.ones_like(own[:1]), own])
-
-
-def _attended(model: ModelEncoder) -> Tensor:
-    """Mark the distances within the window of any layer and of each layer, bool `[1 + layers, k]`."""
-    windows = torch.tensor([model.config.window(layer) or REACH for layer in range(model.config.num_layers)])
-    own = torch.arange(1, 1 + REACH) <= windows[:, None]  # [layers, k]
-    return torch.cat([own.any(0, keepdim=True), own])
 
 
 def _standard_error(parts: Tensor) -> float | None:
@@ -326,10 +316,6 @@ class _Layer:
         """Principal components `[hidden, hidden]`, one per column, the first component in the last one."""
         return torch.linalg.eigh(torch.as_tensor(self.covariance))[1]
 
-    def check(self, number: int) -> None:
-        if not torch.as_tensor(self.covariance).isfinite().all():
-            raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
-
     def result(self, number: int) -> LayerSpace:
         covariance = torch.as_tensor(self.covariance)
         largest = float(torch.linalg.eigvalsh(covariance)[-1])  # Σ z²
@@ -360,7 +346,7 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
 
     def read(add: Callable[[_Layer, LayerStates, Batch, Tensor], None]) -> None:
         for batch in batches():
-            text = text_mask(batch, specials)
+            text = (batch.document_ids > 0) & ~torch.isin(batch.input_ids, specials)  # [batch, seq]
             for number, state in enumerate(layer_states(model, batch)):
                 add(layers[number], state, batch, text)
 
@@ -369,14 +355,10 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
         raise UserError("the sentences hold fewer than two tokens of text: give more sentences, or longer ones")
     read(_Layer.second)
     for number, layer in layers.items():
-        layer.check(number)
+        if not torch.as_tensor(layer.covariance).isfinite().all():
+            raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
     read(_Layer.third)
     return Space(tuple(layer.result(number) for number, layer in layers.items()), layers[0].plain.tokens)
-
-
-def text_mask(batch: Batch, specials: Tensor) -> Tensor:
-    """Mark the tokens that are neither padding nor one of `specials`, bool `[batch, seq]`."""
-    return (batch.document_ids > 0) & ~torch.isin(batch.input_ids, specials)
 
 
 def isoscore(covariance: Tensor) -> float | None:
@@ -465,7 +447,13 @@ def measure_throughput(
                 try:
                     memory[number] = peak_memory(each, length, setting)
                 except RuntimeError as error:
-                    each.left_out[length] = _want_of_memory(error)
+                    if isinstance(error, BrokenProcessPool):
+                        reason = "the process that measured its memory was killed, probably for taking too much"
+                    elif lacks_memory(error):
+                        reason = "not enough memory; give a smaller --tokens"
+                    else:
+                        raise
+                    each.left_out[length] = reason
             for _ in range(setting.rounds + 1 if length in each.left_out else 1):
                 advance()
         seconds = _time_rounds([timed[number] for number in memory], length, setting, order, advance)
@@ -540,12 +528,3 @@ def _speed(length: int, rows: int, seconds: NDArray[np.float64], memory: int | N
     """Return the speed: quartiles of tokens per second over the rounds. `seconds` is `[rounds]`."""
     low, median, high = np.percentile(rows * length / seconds, [25, 50, 75]).tolist()
     return Speed(length, rows, median, low, high, memory)
-
-
-def _want_of_memory(error: RuntimeError) -> str:
-    """Return the reason for leaving a length out. Raises the error again if it is not about memory."""
-    if isinstance(error, BrokenProcessPool):
-        return "the process that measured its memory was killed, probably for taking too much"
-    if lacks_memory(error):
-        return "not enough memory; give a smaller --tokens"
-    raise error

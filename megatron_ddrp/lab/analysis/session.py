@@ -219,7 +219,7 @@ class Sentences:
             input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
             input_ids[:, 0] = self.tokenizer.cls_id
             input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
-            for row, length, ids in zip(input_ids, lengths, self.rows[begin:], strict=False):
+            for row, length, ids in zip(input_ids, lengths, self.rows[begin : begin + len(lengths)], strict=True):
                 row[1 : length - 1] = ids[: length - NUM_SPECIAL_TOKENS]
             yield Batch.of_texts(input_ids, document_ids)
 

@@ -1,4 +1,20 @@
-"""`megatron-ddrp compare`: do the missing jobs of a plan and write the page; or write the page of rows alone."""
+"""Compare models, at one budget or several.
+
+The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
+own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
+Pre-Training by Reducing Representation Confusion").
+
+The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
+finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints, and OUT/rows.jsonl one line per finished
+run with all its measures, from which the page is made. Run the same command again to do the missing jobs: it repeats
+no finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You may change the
+plan: jobs that it shares with the old plan are not repeated.
+
+  plan alone     megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
+  run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
+  own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
+  page of rows   megatron-ddrp compare OUT/rows.jsonl --output-dir DIR
+"""
 
 from __future__ import annotations
 
@@ -11,24 +27,6 @@ from typing import Any
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import COUNT, Section, option, refuse
-
-DESCRIPTION = """Compare models, at one budget or several.
-
-The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
-own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
-Pre-Training by Reducing Representation Confusion").
-
-The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
-finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints, and OUT/rows.jsonl one line per finished
-run with all its measures, from which the page is made. Run the same command again to do what is missing: it repeats no
-finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You may change the plan:
-jobs that it shares with the old plan are not repeated.
-
-  plan alone     megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
-  run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
-  own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
-  page of rows   megatron-ddrp compare OUT/rows.jsonl --output-dir DIR
-"""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ SECTIONS = (Files, Replacements, RowsAndPage, Mode)
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. `given` of the result has the values that replace the plan's, by dotted key."""
-    parser = ArgumentParser(description=DESCRIPTION)
+    parser = ArgumentParser(description=__doc__)
     options = parse_sections(parser, SECTIONS, arguments, plugins=False)
     options.is_rows = given_options(Files, options).is_rows
     options.given = given_options(Replacements, options).by_key()

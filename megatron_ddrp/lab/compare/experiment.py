@@ -26,23 +26,27 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from statistics import fmean
+from typing import BinaryIO
 
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import track
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
-from megatron_ddrp.lab.compare.measures import Work
-from megatron_ddrp.lab.compare.plan import Plan, read_plans
+from megatron_ddrp.lab.compare.measures import Work, draw_samples, make_row
+from megatron_ddrp.lab.compare.plan import ComparisonPlan, read_plans
 from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, samples_file, write_samples
-from megatron_ddrp.lab.compare.runs import Job, JobLines, TrainingRun, log_file, open_store
+from megatron_ddrp.lab.compare.runs import RUN, Job, TrainingRun, kind_name, log_file, open_store
 from megatron_ddrp.lab.compare.tables import load_claims
 from megatron_ddrp.pages.markdown import gpu_names, hardware, versions
-from megatron_ddrp.tasks.jobs import Row, Store, left_to_others, one_at_a_time
+from megatron_ddrp.run.log import duration
+from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.tasks.jobs import Row, Store, Workload, eta, left_to_others, one_at_a_time
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT = 0.3
@@ -67,13 +71,18 @@ class _Running:
 
 
 class Runner:
-    """Driver of jobs that are command lines."""
+    """Driver of jobs that are command lines, and the lines that it prints about them."""
 
-    def __init__(self, lines: JobLines, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
-        """Take what prints a line, `say`, and what runs whenever a job is finished, `after`."""
-        self.after = after
-        self.lines, self.store, self.workers, self.say = lines, lines.store, lines.workers, say
-        self.folder = self.store.path.parent
+    def __init__(
+        self,
+        store: Store,
+        workers: int,
+        say: Callable[[str], object] = print,
+        after: Callable[[], object] | None = None,
+    ):
+        """Take the finished jobs and the number of jobs at once; `say` prints a line, `after` follows each job."""
+        self.store, self.workers, self.say, self.after = store, workers, say, after
+        self.folder = store.path.parent
         self.running: list[_Running] = []
         self.failed: dict[str, str] = {}
         """Name of a failed job → the reason."""
@@ -121,7 +130,7 @@ class Runner:
                 self._start(job)
         if self.running and time.monotonic() - self._told > STATUS:
             self._told = time.monotonic()
-            self.say("  " + self.lines.status([(r.job, r.began) for r in self.running], left))
+            self.say("  " + self.status([(r.job, r.began) for r in self.running], left))
         return bool(self.left(left))
 
     def _start(self, job: Job) -> None:
@@ -170,31 +179,30 @@ class Runner:
         with running.lease:
             if code == 0 and job.output.exists():
                 seconds = time.monotonic() - running.began
-                self.store.append(self._row(running, seconds))
-                self.after()
+                self.store.append(
+                    {
+                        "job": job.name,
+                        "kind": job.kind,
+                        "title": job.title,
+                        "command": shlex.join(job.command),
+                        "work": job.work,
+                        "seconds": round(seconds, 3),
+                        "started": running.started,
+                        "workers": self.workers,
+                        "threads": self._environment(running.slot).get("OMP_NUM_THREADS"),
+                        "hardware": hardware(),
+                        "versions": versions(),
+                    }
+                )
+                if self.after:
+                    self.after()
                 done = len(jobs) - len(self.store.missing(jobs))
-                self.say(f"[{done}/{len(jobs)}] " + self.lines.finished(job, seconds, self.left(jobs)))
+                self.say(f"[{done}/{len(jobs)}] {self.finished(job, seconds, self.left(jobs))}")
                 return
         log = log_file(self.folder, job)
         why = f"exit code {code}" if code else f"it made no {job.output}"
         self.failed[job.name] = f"{why}; see {log}"
         self.say(f"FAILED {job}: {why}, {last_line(log)} (see {log}); the others continue")
-
-    def _row(self, running: _Running, seconds: float) -> dict[str, Any]:
-        job = running.job
-        return {
-            "job": job.name,
-            "kind": job.kind,
-            "title": job.title,
-            "command": shlex.join(job.command),
-            "work": job.work,
-            "seconds": round(seconds, 3),
-            "started": running.started,
-            "workers": self.workers,
-            "threads": self._environment(running.slot).get("OMP_NUM_THREADS"),
-            "hardware": hardware(),
-            "versions": versions(),
-        }
 
     def _stop(self) -> None:
         """Stop the running processes; give each time to save."""
@@ -208,6 +216,40 @@ class Runner:
                 running.process.wait()
             running.lease.close()
         self.running.clear()
+
+    def plan(self, jobs: Sequence[Job]) -> list[str]:
+        """Return lines with the number of missing jobs by kind, and the time that they will take."""
+        missing = self.store.missing(jobs)
+        lines = [f"{len(missing)} of {len(jobs)} jobs to do, {self.workers} at once"]
+        lines += [f"  {count:4} x {kind}" for kind, count in Counter(kind_name(job.kind) for job in missing).items()]
+        return [*lines, f"  time left: {self._eta(missing)}"] if missing else lines
+
+    def finished(self, job: Job, seconds: float, left: Sequence[Job]) -> str:
+        """Return the line of a finished job."""
+        losses = [row["valid_lm_loss"] for row in _metrics(job) if "valid_lm_loss" in row]
+        shown = "" if not losses else "not finite" if losses[-1] is None else f"{losses[-1]:.4f}"
+        loss = f", validation masked-LM loss {shown}" * bool(shown)
+        return f"{job}: {duration(seconds)}{loss}, eta {self._eta(left)}"
+
+    def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job]) -> str:
+        """Return the line of the running jobs with their step and the time since their start in `time.monotonic`."""
+        now, words, steps, trained = time.monotonic(), [], {}, []
+        for job, began in running:
+            rows = _metrics(job)
+            steps[job.name] = step = rows[-1]["iteration"] if rows else 0
+            words.append(f"{job}{f' step {step:,} of {job.work:,.0f}' * bool(step)} since {duration(now - began)}")
+            if times := [row["step_time"] for row in rows if "step_time" in row][1:]:  # the first has the start in it
+                trained.append(Workload(kind_name(job.kind), step, step * fmean(times)))
+        left = [replace(job, work=job.work - steps.get(job.name, 0)) for job in left]
+        return f"{'; '.join(words)}; eta {self._eta(left, trained)}"
+
+    def _eta(self, left: Sequence[Job], trained: Sequence[Workload] = ()) -> str:
+        finished = [Workload(kind_name(row["kind"]), row["work"], row["seconds"]) for row in self.store]
+        return eta([Workload(kind_name(job.kind), job.work) for job in left], [*finished, *trained], self.workers)
+
+
+def _metrics(job: Job) -> list[dict[str, float]]:
+    return read_rows(job.output) if job.kind == RUN else []
 
 
 def full_command(command: Sequence[str]) -> list[str]:
@@ -247,7 +289,7 @@ ROWS = "rows.jsonl"
 class Experiment:
     """All plans of a file with their jobs and rows."""
 
-    def __init__(self, plans: Sequence[Plan], folder: Path, store: Store, rows: Path | None = None):
+    def __init__(self, plans: Sequence[ComparisonPlan], folder: Path, store: Store, rows: Path | None = None):
         """Plan all jobs. `rows` is the file of rows, by default `ROWS` in the folder."""
         self.plan, self.folder, self.store = plans[0], folder, store
         self.rows = open_rows(rows or folder / ROWS)
@@ -285,8 +327,6 @@ class Experiment:
 
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
-        from megatron_ddrp.lab.compare.measures import make_row  # here, because --help must not import torch
-
         for work, run in self._without_row():
             if not self.store.missing(work.jobs_of(run)):
                 self.rows.append(make_row(work, run))
@@ -297,8 +337,6 @@ class Experiment:
         What is missing beside the rows, scores on resampled test items, is drawn and stored, if the jobs' outputs are
         still there.
         """
-        from megatron_ddrp.lab.compare.measures import draw_samples, make_row
-
         self.rows.refresh()
         self.record()
         found: dict[str, Row] = {}
@@ -381,15 +419,14 @@ def run_here(options: argparse.Namespace) -> int:
         load_claims(options.claims)  # before hours of jobs, not after them
     if options.page_only:
         return _write_page(experiment, options)
-    lines = JobLines(experiment.store, experiment.plan.workers)
+    runner = Runner(experiment.store, experiment.plan.workers, partial(print, flush=True), experiment.record)
     jobs = experiment.jobs()
-    print("\n".join([experiment.plan_text(), *lines.plan(jobs), *_remarks(experiment)]), flush=True)
+    print("\n".join([experiment.plan_text(), *runner.plan(jobs), *_remarks(experiment)]), flush=True)
     if options.dry_run:
         for job in jobs:
             print(f"{'done' if job.name in experiment.store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
         return 0
     stop_on_sigterm()
-    runner = Runner(lines, partial(print, flush=True), experiment.record)
     runner.run(making := experiment.data_jobs())  # first, because remarks about the data follow
     if not experiment.store.missing(making):
         for line in _data_remarks(experiment):
@@ -413,7 +450,7 @@ def plan_experiment(options: argparse.Namespace) -> Experiment:
     return Experiment(plans, options.output_dir, open_store(options.output_dir), options.rows)
 
 
-def check_texts(plan: Plan) -> None:
+def check_texts(plan: ComparisonPlan) -> None:
     """Raise `UserError` for texts of a plan that exist, but that its jobs would refuse, each in its log."""
     files = find_inputs(name for name in plan.corpus.input if os.path.exists(name))
     texts, advice = f"{plan.file}: corpus.input", "give --input FILE…"

@@ -21,7 +21,7 @@ from megatron_ddrp.config import encoding_class, flag_words, load_config
 from megatron_ddrp.data.batches.loader import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_json
-from megatron_ddrp.lab.compare.plan import NUM_SEEDS, Flags, Plan, TaskPlan
+from megatron_ddrp.lab.compare.plan import NUM_SEEDS, ComparisonPlan, Flags, TaskPlan
 from megatron_ddrp.lab.compare.rows import Samples
 from megatron_ddrp.lab.compare.runs import (
     CorpusFiles,
@@ -70,7 +70,7 @@ class Measure(NamedTuple):
     """Name of the plan's own task that it scores; empty for other measures."""
 
 
-def all_measures(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
+def all_measures(plan: ComparisonPlan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
     """Return the measures of all runs: GLUE comes last, and that of earlier checkpoints at the end.
 
     Raises `UserError` for missing or unreadable data.
@@ -93,7 +93,7 @@ def _flag_facts(flags: Flags) -> list[object]:
     return [[name.replace("_", "-"), flag_words([(name, value)])[1:]] for name, value in flags]
 
 
-def _glue(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _glue(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
     """Return the GLUE jobs of every last checkpoint, then of the other checkpoints of `glue.checkpoints_of`."""
     glue = plan.glue
     if glue is None:
@@ -113,7 +113,7 @@ def _glue(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
     return found
 
 
-def _minimal_pairs(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _minimal_pairs(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
     """Return the minimal-pair jobs of every last checkpoint. Raises `UserError` for unreadable pairs."""
     pairs = plan.minimal_pairs
     if pairs is None:
@@ -140,7 +140,7 @@ def _pair_facts(folder: str, max_pairs: int | None) -> tuple[list[list[str]], fl
     return [[paradigm.uid, paradigm.digest] for paradigm in paradigms], float(sum(map(len, paradigms)))
 
 
-def _own_tasks(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _own_tasks(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
     """Return the jobs that score every last checkpoint on every task. Raises `UserError` for missing data."""
     facts = [(task, _task_facts(plan, task)) for task in plan.tasks]
     found = []
@@ -154,14 +154,14 @@ def _own_tasks(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measur
     return found
 
 
-def _task_facts(plan: Plan, task: TaskPlan) -> list[object]:
+def _task_facts(plan: ComparisonPlan, task: TaskPlan) -> list[object]:
     """Return everything but the checkpoint that determines a score: the data, the task's settings and the flags."""
     data = [fingerprint(plan, "tasks", name) for name in task.data]
     asked = {name: value for name, value in vars(task.task).items() if name not in ("train", "valid", "test")}
     return [data, asked, _flag_facts(task.flags)]
 
 
-def _analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
+def _analyses(plan: ComparisonPlan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
     """Return the analyses of the runs at the full budget; attention maps only for the first seed."""
     prefixes = read_blend(corpus.data_path, "corpus.data_path").prefixes
     first, found = _first_runs(plan, runs), []
@@ -184,7 +184,7 @@ def _analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: 
     return found
 
 
-def _throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _throughput(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
     """Return one job that times all models of the first seed together; its `run` is the last of their runs."""
     lengths, timed = plan.analyses.throughput, _first_runs(plan, runs)
     if not lengths or not timed:
@@ -202,7 +202,7 @@ def _throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
     return [Measure(timed[-1], timed[-1].steps, job)]
 
 
-def _first_runs(plan: Plan, runs: list[TrainingRun]) -> list[TrainingRun]:
+def _first_runs(plan: ComparisonPlan, runs: list[TrainingRun]) -> list[TrainingRun]:
     """Return the runs of the plan's models with the first seed at the full budget."""
     return [run for run in runs if run.seed == plan.seeds[0] and run.model in plan.models and not run.half]
 
@@ -210,7 +210,7 @@ def _first_runs(plan: Plan, runs: list[TrainingRun]) -> list[TrainingRun]:
 class Work:
     """Jobs of a plan in an output folder."""
 
-    def __init__(self, plan: Plan, folder: Path, store: Store):
+    def __init__(self, plan: ComparisonPlan, folder: Path, store: Store):
         """Plan all jobs. Raises `UserError` for missing inputs and for flags that pre-training would refuse."""
         self.plan, self.folder, self.store = plan, folder, store
         self.corpus = open_corpus(plan, folder)

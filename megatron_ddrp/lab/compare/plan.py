@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,29 +136,22 @@ class TaskPlan:
         return search.seeds * sum(point.epochs for point in search.points)
 
 
-def read_glue(values: Any, place: Place) -> GluePlan:
-    """Read the section `glue`. Its further keys are flags of `megatron-ddrp glue`."""
-    return _with_flags(GluePlan, values, place)
-
-
 def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
     """Read the section `tasks`, a list of entries with a task file and flags of `megatron-ddrp finetune`."""
     entries = values if isinstance(values, list) else [values]
-    found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
-    for number, task in enumerate(found):
-        if task.name in [*TASKS, *(other.name for other in found[:number])]:
-            raise place.error(f"{task.name!r} names two tasks: give {task.file} another `name`")
+    found: list[TaskPlan] = []
+    for number, entry in enumerate(entries, 1):
+        at = place._replace(key=f"{place.key}[{number}]")
+        plan: TaskPlan = _with_flags(TaskPlan, entry, at)
+        try:
+            task = read_task_file(Path(plan.file))
+            task.require()
+        except UserError as error:
+            raise at.error(str(error)) from None
+        if task.task_name in [*TASKS, *(other.name for other in found)]:
+            raise place.error(f"{task.task_name!r} names two tasks: give {plan.file} another `name`")
+        found.append(replace(plan, task=task))
     return tuple(found)
-
-
-def _read_task(values: Any, place: Place) -> TaskPlan:
-    plan: TaskPlan = _with_flags(TaskPlan, values, place)
-    try:
-        task = read_task_file(Path(plan.file))
-        task.require()
-    except UserError as error:
-        raise place.error(str(error)) from None
-    return replace(plan, task=task)
 
 
 def _with_flags(section: type[Any], values: Any, place: Place) -> Any:
@@ -255,7 +249,7 @@ def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """Plan of a comparison."""
 
     models: tuple[Model, ...] = option(MISSING, "models to compare")
@@ -267,7 +261,7 @@ class Plan:
     model: Flags = option((), "flags of every run", read=read_flags)
     training: Flags = option((), "further flags of every run", read=read_flags)
     plugins: tuple[str, ...] = option((), "plug-ins, as for --plugin; every run and score loads them")
-    glue: GluePlan | None = option(None, "fine-tuning", read=read_glue)
+    glue: GluePlan | None = option(None, "fine-tuning", read=partial(_with_flags, GluePlan))
     minimal_pairs: MinimalPairsPlan | None = option(None, "pairs of sentences, without fine-tuning")
     tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on your own tasks", read=read_tasks)
     baseline: str | None = option(None, "model to compare the others with (default: the first)")
@@ -319,7 +313,7 @@ _GONE = {"expected": "the key is gone, leave it out: the time left comes from fi
 """Key that plans had in earlier versions → what to do."""
 
 
-def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]:
+def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[ComparisonPlan]:
     """Read and check the plans of a file: one without `rungs`, otherwise one per entry.
 
     `given` has values of the command line by dotted key; they replace the file's values.
@@ -346,11 +340,11 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     return plans
 
 
-def _plan(values: Any, place: Place, file: Path) -> Plan:
+def _plan(values: Any, place: Place, file: Path) -> ComparisonPlan:
     """Return a plan from its values, after loading its plug-ins, whose names its models may have."""
     if isinstance(values, Mapping) and "plugins" in values:
         load_plugins(values["plugins"], place.at("plugins"), file)
-    return make_section(Plan, read_settings(options_of(Plan), values, place, _GONE), place)
+    return make_section(ComparisonPlan, read_settings(options_of(ComparisonPlan), values, place, _GONE), place)
 
 
 def _rung(common: Mapping[str, Any], rung: Any, place: Place) -> dict[str, Any]:

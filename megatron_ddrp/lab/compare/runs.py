@@ -15,12 +15,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from megatron_ddrp.checkpoint import tag
@@ -29,11 +27,9 @@ from megatron_ddrp.config.registry import code_sum
 from megatron_ddrp.config.run import under_flags
 from megatron_ddrp.data.batches.loader import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.plan import CorpusPlan, Model, Plan, make_config
+from megatron_ddrp.lab.compare.plan import ComparisonPlan, CorpusPlan, Model, make_config
 from megatron_ddrp.lab.compare.rows import Arm
-from megatron_ddrp.run.log import duration
-from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.jobs import Store, Workload, digest, eta
+from megatron_ddrp.tasks.jobs import Store, digest
 
 RUN = "course"
 """Kind of a training run in names of jobs and folders, kept from the first version; `kind_name` shows "run"."""
@@ -81,52 +77,6 @@ def open_store(folder: Path) -> Store:
     return Store(folder / "jobs.jsonl", lambda row: row["job"], "a job finished by megatron-ddrp compare")
 
 
-class JobLines:
-    """Printed lines about the jobs of a comparison: the plan, finished jobs and running ones."""
-
-    def __init__(self, store: Store, workers: int):
-        """Take the finished jobs and the number of jobs at once."""
-        self.store, self.workers = store, workers
-
-    def plan(self, jobs: Sequence[Job]) -> list[str]:
-        """Return lines with the number of missing jobs by kind, and the time that they will take."""
-        missing = self.store.missing(jobs)
-        lines = [f"{len(missing)} of {len(jobs)} jobs to do, {self.workers} at once"]
-        lines += [f"  {count:4} x {kind}" for kind, count in Counter(kind_name(job.kind) for job in missing).items()]
-        return [*lines, f"  time left: {self._eta([_part(job) for job in missing])}"] if missing else lines
-
-    def finished(self, job: Job, seconds: float, left: Sequence[Job]) -> str:
-        """Return the line of a finished job."""
-        losses = [row["valid_lm_loss"] for row in _rows(job) if "valid_lm_loss" in row]
-        shown = "" if not losses else "not finite" if losses[-1] is None else f"{losses[-1]:.4f}"
-        loss = f", validation masked-LM loss {shown}" * bool(shown)
-        return f"{job}: {duration(seconds)}{loss}, eta {self._eta([_part(each) for each in left])}"
-
-    def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job]) -> str:
-        """Return the line of the running jobs with their step and the time since their start in `time.monotonic`."""
-        now, words, steps, trained = time.monotonic(), [], {}, []
-        for job, began in running:
-            rows = _rows(job)
-            steps[job.name] = step = rows[-1]["iteration"] if rows else 0
-            words.append(f"{job}{f' step {step:,} of {job.work:,.0f}' * bool(step)} since {duration(now - began)}")
-            if times := [row["step_time"] for row in rows if "step_time" in row][1:]:  # the first has the start in it
-                trained.append(Workload(kind_name(job.kind), step, step * fmean(times)))
-        parts = [_part(job)._replace(work=job.work - steps.get(job.name, 0)) for job in left]
-        return f"{'; '.join(words)}; eta {self._eta(parts, trained)}"
-
-    def _eta(self, left: Sequence[Workload], trained: Sequence[Workload] = ()) -> str:
-        finished = [Workload(kind_name(row["kind"]), row["work"], row["seconds"]) for row in self.store]
-        return eta(left, [*finished, *trained], self.workers)
-
-
-def _part(job: Job) -> Workload:
-    return Workload(kind_name(job.kind), job.work)
-
-
-def _rows(job: Job) -> list[dict[str, float]]:
-    return read_rows(job.output) if job.kind == RUN else []
-
-
 _END = 1 << 20
 """Number of bytes at each end of a file that enter its fingerprint."""
 
@@ -144,7 +94,7 @@ class CorpusFiles:
     """Jobs that build the files; none for existing datasets."""
 
 
-def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
+def open_corpus(plan: ComparisonPlan, folder: Path) -> CorpusFiles:
     """Return the files of a plan's corpus. Raises `UserError` for a missing input."""
     corpus = plan.corpus
     if corpus.data_path:
@@ -158,10 +108,7 @@ def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
     inputs = [fingerprint(plan, "input", name) for name in corpus.input]
     vocabulary = fingerprint(plan, "vocab_file", corpus.vocab_file) if corpus.vocab_file else corpus.vocab_size
     key = digest([inputs, vocabulary, corpus.tokenizer_type, *(["shuffled"] * corpus.shuffle)])
-    return _build(corpus, folder / "corpus" / key, key)
-
-
-def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
+    folder = folder / "corpus" / key
     jobs: list[Job] = []
     vocab_file = corpus.vocab_file
     if vocab_file is None:
@@ -192,7 +139,7 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
     return CorpusFiles((data_path,), vocab_file, corpus.tokenizer_type, key, tuple(jobs))
 
 
-def fingerprint(plan: Plan, key: str, name: str) -> Any:
+def fingerprint(plan: ComparisonPlan, key: str, name: str) -> Any:
     """Return the size and a hash of a file, or of all files in a folder.
 
     Of a corpus, which may have hundreds of gigabytes, only both ends enter the hash.
@@ -279,7 +226,7 @@ class TrainingRun:
         return self.folder / tag(step)
 
 
-def count_steps(plan: Plan, model: Model) -> int:
+def count_steps(plan: ComparisonPlan, model: Model) -> int:
     """Return the steps of a model's run at the full budget."""
     steps = plan.budget.steps
     if plan.budget.tokens:
@@ -289,45 +236,39 @@ def count_steps(plan: Plan, model: Model) -> int:
     return steps
 
 
-def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
-    """Return every run, seed by seed, without duplicates. `steps` has the steps of each model at the full budget."""
+def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
+    """Return every run, seed by seed, without duplicates. `steps` has the steps of each model at the full budget.
+
+    The plan's own flags override the schedule.
+    """
     runs: dict[str, TrainingRun] = {}
-    for seed in plan.seeds:
-        models = [(model, False) for model in plan.models]
-        models += [(plan.model_of(name), True) for name in plan.half_budget]
-        for model, half in models:
-            run = _plan_run(plan, corpus, folder, model, seed, max(1, steps[model.name] // (1 + half)), half)
-            runs.setdefault(run.job.name, run)
-    return list(runs.values())
-
-
-def _plan_run(
-    plan: Plan, corpus: CorpusFiles, folder: Path, model: Model, seed: int, steps: int, half: bool
-) -> TrainingRun:
-    """Return a run in the output folder. The plan's own flags override the schedule."""
-    label, interval = model.arm(half).label, -(-steps // plan.checkpoints)
-    settings: dict[str, Any] = {
-        "data_path": corpus.data_path,
-        "vocab_file": corpus.vocab_file,
-        "tokenizer_type": corpus.tokenizer_type,
-        **model.system,
-        "log_interval": max(1, steps // LOGGED),
-        "eval_interval": interval,
-        "eval_iters": EVAL_ITERS,
-        "save_interval": interval,
-        "train_iters": steps,
-        "seed": seed,
-        **under_flags(dict(plan.flags), dict(model.flags)),
-    }
-    config = make_config(settings, f"{plan.file}: {model.name}")
     code = [code_sum(Path(file)) for file in plan.plugins]
-    name = job_name(RUN, f"{label} {seed}", [facts_of(config), corpus.key, *code])
-    output = folder / f"{RUN}s" / name.removeprefix(f"{RUN}-")
-    places = {"save": output, "load": output}
-    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
-    needs = tuple(job.name for job in corpus.jobs)
-    job = Job(RUN, name, f"{label}, seed {seed}", command, output, needs, steps)
-    return TrainingRun(model, half, seed, config, job, plan.plugin_words)
+    models = [(model, False) for model in plan.models] + [(plan.model_of(name), True) for name in plan.half_budget]
+    for seed, (model, half) in product(plan.seeds, models):
+        count = max(1, steps[model.name] // (1 + half))
+        label, interval = model.arm(half).label, -(-count // plan.checkpoints)
+        settings: dict[str, Any] = {
+            "data_path": corpus.data_path,
+            "vocab_file": corpus.vocab_file,
+            "tokenizer_type": corpus.tokenizer_type,
+            **model.system,
+            "log_interval": max(1, count // LOGGED),
+            "eval_interval": interval,
+            "eval_iters": EVAL_ITERS,
+            "save_interval": interval,
+            "train_iters": count,
+            "seed": seed,
+            **under_flags(dict(plan.flags), dict(model.flags)),
+        }
+        config = make_config(settings, f"{plan.file}: {model.name}")
+        name = job_name(RUN, f"{label} {seed}", [facts_of(config), corpus.key, *code])
+        output = folder / f"{RUN}s" / name.removeprefix(f"{RUN}-")
+        places = {"save": output, "load": output}
+        command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
+        needs = tuple(job.name for job in corpus.jobs)
+        job = Job(RUN, name, f"{label}, seed {seed}", command, output, needs, count)
+        runs.setdefault(name, TrainingRun(model, half, seed, config, job, plan.plugin_words))
+    return list(runs.values())
 
 
 def start_of(launcher: str) -> tuple[str, ...]:

@@ -1,8 +1,16 @@
-"""`megatron-ddrp finetune`: the user's own tasks, and the commands on them.
+"""Fine-tune encoders on your own tasks and report the validation scores.
 
-Suite of `megatron-ddrp finetune`: the user's own tasks, whose best models are kept.
+A task is a training file and a validation file with a column of texts and a column of labels. Flags describe it, or a
+YAML file with the same names. The command runs every task at every grid point with every seed. OUT/runs.jsonl has one
+line per finished run; a restarted command does only the missing runs, and several commands may share one OUT.
+OUT/table.md has the medians over seeds, OUT/predictions/ the predictions of each run, OUT/models/ the best model as a
+Hugging Face folder.
 
-`megatron-ddrp finetune`: fine-tune encoders on your own tasks, or label a file with a fine-tuned model.
+  one task       megatron-ddrp finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
+  check it       … --dry-run                     columns, class counts, score of the most frequent class, hours
+  several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
+  baseline       … --random-init
+  label a file   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
 """
 
 from __future__ import annotations
@@ -61,21 +69,6 @@ def read_tasks(tasks: Sequence[TaskFiles]) -> dict[str, TaskData]:
     return found
 
 
-DESCRIPTION = """Fine-tune encoders on your own tasks and report the validation scores.
-
-A task is a training file and a validation file with a column of texts and a column of labels. Flags describe it, or a
-YAML file with the same names. The command runs every task at every grid point with every seed. OUT/runs.jsonl has one
-line per finished run; a restarted command does only the missing runs, and several commands may share one OUT.
-OUT/table.md has the medians over seeds, OUT/predictions/ the predictions of each run, OUT/models/ the best model as a
-Hugging Face folder.
-
-  one task       megatron-ddrp finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
-  check it       … --dry-run                     columns, class counts, score of the most frequent class, hours
-  several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
-  baseline       … --random-init
-  label a file   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
-"""
-
 PREDICT = """Label a file with a model that finetune kept. The output has the same rows and a column `prediction`.
 
   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
@@ -128,7 +121,7 @@ SECTIONS = sweep_sections((TaskList, TaskFiles), OwnSearch)
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
     """Parse and check the command line."""
-    parser = ArgumentParser(description=DESCRIPTION)
+    parser = ArgumentParser(description=__doc__)
     parser.hints = {f"{file}-file": f"use --{name}" for file, name in FILES.items()} | {"task-name": "use --name"}
     return parse_sweep(parser, SECTIONS, OwnSearch, _own_tasks, arguments)
 

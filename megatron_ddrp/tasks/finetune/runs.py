@@ -61,7 +61,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class TuningRun:
     """Everything that determines a score."""
 
     task: str
@@ -101,7 +101,7 @@ class Run:
         return int(hash_uint64(self.seed, purpose, *counters).item()) >> 1
 
     @classmethod
-    def of_row(cls, row: dict[str, Any]) -> Run:
+    def of_row(cls, row: dict[str, Any]) -> TuningRun:
         """Return the run of a line of runs.jsonl."""
         return cls(**{"head": "common"} | {name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
@@ -121,7 +121,7 @@ class RunStore(Store):
                 raise ValueError(f"no task {row['task']!r}")
             return count_undefined(row)
 
-        super().__init__(path, lambda row: Run.of_row(row).name, "a run of this program", read, on_damage)
+        super().__init__(path, lambda row: TuningRun.of_row(row).name, "a run of this program", read, on_damage)
 
 
 _KEYS: dict[str, Any] = {
@@ -209,7 +209,7 @@ class Cell:
     @property
     def conditions(self) -> tuple[Any, ...]:
         """Data, row length, number of training rows and scaling of labels; scores are comparable if these are equal."""
-        return _conditions(Run.of_row(self.rows[0]))
+        return _conditions(TuningRun.of_row(self.rows[0]))
 
     def other_undefined(self, file: str) -> int:
         """Return the number of undefined scores of a further development file."""
@@ -220,14 +220,14 @@ Cells = dict[str, Cell]
 
 
 def best_cells(
-    rows: Iterable[dict[str, Any]], order: Sequence[str] = (), asked: Iterable[Run] = ()
+    rows: Iterable[dict[str, Any]], order: Sequence[str] = (), asked: Iterable[TuningRun] = ()
 ) -> dict[str, Cells]:
     """Return encoder's name → task → cell at the best grid point, tasks in `order`, others after them.
 
     A cell has only runs with the `conditions` of the encoder's newest run on the task. If some of its runs are `asked`
     for, it has no others.
     """
-    known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
+    known = {TuningRun.of_row(row): row for row in rows}  # the same run in two folders counts once
     wanted = {run for run in asked if run in known}
     places = {(run.encoder, run.task) for run in wanted}
     known = {run: row for run, row in known.items() if run in wanted or (run.encoder, run.task) not in places}
@@ -237,7 +237,7 @@ def best_cells(
     loads = {run.encoder: row["load"] for run, row in known.items()}  # the newest path of each encoder
     for encoder, load in loads.items():
         names.setdefault(load, set()).add(encoder)
-    groups: dict[str, dict[str, dict[Run, list[dict[str, Any]]]]] = {}
+    groups: dict[str, dict[str, dict[TuningRun, list[dict[str, Any]]]]] = {}
     for run, row in known.items():
         if _conditions(run) != newest[run.encoder, run.task]:
             continue
@@ -256,12 +256,12 @@ def task_order(encoders: dict[str, Cells], order: Sequence[str]) -> list[str]:
     return [task for task in dict.fromkeys([*order, *found]) if task in found]
 
 
-def _conditions(run: Run) -> tuple[Any, ...]:
+def _conditions(run: TuningRun) -> tuple[Any, ...]:
     return run.data, run.max_seq_length, run.max_train_examples, run.scales_labels
 
 
-def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:
-    def rank(point: Run) -> tuple[int, float, int]:
+def _best(task: str, points: dict[TuningRun, list[dict[str, Any]]]) -> Cell:
+    def rank(point: TuningRun) -> tuple[int, float, int]:
         cell = Cell(task, points[point])
         return len(cell.rows), cell.median, -cell.undefined
 
@@ -288,9 +288,9 @@ class Suite:
     second: Suite | None = None
     """Suite of a second sweep, from each encoder's best model of the first task in `kept`."""
     head: str = "family"
-    """Value of `Run.head` for its runs."""
+    """Value of `TuningRun.head` for its runs."""
     scales_labels: bool = False
-    """Value of `Run.scales_labels` for its regressions."""
+    """Value of `TuningRun.scales_labels` for its regressions."""
     known: Mapping[str, Task] | None = None
     """Tasks that its runs.jsonl may contain, in the order of the tables; None for tasks of the user, any of them."""
     official_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -352,7 +352,7 @@ Scored = dict[str, tuple[Any, Any]]
 """Development file → (labels, predictions) in the form that the task's metric takes."""
 
 
-def predictions_file(folder: Path, run: Run) -> Path:
+def predictions_file(folder: Path, run: TuningRun) -> Path:
     """Return the file of a run's predictions in an output folder."""
     return folder / "predictions" / f"{run.name}.tsv"
 
@@ -404,7 +404,7 @@ class Items:
 
     def of_run(self, row: dict[str, Any]) -> Resampled | None:
         """Return the run of a line that has its `folder`; None if its predictions are missing, damaged or too many."""
-        path = predictions_file(Path(row.get("folder", "")), Run.of_row(row))
+        path = predictions_file(Path(row.get("folder", "")), TuningRun.of_row(row))
         if path not in self._found:
             self._found[path] = self._read(row, path)
         return self._found[path]

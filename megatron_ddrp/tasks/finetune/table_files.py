@@ -70,7 +70,8 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
 
     def cells_of(number: int, line: str) -> list[str]:
         nonlocal width, may_be_comment
-        cells = _cells_of_line(line)
+        line = line.strip(" \t\r")
+        cells = [] if not line else line.split("\t") if "\t" in line else _BLANKS.split(line)
         if not cells or cells[0] == DOCUMENT_START:
             may_be_comment = True
             return []
@@ -143,11 +144,6 @@ def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
     """
     lines = (f"{_BREAKS.sub(' ', token)}\t{tag}\n" for token, tag in zip(tokens, tags, strict=True))
     return "".join(lines) + "\n"
-
-
-def _cells_of_line(line: str) -> list[str]:
-    line = line.strip(" \t\r")
-    return (line.split("\t") if "\t" in line else _BLANKS.split(line)) if line else []
 
 
 def is_squad(value: Any) -> bool:
@@ -229,7 +225,9 @@ def checked_rows(path: str, placed: Iterable[Placed], columns: Sequence[str]) ->
         row = FileRow(f"{path}, {place}", cells)
         for column in columns:
             if column not in cells:
-                raise UserError(f"{row.where}: {_no_column(column, list(cells))}")
+                close = nearest(column, known := list(cells))
+                hint = f"; did you mean {close!r}?" if close else ""
+                raise UserError(f"{row.where}: no column {column!r}, it has {shown_names(known)}{hint}")
         yield row
     if row is None:
         raise UserError(f"{path}: no rows, expected at least one")
@@ -267,12 +265,12 @@ class KnownFile:
 
 
 @contextmanager
-def at_row(row: FileRow) -> Iterator[None]:
-    """Turn a ValueError of the block into a `UserError` that names the file and line of a row."""
+def at(where: object) -> Iterator[None]:
+    """Turn a ValueError of the block into a `UserError` that names a file, or its line."""
     try:
         yield
     except ValueError as error:
-        raise UserError(f"{row.where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def columns_of(path: str) -> list[str]:
@@ -282,12 +280,6 @@ def columns_of(path: str) -> list[str]:
         UserError: as `read_rows`.
     """
     return list(next(read_rows(path, None)).cells)
-
-
-def _no_column(column: str, known: Sequence[str]) -> str:
-    close = nearest(column, known)
-    hint = f"; did you mean {close!r}?" if close else ""
-    return f"no column {column!r}, it has {shown_names(known)}{hint}"
 
 
 def _read_lines(file: InputFile) -> Iterator[str]:

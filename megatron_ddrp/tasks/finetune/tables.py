@@ -44,9 +44,9 @@ from megatron_ddrp.tasks.finetune.runs import (
     Cells,
     Interval,
     Items,
-    Run,
     RunStore,
     Suite,
+    TuningRun,
     best_cells,
     task_order,
 )
@@ -255,7 +255,7 @@ def write_report(
     folder: Path,
     suite: Suite,
     damage: Sequence[str] = (),
-    asked: Iterable[Run] = (),
+    asked: Iterable[TuningRun] = (),
 ) -> str:
     """Write table.md, table.json, tables/ and, with matplotlib, table.png into `folder`; return the text to show.
 

@@ -21,7 +21,6 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import islice
@@ -40,7 +39,7 @@ from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import Encoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head, num_segments
-from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order, pad_batch
+from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, shown_names
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import OUTPUT_FILES, PREDICTION, Kind, RowFile
@@ -54,11 +53,20 @@ from megatron_ddrp.tasks.finetune.table_files import (
     KnownFile,
     Task,
     TaskData,
-    at_row,
+    at,
     columns_of,
     read_rows,
 )
-from megatron_ddrp.tasks.finetune.training import FINETUNED, better_run, model_folder, model_name, read_facts
+from megatron_ddrp.tasks.finetune.training import (
+    DEV_BATCH_SIZE,
+    FINETUNED,
+    batch_of,
+    better_run,
+    compute_outcomes,
+    model_folder,
+    model_name,
+    read_facts,
+)
 from megatron_ddrp.tasks.finetune.workers import Sweep
 from megatron_ddrp.tasks.jobs import one_at_a_time
 
@@ -86,7 +94,7 @@ def read_task(files: TaskFiles) -> TaskData:
     columns = _columns(files, known, kind)
     train = _Reading(files.train, kind, columns)
     task = Task(files.task_name, files.metric or next(iter(kind.metrics)), kind.name, _sort_labels(train.counts))
-    with _at_file(files.train):
+    with at(files.train):
         kind.check_labels(task, is_guessed=files.kind is None)
     kind.check_metric(task.metric, task.labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
@@ -105,7 +113,7 @@ def read_task(files: TaskFiles) -> TaskData:
     digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
-    with _at_file(files.valid):
+    with at(files.valid):
         remarks = list(kind.remarks(task, {name: reading.labels for name, reading in dev.items()}))
     return TaskData(
         task,
@@ -117,15 +125,6 @@ def read_task(files: TaskFiles) -> TaskData:
         baseline,
         to_predict,
     )
-
-
-@contextmanager
-def _at_file(path: Path) -> Iterator[None]:
-    """Turn a ValueError of the block into a `UserError` that names a file."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 @dataclass
@@ -150,7 +149,7 @@ class _Reading:
         is_tsv = InputFile(str(self.path), str(self.path)).ending == ".tsv"
         for row in self._rows():
             cell = row.cells[self.columns.label]
-            with at_row(row):
+            with at(row.where):
                 texts = self.kind.texts(row.cells, self.columns)
                 names = self.kind.label_names(cell)
                 self.kind.check(texts, cell)
@@ -278,7 +277,7 @@ def texts_to_predict(row: FileRow, kind: Kind, columns: Columns) -> tuple[str, .
     Raises:
         UserError: a cell holds no text, or the row has a column of predictions already.
     """
-    with at_row(row):
+    with at(row.where):
         texts = kind.texts(row.cells, columns)
     if PREDICTION in row.cells:
         raise UserError(f"{row.where}: there is a column {PREDICTION!r} already; rename it")
@@ -300,7 +299,6 @@ def count_unlabelled(file: KnownFile, kind: Kind, columns: Columns) -> int:
 
 _TOGETHER = 2048
 """Number of rows in memory at a time."""
-_BATCH = 64
 NOT_KEPT = "its runs diverged, or used --no-keep-models (to repeat them, delete their lines in runs.jsonl)"
 _SHOWN_MODELS = 10
 """Largest number of model folders in a message."""
@@ -325,15 +323,14 @@ class FineTuned(NamedTuple):
         examples = [Example(text, kind.unlabelled(self.task)) for text in texts]
         return kind.encode(self.task, examples, self.tokenizer, self.max_length)
 
+    def _outputs(self, encoded: Encoded, rows: np.ndarray) -> torch.Tensor:
+        return self.model(batch_of(encoded, rows, self.device))
+
     @torch.inference_mode()
     def predict(self, encoded: Encoded) -> list[Any]:
         """Return the predictions of some rows as JSON values."""
         kind = KINDS[self.task.kind]
-        outcomes = kind.blank(encoded)
-        for rows in dev_order(encoded, _BATCH):
-            batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device))
-            places, values = kind.outcomes(self.model(batch), encoded, rows)
-            outcomes[places] = values.cpu().numpy()
+        outcomes, _ = compute_outcomes(kind, encoded, dev_order(encoded, DEV_BATCH_SIZE), self._outputs)
         return list(kind.as_values(self.task, kind.predictions(self.task, encoded, outcomes)))
 
 
@@ -423,7 +420,7 @@ def predict_file(
             predictions = model.predict(encoded)
             lacking += sum(told is None or (isinstance(told, list) and None in told) for told in predictions)
             for row, prediction in zip(some, predictions, strict=True):
-                with at_row(row):
+                with at(row.where):
                     writer.write(row.cells, prediction)
             count += len(some)
             bar.update(len(some))

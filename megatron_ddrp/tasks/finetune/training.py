@@ -12,9 +12,9 @@ AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases, Lay
 of a position encoding), linear warm-up over a tenth of the steps, then linear decay to 0, gradients clipped at norm 1.
 The task's kind defines the loss.
 
-With `Run.scales_labels` the loss of a regression sees (label − mean) / standard deviation, both of the training rows,
-because a learning rate of 1e-5 never reaches prices or years. Predictions are on the scale of the labels, and after
-the last step the output layer contains that scale.
+With `TuningRun.scales_labels` the loss of a regression sees (label − mean) / standard deviation, both of the training
+rows, because a learning rate of 1e-5 never reaches prices or years. Predictions are on the scale of the labels, and
+after the last step the output layer contains that scale.
 
 A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its dropout,
 which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so the run has
@@ -41,7 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ from megatron_ddrp.model.stages import DTYPES, run_stage
 from megatron_ddrp.parallel.pipeline import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.table_files import Task, TaskData
 from megatron_ddrp.tasks.jobs import one_at_a_time
 
@@ -157,32 +158,13 @@ class TaskModel(nn.Module):
         return self.head(self.encoder(batch)).float()
 
 
-class Scale(NamedTuple):
-    """Mean and standard deviation of the labels of a regression's training rows."""
-
-    mean: float
-    deviation: float
-
-    @classmethod
-    def of(cls, labels: np.ndarray) -> Scale:
-        """Return the scale of labels `[rows]`; equal labels have a deviation of 1."""
-        return cls(float(labels.mean()), float(labels.std()) or 1.0)
-
-
 def output_layer(model: nn.Module) -> nn.Linear | None:
     """Return the layer that computes the single output of a model with a head; None for a head without such a layer."""
     found = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == 1]
     return found[0] if len(found) == 1 and found[0].bias is not None else None
 
 
-@torch.no_grad()
-def fold(scale: Scale, layer: nn.Linear) -> None:
-    """Change an output layer in place so that its outputs x become deviation · x + mean."""
-    layer.weight.mul_(scale.deviation)
-    layer.bias.mul_(scale.deviation).add_(scale.mean)
-
-
-def build_model(encoder: Encoder, task: Task, run: Run, device: torch.device) -> nn.Module:
+def build_model(encoder: Encoder, task: Task, run: TuningRun, device: torch.device) -> nn.Module:
     """Return a fresh copy of the encoder with a new head on the device. The run's seed determines its weights."""
     module, kind = encoder.fresh(run.seed, device), KINDS[task.kind]
     torch.manual_seed(run.seed_of("fine-tuning head"))
@@ -222,7 +204,7 @@ def learning_rate_factor(step: int, total: int) -> float:
 class FineTuning:
     """A model in training. `step` trains on one batch; `predict` may be called at any time before `finish`."""
 
-    def __init__(self, run: Run, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
+    def __init__(self, run: TuningRun, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
         """Prepare to train `model` in place, on its device, on `train`; `ranks` is None in a single process.
 
         `model` maps a torch Batch to the outputs of the task's kind. The run's seed determines the order of the rows
@@ -235,7 +217,9 @@ class FineTuning:
         self.weights = dict(self.model.named_parameters())
         self.compute_dtype = None if run.precision == "fp32" else DTYPES[run.precision]
         self.output = output_layer(model) if run.scales_labels else None
-        self.scale = Scale.of(train.targets) if self.output else Scale(0.0, 1.0)
+        self.mean, self.deviation = 0.0, 1.0  # of the labels; equal labels have a deviation of 1
+        if self.output:
+            self.mean, self.deviation = float(train.targets.mean()), float(train.targets.std()) or 1.0
         self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also on a rank without a micro-batch
@@ -260,10 +244,12 @@ class FineTuning:
         self.scaler.update()
         self.steps += 1
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Fold the scale of the labels into the output layer, after the last step."""
-        if self.output:
-            fold(self.scale, self.output)
+        if layer := self.output:
+            layer.weight.mul_(self.deviation)
+            layer.bias.mul_(self.deviation).add_(self.mean)
 
     def batches(self, encoded: Encoded) -> list[np.ndarray]:
         """Return the row numbers of each batch of a file that this rank predicts."""
@@ -276,30 +262,20 @@ class FineTuning:
         A row gets nan if one of its outputs is not finite. Calls `advance` with 1 after each batch.
         """
         self.model.eval()
-        outcomes, times_scored = with_fallback(partial(self._outcomes, encoded, advance))
+        outcomes, times_scored = with_fallback(
+            partial(compute_outcomes, self.kind, encoded, self.batches(encoded), self._outputs, advance)
+        )
         if self.world_size > 1:
             flat = np.concatenate([outcomes.reshape(len(outcomes), -1), times_scored[:, None]], axis=1)
             summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
             outcomes, times_scored = summed[:, :-1].reshape(outcomes.shape), summed[:, -1]
         assert (times_scored == 1).all(), "each outcome must be computed exactly once"
         if self.output:
-            outcomes = self.scale.deviation * outcomes + self.scale.mean
+            outcomes = self.deviation * outcomes + self.mean
         return self.kind.predictions(self.task, encoded, outcomes)
 
-    def _outcomes(self, encoded: Encoded, advance: Advance) -> tuple[np.ndarray, np.ndarray]:
-        """Return the outcomes of this rank's rows, with those of other ranks blank, and how often each was computed."""
-        outcomes = self.kind.blank(encoded)
-        times_scored = np.zeros(len(outcomes))
-        for rows in self.batches(encoded):
-            places, values = self.kind.outcomes(self._outputs(encoded, rows), encoded, rows)
-            outcomes[places] = values.cpu().numpy()
-            times_scored[places] += 1
-            advance(1)
-        return outcomes, times_scored
-
     def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
-        batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
-        return run_stage(self.model, batch, self.compute_dtype)
+        return run_stage(self.model, batch_of(encoded, rows, self.device), self.compute_dtype)
 
     def _compute_gradients(self, rows: np.ndarray) -> None:
         """Set the gradients to those of this rank's micro-batches; whatever they were before does not matter."""
@@ -312,7 +288,7 @@ class FineTuning:
             seed_draws(self.run.seed_of("fine-tuning dropout", self.steps, number), self.device)
             labels = self.kind.targets(self.train, micro)
             if self.output:
-                labels = (labels - self.scale.mean) / self.scale.deviation
+                labels = (labels - self.mean) / self.deviation
             targets = torch.from_numpy(labels).to(self.device)
             loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
             self.scaler.scale(loss).backward()
@@ -330,8 +306,34 @@ class FineTuning:
             parameter.grad = part.view_as(parameter) if count else None
 
 
+def batch_of(encoded: Encoded, rows: np.ndarray, device: torch.device) -> Batch:
+    """Return some rows as a torch Batch on a device."""
+    return pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(device, non_blocking=True))
+
+
+def compute_outcomes(
+    kind: Kind,
+    encoded: Encoded,
+    batches: Iterable[np.ndarray],
+    outputs: Callable[[Encoded, np.ndarray], Tensor],
+    advance: Advance = silent,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outcomes of the rows in `batches`, with those of other rows blank, and how often each was computed.
+
+    `outputs` returns the model's outputs for some rows. Calls `advance` with 1 after each batch.
+    """
+    outcomes = kind.blank(encoded)
+    times_scored = np.zeros(len(outcomes))
+    for rows in batches:
+        places, values = kind.outcomes(outputs(encoded, rows), encoded, rows)
+        outcomes[places] = values.cpu().numpy()
+        times_scored[places] += 1
+        advance(1)
+    return outcomes, times_scored
+
+
 def finetune(
-    run: Run,
+    run: TuningRun,
     task: Task,
     model: nn.Module,
     train: Encoded,
@@ -422,7 +424,7 @@ def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
 
 
 def keep_if_best(
-    output: Path, encoder: Encoder, data: TaskData, run: Run, model: nn.Module, row: dict[str, Any]
+    output: Path, encoder: Encoder, data: TaskData, run: TuningRun, model: nn.Module, row: dict[str, Any]
 ) -> None:
     """Write a run's model into OUT = `output` unless there is a better one for the same data. A lock makes others wait.
 
@@ -482,7 +484,7 @@ def better_run(rows: Iterable[dict[str, Any]], encoder: Encoder, data: TaskData,
     wanted, facts = (encoder.fingerprint, data.task.name, data.fingerprint), read_facts(folder)
     own = [row for row in rows if (row["encoder"], row["task"], row["data"]) == wanted]
     best = max(own, key=lambda row: row["score"], default=None)
-    return Run.of_row(best).name if best and (facts is None or best["score"] > facts["score"]) else None
+    return TuningRun.of_row(best).name if best and (facts is None or best["score"] > facts["score"]) else None
 
 
 def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
@@ -527,7 +529,7 @@ def _write_family_model(
 
 
 def finetuned_card(
-    folder: Path, encoder: Encoder, task: Task, form: HeadForm | None, run: Run, row: dict[str, Any]
+    folder: Path, encoder: Encoder, task: Task, form: HeadForm | None, run: TuningRun, row: dict[str, Any]
 ) -> str:
     """Return the card of the model in `folder`, which `run` gave, with its line of runs.jsonl `row`.
 

@@ -35,8 +35,8 @@ from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.runs import (
     RUNS,
     Point,
-    Run,
     RunStore,
+    TuningRun,
     count_undefined,
     predictions_file,
     write_predictions,
@@ -103,7 +103,7 @@ class Sweep:
         """True if this rank prints and writes, as one rank does."""
         return self.ranks is None or self.ranks.rank == 0
 
-    def perform(self, run: Run) -> dict[str, Any]:
+    def perform(self, run: TuningRun) -> dict[str, Any]:
         """Do a run, write its predictions and maybe its model (on rank 0), and return its row of runs.jsonl."""
         data, encoder, folder = self.data[run.task], self.encoders[run.encoder], self.options.output_dir
         task, kind, (train, dev) = data.task, KINDS[data.task.kind], self.encoded(run)
@@ -137,7 +137,7 @@ class Sweep:
         return row
 
     def finetune(
-        self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
+        self, run: TuningRun, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
     ) -> RunResult:
         """Fine-tune a fresh copy of the run's encoder."""
         task, size = self.data[run.task].task, run.micro_batch_size
@@ -146,7 +146,7 @@ class Sweep:
             model = build_model(self.encoders[run.encoder], task, run, self.device)
             return finetune(run, task, model, train, dev, self.ranks, test)
 
-    def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
+    def encoded(self, run: TuningRun) -> tuple[Encoded, dict[str, Encoded]]:
         """Return the training rows and the development files of a run; cache those of the last encoder and task."""
         key = (run.encoder, run.task)
         if self._encoded is None or self._encoded[0] != key:
@@ -155,7 +155,7 @@ class Sweep:
             self._encoded = key, self.encode(run, data.train, "train"), dev
         return self._encoded[1:]
 
-    def encode(self, run: Run, examples: Examples, file: str) -> Encoded:
+    def encode(self, run: TuningRun, examples: Examples, file: str) -> Encoded:
         """Return the examples as rows for a run's encoder; print a warning with `file` for examples that do not fit."""
         encoder, task = self.encoders[run.encoder], self.data[run.task].task
         kind = KINDS[task.kind]
@@ -164,11 +164,11 @@ class Sweep:
             print(f"{self.options.suite.program}: warning: {task.name}, {file}: {encoded.warning}", file=sys.stderr)
         return encoded
 
-    def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:
+    def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> TuningRun:
         options, training = self.options, self.options.training
         world_size = self.ranks.world_size if self.ranks else 1
         parts = world_size if self.device.type == "cuda" else max(2, world_size)
-        return Run(
+        return TuningRun(
             task,
             **asdict(point),
             seed=seed,
@@ -209,11 +209,11 @@ def time_left(sweep: Sweep) -> str:
         task: 3 * characters(data.train) + sum(map(characters, data.dev.values())) for task, data in sweep.data.items()
     }
 
-    def part(run: Run, seconds: float = 0.0) -> Workload:
+    def part(run: TuningRun, seconds: float = 0.0) -> Workload:
         return Workload(f"run of {sweep.encoders[run.encoder].name}", run.epochs * epoch[run.task], seconds)
 
     own = set(sweep.runs)
-    finished = [part(run, row["seconds"]) for row in sweep.store if (run := Run.of_row(row)) in own]
+    finished = [part(run, row["seconds"]) for row in sweep.store if (run := TuningRun.of_row(row)) in own]
     return eta([part(run) for run in sweep.store.missing(sweep.runs)], finished, sweep.workers)
 
 
@@ -256,7 +256,7 @@ def printer(sweep: Sweep) -> Callable[[], None]:
         nonlocal told, number
         for row in sweep.store.rows[told:]:
             told += 1
-            run = Run.of_row(row)
+            run = TuningRun.of_row(row)
             if run not in own:
                 continue
             number += 1
@@ -291,7 +291,7 @@ def run(options: SweepOptions) -> int:
 def _run_sweeps(options: SweepOptions, ranks: Ranks | None = None) -> None:
     """Do the sweep and a second one, each on all ranks of a launcher if there are `ranks`, and write the report."""
     lines: list[str] = []
-    asked: list[Run] = []
+    asked: list[TuningRun] = []
     folder, is_dry = options.output_dir, options.machine.dry_run
     following: SweepOptions | None = options
     while following is not None:
@@ -393,7 +393,7 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, tell: Callable[[], None]) -> bool:
     def announce(number: int) -> int:
         return int(sum_over_ranks(torch.tensor([number], device=ranks.device)).item())
 
-    def together(run: Run) -> dict[str, Any]:
+    def together(run: TuningRun) -> dict[str, Any]:
         announce(numbers[run])
         return sweep.perform(run)
 

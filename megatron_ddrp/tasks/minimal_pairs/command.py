@@ -1,4 +1,16 @@
-"""`megatron-ddrp minimal-pairs`: score encoders on minimal pairs without fine-tuning, and report the accuracies."""
+"""Score encoders on minimal pairs, such as BLiMP, without fine-tuning.
+
+A minimal pair is a good and a bad sentence that differ slightly, such as "The cats sleep." and "The cats sleeps.". The
+command masks the pieces of a sentence in turn and adds up their log-probabilities; a pair is right if the good sentence
+has the higher sum. A paradigm is a set of pairs of one kind. OUT/scores.jsonl has one line per encoder and paradigm; a
+restarted command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json
+have accuracies, standard errors and paired differences; OUT/heatmap.png shows all paradigms.
+
+  plan alone     megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
+  first look     … --max-pairs 100
+  compare        … --load runs/bert runs/ddrp
+  baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM
+"""
 
 from __future__ import annotations
 
@@ -19,21 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron_ddrp.tasks.minimal_pairs.scoring import run_here  # here, because it imports torch
 
     run_here(options)
-
-
-DESCRIPTION = """Score encoders on minimal pairs, such as BLiMP, without fine-tuning.
-
-A minimal pair is a good and a bad sentence that differ slightly, such as "The cats sleep." and "The cats sleeps.". The
-command masks the pieces of a sentence in turn and adds up their log-probabilities; a pair is right if the good sentence
-has the higher sum. A paradigm is a set of pairs of one kind. OUT/scores.jsonl has one line per encoder and paradigm; a
-restarted command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json
-have accuracies, standard errors and paired differences; OUT/heatmap.png shows all paradigms.
-
-  plan alone     megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
-  first look     … --max-pairs 100
-  compare        … --load runs/bert runs/ddrp
-  baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM
-"""
 
 
 @dataclass(frozen=True)
@@ -88,5 +85,5 @@ SECTIONS = (PairOptions, ScoreOptions, PairWorkerOptions)
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = ArgumentParser(description=DESCRIPTION)
+    parser = ArgumentParser(description=__doc__)
     return parse_sections(parser, SECTIONS, arguments)

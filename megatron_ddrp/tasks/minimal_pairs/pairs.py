@@ -193,28 +193,21 @@ def published_levels(folder: Path, uids: Iterable[str]) -> dict[str, dict[str, f
     """
     wanted = set(uids)
     for place in (folder, folder.parent):
-        if (place / FOLDER / MODELS).is_file():
-            found = {**_models(place / FOLDER / MODELS), **_humans(place / FOLDER / HUMANS)}
+        models, humans = place / FOLDER / MODELS, place / FOLDER / HUMANS
+        if models.is_file():
+            with reading(models, "not BLiMP's summary of models; copy it again, or delete it"):
+                rows = [parse_json(line) for line in models.read_text(encoding="utf-8").splitlines() if line.strip()]
+                found = {name: {row["UID"]: float(row[key]) for row in rows} for key, name in NAMES.items()}
+            if humans.is_file():
+                with (
+                    reading(humans, "not BLiMP's summary of human judgements; copy it again, or delete it"),
+                    humans.open(encoding="utf-8", newline="") as stream,
+                ):
+                    found["human"] = {row["Condition"]: float(row["total_mean"]) for row in csv.DictReader(stream)}
             return {
                 name: {uid: levels[uid] for uid in wanted} for name, levels in found.items() if wanted <= levels.keys()
             }
     return {}
-
-
-def _models(file: Path) -> dict[str, dict[str, float]]:
-    with reading(file, "not BLiMP's summary of models; copy it again, or delete it"):
-        rows = [parse_json(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return {name: {row["UID"]: float(row[key]) for row in rows} for key, name in NAMES.items()}
-
-
-def _humans(file: Path) -> dict[str, dict[str, float]]:
-    if not file.is_file():
-        return {}
-    with (
-        reading(file, "not BLiMP's summary of human judgements; copy it again, or delete it"),
-        file.open(encoding="utf-8", newline="") as stream,
-    ):
-        return {"human": {row["Condition"]: float(row["total_mean"]) for row in csv.DictReader(stream)}}
 
 
 def phenomenon(uid: str) -> str | None:
@@ -260,31 +253,21 @@ def masked_rows(
         members = np.array(lengths[count])
         rows = [tokenizer.rows.row([sentences[i]]) for i in members]
         table, first = np.array([ids for ids, _, _ in rows]), rows[0][2][0]  # [members, length]
-        words = _word_numbers(table, tokenizer, first)
+        begins = word_begins(tokenizer.word_starts, tokenizer.word_ends, table)
+        begins[:, first] = True  # the first piece of a sentence begins a word
+        words = begins.cumsum(axis=1)  # number of each place's word, [members, length]
         size = max(1, min(budget // table.shape[1], most_rows))
         for start in range(0, len(members) * count, size):
             flat = np.arange(start, min(start + size, len(members) * count))
             which, places = flat // count, flat % count + first
             ids = table[which]  # [rows, length], a copy
             targets = ids[np.arange(len(ids)), places]
-            ids[_masked(words[which], places, score)] = tokenizer.mask_id
+            is_masked = (columns := np.arange(table.shape[1])) == places[:, None]  # [rows, length]
+            if score != "pll":
+                same_word = words[which] == words[which, places][:, None]
+                is_masked = same_word if score == "whole-word" else same_word & (columns >= places[:, None])
+            ids[is_masked] = tokenizer.mask_id
             yield MaskedRows(members[which], ids, places, targets)
-
-
-def _word_numbers(table: np.ndarray, tokenizer: Tokenizer, first: int) -> np.ndarray:
-    """Return the word number of each place for ids `[rows, length]`. A sentence's `first` piece begins a word."""
-    starts = word_begins(tokenizer.word_starts, tokenizer.word_ends, table)
-    starts[:, first] = True
-    return starts.cumsum(axis=1)
-
-
-def _masked(words: np.ndarray, places: np.ndarray, score: str) -> np.ndarray:
-    """Return whether each place is masked when `places`, `[rows]`, are scored, bool `[rows, length]`."""
-    columns, scored = np.arange(words.shape[1]), places[:, None]
-    if score == "pll":
-        return columns == scored
-    same_word = words == np.take_along_axis(words, scored, axis=1)
-    return same_word if score == "whole-word" else same_word & (columns >= scored)
 
 
 TIE = 2e-5

@@ -94,11 +94,8 @@ def subjects_of(folder: Path, seeds: Sequence[int | None]) -> list[Subject]:
     encoder = load_masked_lm(folder, random_init=None not in seeds)
     origin = "; ".join(filter(None, (warn_of_unmarked_words(encoder.tokenizer), encoder.origin)))
     rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, origin)
-    return [Subject(encoder.name + _of_seed(seed, seeds), encoder.folder, seed, *rest) for seed in seeds]
-
-
-def _of_seed(seed: int | None, seeds: Sequence[int | None]) -> str:
-    return f", seed {seed}" if len(seeds) > 1 else ""
+    of_seed = {seed: f", seed {seed}" if len(seeds) > 1 else "" for seed in seeds}
+    return [Subject(encoder.name + of_seed[seed], encoder.folder, seed, *rest) for seed in seeds]
 
 
 def encode_pairs(paradigm: Paradigm, tokenizer: Tokenizer, max_length: int) -> tuple[Pieces, Pieces]:
@@ -147,27 +144,17 @@ def score_sentences(
 class Scorer:
     """Scorer of one paradigm after the other, with the weights of one encoder in memory at a time."""
 
-    def __init__(
-        self,
-        subjects: Mapping[tuple[str, int | None], Subject],
-        paradigms: Mapping[str, Paradigm],
-        device: torch.device,
-        budget: int | None,
-        advance: Callable[[int], object],
-    ):
-        """Keep `subjects` by (fingerprint, seed) and `paradigms` by UID.
-
-        `budget` is the number of tokens per batch, None for the device's default.
-        """
-        self.subjects, self.paradigms, self.device, self.advance = subjects, paradigms, device, advance
-        self.budget = budget or TOKENS_PER_BATCH[device.type]
+    def __init__(self, plan: PairPlan, device: torch.device, advance: Callable[[int], object]):
+        """Take the plan of the jobs; `advance` gets the number of rows of each batch."""
+        self.plan, self.device, self.advance = plan, device, advance
+        self.budget = plan.options.tokens_per_batch or TOKENS_PER_BATCH[device.type]
         self._loaded: tuple[tuple[str, int | None], PieceLogits] | None = None
 
     def model(self, job: PairJob) -> PieceLogits:
         """Return the masked LM of a job. Raises `UserError` if its folder has changed."""
         key = (job.encoder, job.seed)
         if self._loaded is None or self._loaded[0] != key:
-            folder = self.subjects[key].folder
+            folder = self.plan.subjects[key].folder
             encoder = load_masked_lm(folder, random_init=job.seed is not None)
             if job.encoder != encoder.fingerprint:
                 raise UserError(f"--load {folder}: it was changed after the start of this command; run it again")
@@ -176,7 +163,7 @@ class Scorer:
 
     def perform(self, job: PairJob) -> dict[str, Any]:
         """Do a job and return its row."""
-        subject, paradigm = self.subjects[job.encoder, job.seed], self.paradigms[job.paradigm]
+        subject, paradigm = self.plan.subjects[job.encoder, job.seed], self.plan.paradigms[job.paradigm]
         model = self.model(job)
         begin = time.perf_counter()
         good, bad = encode_pairs(paradigm, subject.tokenizer, subject.max_length)
@@ -458,7 +445,8 @@ class PairPlan:
         for subject in self.subjects.values():
             tokenizer = (subject.tokenizer.fingerprint, subject.max_length)
             if tokenizer not in counted:
-                counted[tokenizer] = [_num_rows(paradigm, subject) for paradigm in paradigms]
+                encoded = (encode_pairs(paradigm, subject.tokenizer, subject.max_length) for paradigm in paradigms)
+                counted[tokenizer] = [sum(map(len, good + bad)) for good, bad in encoded]
             for paradigm, rows in zip(paradigms, counted[tokenizer], strict=True):
                 job = (subject.fingerprint, subject.seed, paradigm.uid, paradigm.digest, options.score)
                 self.rows[PairJob(*job)] = rows
@@ -473,32 +461,29 @@ class PairPlan:
         return sum(map(len, self.paradigms.values()))
 
 
-def _num_rows(paradigm: Paradigm, subject: Subject) -> int:
-    return sum(map(len, sum(encode_pairs(paradigm, subject.tokenizer, subject.max_length), [])))
-
-
 def run_here(options: argparse.Namespace) -> None:
     """Do the missing jobs, in this process or in worker processes, and write the report."""
     plan, store = PairPlan(options), PairStore(options.output_dir / SCORES_FILE)
     published = published_levels(options.data_dir, plan.paradigms)
     missing = store.missing(plan.jobs)
-    workers = min(options.workers or _own_workers(), max(1, len(missing)))
+    # By default one per GPU, else per core: several cores do not speed up a small encoder's products.
+    own = torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    workers = min(options.workers or own, max(1, len(missing)))
     share_threads(workers)
     print(plan_text(plan, missing), flush=True)
     if options.dry_run:
         return
     done = SPAWN.Value("q", 0)
     total = sum(plan.rows[job] for job in missing)
-    given = (plan.jobs, plan.subjects, plan.paradigms, options, done)
     with progress("row", total, scale=True) as bar:
 
         def tell() -> None:
             bar.update(done.value - bar.n)
 
         if workers > 1:
-            share_out(work, given, workers, plan.jobs, store, tell, "megatron-ddrp minimal-pairs")
+            share_out(work, (plan, done), workers, plan.jobs, store, tell, "megatron-ddrp minimal-pairs")
         else:
-            work(0, *given, bar)
+            work(0, plan, done, bar)
     store.refresh()
     if left := len(store.missing(plan.jobs)):
         print(left_to_others(left, options.output_dir, options.wait))
@@ -514,15 +499,7 @@ def run_here(options: argparse.Namespace) -> None:
         )
 
 
-def work(
-    number: int,
-    jobs: Sequence[PairJob],
-    subjects: Mapping[tuple[str, int | None], Subject],
-    paradigms: Mapping[str, Paradigm],
-    options: argparse.Namespace,
-    done: Any,
-    bar: tqdm | None = None,
-) -> None:
+def work(number: int, plan: PairPlan, done: Any, bar: tqdm | None = None) -> None:
     """Do jobs until the store has all. Finished rows move `bar`; without a bar, they are added to the shared `done`."""
 
     def advance(rows: int) -> None:
@@ -532,13 +509,8 @@ def work(
             with done.get_lock():
                 done.value += rows
 
-    scorer = Scorer(subjects, paradigms, device_of(number), options.tokens_per_batch, advance)
-    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform, wait=options.wait)
-
-
-def _own_workers() -> int:
-    """Return one worker per GPU, else per core, because several cores do not speed up a small encoder's products."""
-    return torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    scorer, options = Scorer(plan, device_of(number), advance), plan.options
+    drain(plan.jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform, wait=options.wait)
 
 
 def plan_text(plan: PairPlan, missing: Sequence[PairJob]) -> str:

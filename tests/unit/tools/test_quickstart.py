@@ -157,4 +157,180 @@ def test_paragraphs_lose_markup_code_and_headings():
     >>> open("x").read()  # this example has many words in it but is code
     'text'
 
-    ======  ===============================
+    ======  ======================================
+    name    what it means to those who read tables
+    ======  ======================================
+
+    expr ::= a grammar rule that has a good many words in its line
+    """
+    assert list(collect_documentation.paragraphs(text)) == [
+        "Return the x.Reader that open made for this file, or None where there is no such file at all.",
+        "path: the name of the file that is to be opened and then read to its end",
+    ]
+
+
+def test_docstrings_of_module_class_and_function(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\nx = "no docstring"\n'
+    )
+    assert list(collect_documentation.docstrings(path)) == ["One.", "Two.", "Three."]
+    path.write_text("this is not Python")
+    assert list(collect_documentation.docstrings(path)) == []
+
+
+def test_tests_are_no_documentation(tmp_path):
+    for name in ("a.py", "test/b.py", "site-packages/c.py", "d/e.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in collect_documentation.modules(tmp_path)] == [
+        "a.py",
+        "d/e.py",
+    ]
+
+
+def test_whole_sources_until_there_is_enough_and_no_paragraph_twice(monkeypatch):
+    first, second, third = (
+        "A paragraph of prose that has some more words, " + word for word in ("one", "two", "three")
+    )
+    monkeypatch.setattr(
+        collect_documentation,
+        "sources",
+        lambda packages: [
+            ("a", [("a.py", [first, second]), ("b.py", [second]), ("c.py", [f"{first}\n\n{third}"])]),
+            ("d", [("d.py", [first + " more"])]),
+        ],
+    )
+    documents, used = collect_documentation.collect([], megabytes=1e-4)
+    assert used == ["a"]
+    assert sorted(document["title"] for document in documents) == ["a.py", "c.py"]
+    assert {document["text"] for document in documents} == {f"{first}\n{second}", third}
+    assert collect_documentation.collect([], megabytes=1)[1] == ["a", "d"]
+
+
+def test_packages_that_are_not_installed_are_named(tmp_path):
+    out = tmp_path / "corpus.jsonl"
+    words = [sys.executable, str(TOOL), "--output", str(out), "--megabytes", "0.1", "--packages"]
+    names = ["nosuch", "json", "nosuch.sub", "json.nosuch", "sys.sub", "this", ".x"]
+    done = subprocess.run([*words, *names], capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not out.exists()
+    assert (
+        "--packages nosuch nosuch.sub json.nosuch sys.sub this .x: no package that is installed in this Python"
+        in done.stderr
+    )
+
+
+def test_usual_packages_that_are_not_installed_are_skipped(monkeypatch, tmp_path, capsys):
+    def names_only(packages, megabytes):
+        return [{"title": "a", "text": "b"}], [name for name, _ in collect_documentation.sources(packages)]
+
+    monkeypatch.setattr(collect_documentation, "PACKAGES", ("nosuch.sub", "nosuch", "json"))
+    monkeypatch.setattr(collect_documentation, "collect", names_only)
+    monkeypatch.setattr(sys, "argv", ["tool", "--output", str(tmp_path / "corpus.jsonl")])
+    collect_documentation.main()
+    printed = capsys.readouterr().out
+    assert printed.endswith(", json\n") and "nosuch" not in printed
+
+
+def test_the_command_needs_no_torch_and_writes_json_lines(tmp_path):
+    out = tmp_path / "corpus.jsonl"
+    code = f"""
+import runpy, sys
+sys.argv = ["tool", "--output", {str(out)!r}, "--packages", "--megabytes", "0.1"]
+try:
+    runpy.run_path({str(TOOL)!r}, run_name="__main__")
+finally:
+    assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert all(set(json.loads(line)) == {"title", "text"} for line in out.read_text().splitlines())
+
+
+NOUNS = ["parser", "table", "reader", "socket", "thread", "buffer", "module", "client", "server", "window"]
+VERBS = ["returns", "opens", "closes", "copies", "checks", "joins", "splits", "sorts"]
+
+
+def corpus(documents=80):
+    rng = random.Random(0)
+    return [
+        " ".join(
+            f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} a {rng.choice(NOUNS)} number {document}x "
+            f"before the {rng.choice(NOUNS)}, {rng.choice(VERBS)} Python."
+            for _ in range(6)
+        )
+        for document in range(documents)
+    ]
+
+
+def test_sentences_are_whole_prose_of_6_to_30_words():
+    text = "Too short. This one has as many words as are needed.\nMany " + "words " * 40 + "end.\n"
+    text += "Code = x[1] + y[2] is not a sentence of prose.\nThis line has no full stop in it"
+    assert sentences(text) == ["This one has as many words as are needed."]
+
+
+def test_a_swap_moves_two_inner_words_and_nothing_else():
+    sentence = "Opens the file, reads every Line and closes it quietly."
+    for seed in range(50):
+        changed = swap(sentence, random.Random(seed))
+        old, new = sentence.split(), changed.split()
+        moved = [index for index in range(len(old)) if old[index] != new[index]]
+        assert len(moved) == 2
+        assert old[moved[0]] == new[moved[1]] and old[moved[1]] == new[moved[0]]
+        assert not {0, 2, 5, len(old) - 1} & set(moved)  # first, with a comma, with a capital, last
+
+
+def test_equal_words_are_not_swapped():
+    assert swap("Very much much much much much.", random.Random(0)) is None
+
+
+def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files():
+    train, dev = make_task(corpus(), train=100, dev=30, seed=1)
+    assert len(train) == 100
+    assert len(dev) == 30
+    for rows in (train, dev):
+        assert Counter(label for _, label in rows) == {"real": len(rows) // 2, "swapped": len(rows) // 2}
+    forms = [Counter((" ".join(sorted(s.split())), label) for s, label in rows) for rows in (train, dev)]
+    for counts, rows in zip(forms, (train, dev), strict=True):
+        bags = {words for words, _ in counts}
+        assert set(counts.values()) == {1} and len(bags) == len(rows) // 2
+        assert counts.keys() == {(words, label) for words in bags for label in ("real", "swapped")}
+    assert not {words for words, _ in forms[0]} & {words for words, _ in forms[1]}
+
+
+def test_training_and_development_documents_differ():
+    train, dev = make_task(corpus(), train=1000, dev=40, seed=1)
+    documents = [
+        {word for sentence, _ in rows for word in sentence.split() if word.endswith("x")} for rows in (train, dev)
+    ]
+    assert documents[0] and documents[1]
+    assert not documents[0] & documents[1]
+
+
+def test_real_sentences_are_real_and_changed_ones_are_not():
+    real = {sentence for text in corpus() for sentence in sentences(text)}
+    train, dev = make_task(corpus(), train=100, dev=30, seed=1)
+    assert all((sentence in real) == (label == "real") for sentence, label in train + dev)
+
+
+def test_the_seed_decides_everything():
+    assert make_task(corpus(), 100, 30, 1) == make_task(corpus(), 100, 30, 1)
+    assert make_task(corpus(), 100, 30, 1) != make_task(corpus(), 100, 30, 2)
+
+
+def test_the_files_are_a_task_of_named_labels(tmp_path, monkeypatch):
+    from megatron_ddrp.tasks.finetune.options import TaskFiles
+    from megatron_ddrp.tasks.finetune.task_files import read_task
+
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n\n".join(corpus()))
+    out = tmp_path / "word-order"
+    sizes = ["--train-rows", "100", "--dev-rows", "20"]
+    monkeypatch.setattr("sys.argv", ["swap_words.py", "--input", str(path), "--output-dir", str(out), *sizes])
+    swap_words.main()
+    data = read_task(TaskFiles(train=out / "train.csv", valid=out / "valid.csv"))
+    assert (data.task.name, data.task.metric, data.task.labels) == ("word-order", "accuracy", ("real", "swapped"))
+    assert data.baseline == 0.5
+    real = {sentence for text in corpus() for sentence in sentences(text)}
+    for examples, count in ((data.train, 100), (data.dev["valid"], 20)):
+        assert len(examples) == count
+        assert all((example.texts[0] in real) == (example.label == 0) for example in examples)

@@ -289,7 +289,7 @@ class Kind(ABC):
     output_files: ClassVar[Mapping[str, type[RowFile]]] = MappingProxyType({})
     """Further endings of files of predictions → their writers."""
     predicts_numbers: ClassVar[bool] = False
-    """True if the outputs are numbers on the labels' scale, which a run may take out (`Run.scales_labels`)."""
+    """True if the outputs are numbers on the labels' scale, which a run may take out (`TuningRun.scales_labels`)."""
 
     @property
     def metrics(self) -> dict[str, Metric]:

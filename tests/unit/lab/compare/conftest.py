@@ -14,13 +14,13 @@ from megatron_ddrp.data.atomic import object_sum
 from megatron_ddrp.lab.compare.experiment import Experiment, Work
 from megatron_ddrp.lab.compare.measures import Measure
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.plan import Plan, read_plans
+from megatron_ddrp.lab.compare.plan import ComparisonPlan, read_plans
 from megatron_ddrp.lab.compare.runs import Job, TrainingRun, open_store
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
 
 
-def read_plan(file, given=None) -> Plan:
+def read_plan(file, given=None) -> ComparisonPlan:
     """The plan of a file without rungs."""
     (plan,) = read_plans(file, given)
     return plan

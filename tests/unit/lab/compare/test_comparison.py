@@ -15,7 +15,7 @@ from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.rows import as_run
 from megatron_ddrp.lab.compare.tables import Claim, Results, gains
-from megatron_ddrp.tasks.finetune.runs import Run, write_predictions
+from megatron_ddrp.tasks.finetune.runs import TuningRun, write_predictions
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.glue import TASKS
 from megatron_ddrp.tasks.minimal_pairs.pairs import resampled_interval
@@ -105,7 +105,7 @@ def finish_sweep(work, job, task, share, random):
         row |= {"micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None}
         row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "score": share, "epoch_scores": [share]}
         scored = {"dev": (labels.astype(float), predictions.astype(float))}
-        write_predictions(folder / "predictions" / f"{Run.of_row(row).name}.tsv", task, scored)
+        write_predictions(folder / "predictions" / f"{TuningRun.of_row(row).name}.tsv", task, scored)
         rows.append(row)
     (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "table.json").write_text("{}")

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import main
+from megatron_ddrp.lab.compare.experiment import Runner
 from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page
-from megatron_ddrp.lab.compare.runs import JobLines, log_file
+from megatron_ddrp.lab.compare.runs import log_file
 from megatron_ddrp.pages.markdown import Table, code, paragraph, to_html
 from megatron_ddrp.tasks.statistics import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
 from tests.unit.lab.compare.conftest import (
@@ -75,7 +76,7 @@ def test_a_loss_that_is_not_finite_is_left_out_and_told(work):
     *before, last = metrics.read_text(encoding="utf-8").splitlines()
     metrics.write_text("\n".join([*before, json.dumps(json.loads(last) | {"valid_lm_loss": None})]) + "\n")
     assert values_of(work)[LOSS]["BERT (MLM)"] == pytest.approx({"1234": 6.5, "1236": 6.52})
-    assert "validation masked-LM loss not finite, eta" in JobLines(work.store, 1).finished(run.job, 1.0, [])
+    assert "validation masked-LM loss not finite, eta" in Runner(work.store, 1).finished(run.job, 1.0, [])
     text = page_of(work)["page.md"]
     assert f"Values that are not finite are left out: validation masked-LM loss of {run.job.name}." in text
 

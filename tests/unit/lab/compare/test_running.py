@@ -13,7 +13,7 @@ import pytest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.experiment import Runner, full_command
 from megatron_ddrp.lab.compare.plan import make_config
-from megatron_ddrp.lab.compare.runs import Job, JobLines, facts_of, job_name, open_store, start_of
+from megatron_ddrp.lab.compare.runs import Job, facts_of, job_name, open_store, start_of
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def runner(folder):
 
     def make(workers=2):
         lines: list[str] = []
-        return Runner(JobLines(open_store(folder), workers), lines.append), lines
+        return Runner(open_store(folder), workers, lines.append), lines
 
     return make
 
@@ -175,7 +175,7 @@ def test_a_foreign_line_in_the_store_is_named(folder):
 
 
 def test_the_plan_counts_the_jobs_of_each_kind_and_takes_the_mean_of_finished_ones(folder):
-    lines = JobLines(store := open_store(folder), 2)
+    lines = Runner(store := open_store(folder), 2)
     store.append({"job": "p", "kind": "probe", "work": 40, "seconds": 30.0})  # of an earlier version
     jobs = [Job("course", name, name, (), folder, work=100.0) for name in "abc"] + [Job("glue", "g", "g", (), folder)]
     assert lines.plan(jobs) == [
@@ -196,7 +196,7 @@ def test_the_plan_counts_the_jobs_of_each_kind_and_takes_the_mean_of_finished_on
 
 
 def test_the_status_counts_the_steps_of_running_training(folder, monkeypatch):
-    lines = JobLines(store := open_store(folder), 2)
+    lines = Runner(store := open_store(folder), 2)
     run, waiting = (Job("course", name, name, (), folder / name, work=1000.0) for name in ("first", "second"))
     score = Job("glue", "g", "g", (), folder / "g")
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)

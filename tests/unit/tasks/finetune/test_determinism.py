@@ -8,7 +8,7 @@ from torch import nn
 from megatron_ddrp.conversion.model_code import SEQUENCE
 from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.finetune.training import TaskModel
 
@@ -66,7 +66,7 @@ def tune(puts, precision="fp32"):
     for length in random.integers(3, 9, 16):
         writer.add(random.integers(1, 20, length).tolist())
     rows = writer.rows(np.arange(16) % 2)
-    run = Run("t", 8, 1e-2, 3, 1, 8, encoder="e", data="d", micro_batch_size=4, precision=precision)
+    run = TuningRun("t", 8, 1e-2, 3, 1, 8, encoder="e", data="d", micro_batch_size=4, precision=precision)
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")
     result = training.finetune(run, task, TaskModel(Encoder(puts), 8, SEQUENCE, 2), rows, {"dev": rows})
     return result.model.state_dict(), result.predictions["dev"]

@@ -17,7 +17,7 @@ from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.task_files import load_finetuned, read_task
 from megatron_ddrp.tasks.finetune.workers import plan_text
 from tests.unit.tasks.finetune.conftest import first_word_kind
@@ -362,7 +362,9 @@ def test_a_better_run_that_kept_no_model_is_named(topics, bert_folder, tmp_path,
     (out / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, better)))
     capsys.readouterr()
     main(words(topics, bert_folder, out, *GLANCE))
-    told = f"is in {model_of(out)} (of those kept; the better run {Run.of_row(better).name} kept none: to repeat it"
+    told = (
+        f"is in {model_of(out)} (of those kept; the better run {TuningRun.of_row(better).name} kept none: to repeat it"
+    )
     assert told in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from megatron_ddrp.encoders.rows import RowWriter
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.finetune.training import TaskModel
 
@@ -28,7 +28,9 @@ def test_a_rank_without_a_micro_batch_steps_in_fp16(monkeypatch):
     rows = writer.rows(np.arange(8) % 2)
     config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=8, vocab_size=100)
     model = TaskModel(TrainedEncoder(build_model(config)), 32, SEQUENCE, 2)
-    run = Run("t", batch_size=8, lr=1e-5, epochs=1, seed=1, max_seq_length=8, encoder="e", data="d", micro_batch_size=4)
+    run = TuningRun(
+        "t", batch_size=8, lr=1e-5, epochs=1, seed=1, max_seq_length=8, encoder="e", data="d", micro_batch_size=4
+    )
     run = replace(run, precision="fp16")
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")
     ranks = Ranks(1, 2, torch.device("cpu"))

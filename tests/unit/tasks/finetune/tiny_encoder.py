@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.table_files import Example, read_rows
 from megatron_ddrp.tasks.finetune.training import build_model, finetune
 
@@ -49,6 +49,8 @@ def fine_tune(task, encoder, train, dev, max_length, epochs, head="common", micr
     """Do one run at batch 16 and a rate of 1e-2; return its result and the encoded development rows."""
     kind = KINDS[task.kind]
     encoded = [kind.encode(task, rows, encoder.tokenizer, max_length) for rows in (train, dev)]
-    run = Run(task.name, 16, 1e-2, epochs, 1, max_length, encoder="e", data="d", micro_batch_size=micro, head=head)
+    run = TuningRun(
+        task.name, 16, 1e-2, epochs, 1, max_length, encoder="e", data="d", micro_batch_size=micro, head=head
+    )
     model = build_model(encoder, task, run, torch.device("cpu"))
     return finetune(run, task, model, encoded[0], {"dev": encoded[1]}), encoded[1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.runs import Run, RunStore, count_undefined, write_predictions
+from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun, count_undefined, write_predictions
 from megatron_ddrp.tasks.glue import TASKS
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
@@ -33,7 +33,7 @@ def scored_folder(folder, predictions, task="CoLA", **more):
     """An output folder with one run per entry of `predictions` (numbers `[examples]`; the labels are 0, 1, 0, 1, …)."""
     store = RunStore(folder / "runs.jsonl")
     for seed, predicted in enumerate(predictions, 1):
-        run = Run(task, 16, 1e-5, 4, seed, 128, **{"encoder": "e", "data": "d", "micro_batch_size": 8} | more)
+        run = TuningRun(task, 16, 1e-5, 4, seed, 128, **{"encoder": "e", "data": "d", "micro_batch_size": 8} | more)
         targets, predicted = np.arange(len(predicted)) % 2.0, np.array(predicted, dtype=float)
         path = folder / "predictions" / f"{run.name}.tsv"
         write_predictions(path, TASKS[task], {"dev": (targets, predicted)})

@@ -14,7 +14,7 @@ from megatron_ddrp.encoders.rows import RowWriter, pad_batch
 from megatron_ddrp.engine.build import names_without_decay
 from megatron_ddrp.model import build_model
 from megatron_ddrp.tasks.finetune import training
-from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.training import FineTuning, TaskModel, finetune, layer_depths, learning_rate_factor
 from megatron_ddrp.tasks.glue import TASKS
 
@@ -57,7 +57,7 @@ def classifier(task, encoder, seed=1):
 
 
 def make_run(task="CoLA", seed=1, epochs=6, lr=3e-2, batch=8, micro=8, **more):
-    return Run(task, batch, lr, epochs, seed, 128, encoder="e", data="d", micro_batch_size=micro, **more)
+    return TuningRun(task, batch, lr, epochs, seed, 128, encoder="e", data="d", micro_batch_size=micro, **more)
 
 
 def do(task="CoLA", seed=1, dropout=0.1, **more):
@@ -259,7 +259,7 @@ def test_numbers_of_any_size_are_learned_and_the_model_returns_them(precision):
 def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
     assert make_run().name == "CoLA-b8-lr0.03-e6-s1-8d77ed38fc41"
     assert make_run(scales_labels=True).name != make_run().name
-    assert Run.of_row({k: v for k, v in asdict(make_run()).items() if k != "scales_labels"}) == make_run()
+    assert TuningRun.of_row({k: v for k, v in asdict(make_run()).items() if k != "scales_labels"}) == make_run()
 
 
 def test_layers_are_numbered_from_the_embeddings_to_the_head():

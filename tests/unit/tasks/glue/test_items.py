@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.finetune.metrics import drawn_rows
-from megatron_ddrp.tasks.finetune.runs import Items, Run, RunStore, best_cells
+from megatron_ddrp.tasks.finetune.runs import Items, RunStore, TuningRun, best_cells
 from megatron_ddrp.tasks.finetune.tables import write_report
 from megatron_ddrp.tasks.glue import GLUE
 from tests.unit.tasks.glue.conftest import scored_folder
@@ -69,7 +69,7 @@ def test_the_table_has_intervals_over_items_and_words(runs: dict[Path, RunStore]
 def test_without_predictions_the_cells_stay_empty(runs: dict[Path, RunStore], tmp_path: Path) -> None:
     folder = next(iter(runs))
     row = next(iter(runs[folder]))
-    (folder / "predictions" / f"{Run.of_row(row).name}.tsv").unlink()
+    (folder / "predictions" / f"{TuningRun.of_row(row).name}.tsv").unlink()
     write_report(runs, tmp_path / "out", GLUE)
     numbers = json.loads((tmp_path / "out" / "table.json").read_text())
     assert [pair["over_items"] is None for pair in numbers["differences"]] == [True, True, False]

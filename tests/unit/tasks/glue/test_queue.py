@@ -6,13 +6,13 @@ import signal
 import time
 
 from megatron_ddrp.data.points import VARIABLE
-from megatron_ddrp.tasks.finetune.runs import Run, RunStore
+from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun
 from megatron_ddrp.tasks.jobs import drain
 from tests.integration.launch import fork_server
 from tests.unit.tasks.glue.conftest import finished
 
 RUNS = [
-    Run(task, 16, lr, 4, seed, 128, encoder="e", data="d", micro_batch_size=8)
+    TuningRun(task, 16, lr, 4, seed, 128, encoder="e", data="d", micro_batch_size=8)
     for task in ("RTE", "CoLA")
     for lr in (1e-5, 3e-5)
     for seed in range(1, 11)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.tasks.finetune import tables as figure
-from megatron_ddrp.tasks.finetune.runs import Items, Run, best_cells, task_order
+from megatron_ddrp.tasks.finetune.runs import Items, TuningRun, best_cells, task_order
 from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains, page, summary, write_report
 from megatron_ddrp.tasks.glue import GLUE, PAPER_ROWS, PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.statistics import student_interval
@@ -326,7 +326,7 @@ def test_the_figure_has_its_whole_title_and_short_names(monkeypatch):
 def test_runs_that_were_asked_for_decide_the_conditions_of_a_cell():
     rows = [row(score=0.2, data="a"), row(score=0.7, data="b")]
     assert best_cells(rows)["base"]["RTE"].scores == [0.7]
-    assert best_cells(rows, asked=[Run.of_row(rows[0])])["base"]["RTE"].scores == [0.2]
+    assert best_cells(rows, asked=[TuningRun.of_row(rows[0])])["base"]["RTE"].scores == [0.2]
 
 
 def test_a_cell_has_only_the_runs_that_were_asked_for_if_there_are_any():
@@ -335,11 +335,11 @@ def test_a_cell_has_only_the_runs_that_were_asked_for_if_there_are_any():
     beside = [row("CoLA", 0.3), row("CoLA", 0.4, lr=2e-5), row(score=0.6, load="other", encoder="o" * 16)]
     rows = [*old, *new, *beside]
     assert best_cells(rows)["base"]["RTE"].scores == [0.7] * 3
-    cells = best_cells(rows, asked=map(Run.of_row, new))
+    cells = best_cells(rows, asked=map(TuningRun.of_row, new))
     assert cells["base"]["RTE"].scores == [0.2] * 2 and cells["base"]["RTE"].rows[0]["lr"] == 2e-5
     assert (cells["base"]["CoLA"].scores, cells["other"]["RTE"].scores) == ([0.4], [0.6])
-    assert best_cells(rows, asked=[Run.of_row(old[0])])["base"]["RTE"].scores == [0.7]
-    assert best_cells(rows, asked=[Run.of_row(row(lr=9.0))])["base"]["RTE"].scores == [0.7] * 3  # not done yet
+    assert best_cells(rows, asked=[TuningRun.of_row(old[0])])["base"]["RTE"].scores == [0.7]
+    assert best_cells(rows, asked=[TuningRun.of_row(row(lr=9.0))])["base"]["RTE"].scores == [0.7] * 3  # not done yet
 
 
 def test_encoders_with_other_files_are_not_compared_in_silence():

@@ -7,11 +7,11 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.options import Search
-from megatron_ddrp.tasks.finetune.runs import Point, Run, RunStore
+from megatron_ddrp.tasks.finetune.runs import Point, RunStore, TuningRun
 from megatron_ddrp.tasks.glue import TASKS
 from tests.unit.tasks.glue.conftest import finished
 
-RUN = Run("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)
+RUN = TuningRun("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)
 
 
 def test_the_paper_runs_480_a_checkpoint():
