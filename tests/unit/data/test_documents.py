@@ -62,12 +62,102 @@ def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, pa
         refused(r"damaged or cut off after \d+ bytes", texts, path)
 
 
-def test_json_lines_under_a_name_of_plain_text_are_refused(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text('\n {"text": "One."}\n{"text": "Two."}\n', encoding="utf-8")
-    refused(r"a\.txt: a JSON object in .* rename it to end in \.jsonl", texts, path)
-    path.write_text('{"One," he said.}\n', encoding="utf-8")
-    assert texts(path) == ['{"One," he said.}']
+WIKI = """<doc id="1" url="u" title="A">
+A
+
+First.
+Line <doc two.
+</doc>
+<doc id="2" url="u" title="B">
+B
+</doc>
+"""
+ARTICLES = ["A\n\nFirst.\nLine <doc two.", "B"]
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
+BRACKETS = ["[1] A note.", "[", "[]", '["the cat", "the dog"]', "[{the cat}]", '[{"One," he said.}]', "[ {} ]"]
+SCRIPTS = {
+    "A line\nbreaks.\r\nTwice.": "A line breaks. Twice.",
+    "吾輩は猫で\nある。\n「名前」は\r\nまだ無い": "吾輩は猫である。「名前」はまだ無い",
+    "我们\n喜欢，\n读书": "我们喜欢，读书",
+    "ニャー\nニャー　\n　と\nＡ": "ニャーニャー　　とＡ",
+    "𠮷野\n家 漢字\nword\n漢字": "𠮷野家 漢字 word 漢字",
+    "한국어는\n띄어쓰기가\n있다": "한국어는 띄어쓰기가 있다",
+    "é\né 😀\n😀": "é é 😀 😀",
+}
+"""Plain text → the same without line breaks, which become what the script puts between words."""
+READ = [
+    *((name, f"{text}\n", [text]) for name in ("a.txt", "a") for text in BRACKETS),
+    ("a.txt", '{"One," he said.}\n', ['{"One," he said.}']),
+    ("a.txt", "\ufeff\n one\r\ntwo\r\n\r\n \t\nthree\n\nfour", [" one two", "three", "four"]),
+    ("a.txt", "a stray\rsign\nis text", ["a stray\rsign is text"]),
+    *(("a.txt", f"{written}\n\nnext", [read, "next"]) for written, read in SCRIPTS.items()),
+    # A text inside another object, and the word as a value.
+    ("a.json", '{"text": "a", "of": {"text": "\\"text\\": text"}, "is": "text"}', ["a"]),
+    *((name, WIKI, ARTICLES) for name in ("wiki_00", "wiki.txt")),
+    ("wiki_01.bz2", bz2.compress(WIKI.replace("\n", "\r\n").encode()), ARTICLES),
+    ("wiki_02", '{"text": "json"}\n', ["json"]),
+]
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(("name", "content", "documents"), READ, ids=[name for name, *_ in READ])
+def test_documents_of_a_file(tmp_path, name, content, documents):
+    assert texts(write(tmp_path / name, content)) == documents
+
+
+BAD = {
+    b'{"text": "a"': "not JSON",
+    b"[1]": "a JSON list, expected one object per line",
+    b'{"body": "a"}': "no key 'text', it has body",
+    b'{"text": 3}': "key 'text' holds int, expected a string",
+    b'{"text": "\xff"}': r"not UTF-8 \(byte 0xff\)",
+    b'{"text": "\\ud800"}': "key 'text' has half a surrogate pair",
+    b"[" * 100_000: "not JSON",
+    b'{"text": "a", "text": "b"}': "key 'text' is twice in one object",
+}
+"""Line of JSON → the reason why it is no document."""
+HEADS = ['{"text": "one"', '{"text": "one', '{"text": "a"} x', '{"text": {"text": "b"}']
+"""Damaged first lines, which are not taken for an object over several lines."""
+AS_TEXT = r"a\.txt: a JSON object in .* rename it to end in \.jsonl"
+FAULTY = [
+    *(
+        ("a.jsonl", b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}\n', rf":3: {reason}.*--on-error skip",
+         ["first", "last"], [3])
+        for line, reason in BAD.items()
+    ),
+    *(("a.jsonl", f'{head}\n{{"text": "two"}}\n{{"text": "3"}}\n', ":1: ", ["two", "3"], [1]) for head in HEADS),
+    ("a.jsonl", '{"text": "0123456789"}\n' * 100_000 + "[]\n", ":100001: a JSON list", None, [100_001]),
+    ("a.txt", '\n {"text": "One."}\n{"text": "Two."}\n', AS_TEXT, None, None),
+    ("a.json", '[\n{"text": "one"},\n{"body":\n "two"},\n{"text": "three"}\n]\n', ":2: no key 'text', it has body",
+     ["one", "three"], [2]),
+    ("a.json", '[\n{"text": "one"},\n{"text": "two"}\n', r": not JSON \(a list is not closed", None, None),
+    ("a.txt", f"one\n\n{POINTER}\ntwo\n\nversion https://git-lfs.github.com/spec/v1 is text\n",
+     ":3: a pointer of Git LFS", ["one", "two", "version https://git-lfs.github.com/spec/v1 is text"], [3]),
+    ("a.jsonl", json.dumps({"text": POINTER}) + "\n", ":1: a pointer of Git LFS", [], [1]),
+    ("a.txt", "one\rtwo\r\rthree\r", r":1: its lines end in \\r alone .* tr '\\r' '\\n'", [], [1]),
+    ("a.txt", b"one\n\ntwo\nthree \xfe\n", r":4: not UTF-8 \(byte 0xfe\)", ["one"], [4]),
+    ("wiki_00", WIKI.replace("</doc>", "", 1) + "stray\n" + WIKI, ":1: <doc …> without </doc>", ["B", *ARTICLES],
+     [1, 10]),
+    ("a.arrow", b"FEA1" + bytes(100) + b"FEA1", "Feather V1, which is no Arrow file; read it by pandas", None, None),
+]  # fmt: skip
+"""Name, content, words of the refusal, and what is left with their places where faults are skipped, if they can be."""
+
+
+@pytest.mark.parametrize(("name", "content", "words", "left", "places"), FAULTY, ids=[row[2] for row in FAULTY])
+def test_a_fault_stops_with_its_place_or_is_skipped_and_told(tmp_path, name, content, words, left, places):
+    path = write(tmp_path / name, content)
+    assert name in str(refused(words, texts, path))
+    if places is None:
+        refused(words, texts, path, on_error="skip")
+        return
+    told = []
+    found = texts(path, on_error="skip", on_skip=told.append)
+    assert found == left or left is None
+    assert [int(re.search(rf"{name}:(\d+): ", line)[1]) for line in told] == places
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "a", "a.json.gz", "pipe"])
@@ -81,18 +171,9 @@ def test_an_array_of_json_objects_is_read_and_refused_only_as_plain_text(tmp_pat
     else:
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     if name == "a.txt":
-        refused(r"a\.txt: a JSON object in .* rename it to end in \.jsonl", texts, path)
+        refused(AS_TEXT, texts, path)
     else:
         assert texts(path) == [row["text"] for row in json.loads(content.removeprefix("\ufeff"))]
-
-
-def test_faults_of_json_over_lines_name_the_number_of_the_object(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('[\n{"text": "one"},\n{"body":\n "two"},\n{"text": "three"}\n]\n')
-    refused(r"a\.json:2: no key 'text', it has body", texts, path)
-    assert texts(path, on_error="skip") == ["one", "three"]
-    path.write_text('[\n{"text": "one"},\n{"text": "two"}\n')
-    refused(r"a\.json: not JSON \(a list is not closed", texts, path, on_error="skip")
 
 
 def test_a_list_has_unreadable_records_and_a_largest_size(tmp_path, monkeypatch):
@@ -105,17 +186,6 @@ def test_a_list_has_unreadable_records_and_a_largest_size(tmp_path, monkeypatch)
     assert [line.removeprefix(str(path))[:9] for line in told] == [":2: not U", ":3: key '", ":4: key '", ":5: a JSO"]
     monkeypatch.setattr(documents_module, "MAX_VALUES_BYTES", 10)
     refused(r"a\.json: more than 0 MiB of JSON that is not in lines; write one object per", texts, path)
-
-
-@pytest.mark.parametrize("head", ['{"text": "one"', '{"text": "one', '{"text": "a"} x', '{"text": {"text": "b"}'])
-def test_a_damaged_first_line_is_one_unreadable_record(tmp_path, head):
-    """It is not taken for an object over several lines."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(f'{head}\n{{"text": "two"}}\n{{"text": "three"}}\n')
-    assert texts(path, on_error="skip") == ["two", "three"]
-
-
-POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
 
 
 @pytest.mark.parametrize(
@@ -131,33 +201,6 @@ def test_a_pointer_is_never_a_document(tmp_path, name, content):
         path.write_bytes(gzip.compress(data) if name == "packed.gz" else data)
     given = path if name in ("pipe", "packed.gz") else tmp_path
     refused(rf"{name}: a pointer of Git LFS in place of the file: run git ", texts, given, on_error="skip")
-
-
-def test_a_pointer_among_documents_is_an_unreadable_record(tmp_path):
-    (tmp_path / "a.txt").write_text(f"one\n\n{POINTER}\ntwo\n\nversion https://git-lfs.github.com/spec/v1 is text\n")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": POINTER}) + "\n")
-    refused(r"a\.txt:3: a pointer of Git LFS", texts, tmp_path / "a.txt")
-    assert texts(tmp_path / "a.txt", on_error="skip") == [
-        "one",
-        "two",
-        "version https://git-lfs.github.com/spec/v1 is text",
-    ]
-    assert texts(tmp_path / "a.jsonl", on_error="skip") == []
-
-
-@pytest.mark.parametrize(
-    "text", ["[1] A note.", "[", "[]", '["the cat", "the dog"]', "[{the cat}]", '[{"One," he said.}]', "[ {} ]"]
-)
-def test_text_that_begins_with_a_bracket_is_text(tmp_path, text):
-    for name in ("a.txt", "a"):
-        (tmp_path / name).write_text(f"{text}\n", encoding="utf-8")
-        assert texts(tmp_path / name) == [text]
-
-
-def test_plain_text_documents_lie_between_blank_lines(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"\xef\xbb\xbf\n one\r\ntwo\r\n\r\n \t\nthree\n\nfour")
-    assert texts(path) == [" one two", "three", "four"]
 
 
 SPACES = [character for character in map(chr, range(0x110000)) if character.isspace() and character != "\n"]
@@ -192,40 +235,12 @@ def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, l
     assert len(ranges) >= count
 
 
-def test_plain_text_whose_lines_end_in_a_lone_carriage_return_is_refused(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"one\rtwo\r\rthree\r")
-    refused(r"a\.txt:1: its lines end in \\r alone .* tr '\\r' '\\n'", texts, path)
-    path.write_bytes(b"a stray\rsign\nis text")
-    assert texts(path) == ["a stray\rsign is text"]
-
-
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        ("A line\nbreaks.\r\nTwice.", "A line breaks. Twice."),
-        ("吾輩は猫で\nある。\n「名前」は\r\nまだ無い", "吾輩は猫である。「名前」はまだ無い"),
-        ("我们\n喜欢，\n读书", "我们喜欢，读书"),
-        ("ニャー\nニャー　\n　と\nＡ", "ニャーニャー　　とＡ"),
-        ("𠮷野\n家 漢字\nword\n漢字", "𠮷野家 漢字 word 漢字"),
-        ("한국어는\n띄어쓰기가\n있다", "한국어는 띄어쓰기가 있다"),
-        ("é\né 😀\n😀", "é é 😀 😀"),
-    ],
-    ids=["english", "japanese", "chinese", "kana", "mixed", "korean", "other"],
-)
-def test_line_breaks_of_plain_text_become_what_the_script_puts_between_words(tmp_path, written, read):
-    (tmp_path / "a.txt").write_bytes(f"{written}\n\nnext".encode())
-    assert texts(tmp_path / "a.txt") == [read, "next"]
-
-
 def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(
         '\ufeff{"text": "a", "title": "A"}\n\n{"title": "B", "text": "b\\ud83d\\ude00"}\r\n', encoding="utf-8"
     )
     assert list(iter_documents([str(path)], ["title", "text"])) == [("A", "a"), ("B", "b\U0001f600")]
-    path.write_text('{"text": "a", "of": {"text": "\\"text\\": text"}, "is": "text"}', encoding="utf-8")
-    assert texts(path) == ["a"], "a text inside another object, and the word as a value"
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "wiki_00"])
@@ -236,73 +251,9 @@ def test_text_in_wide_characters_is_refused_and_not_read_as_text_full_of_zeros(t
     refused(rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f", texts, tmp_path / name)
 
 
-BAD = [
-    (b'{"text": "a"', "not JSON"),
-    (b"[1]", "a JSON list, expected one object per line"),
-    (b'{"body": "a"}', "no key 'text', it has body"),
-    (b'{"text": 3}', "key 'text' holds int, expected a string"),
-    (b'{"text": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
-    (b'{"text": "\\ud800"}', "key 'text' has half a surrogate pair"),
-    (b"[" * 100_000, "not JSON"),
-    (b'{"text": "a", "text": "b"}', "key 'text' is twice in one object"),
-]
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"), BAD, ids=["json", "list", "key", "type", "utf8", "surrogate", "deep", "twice"]
-)
-def test_a_bad_line_stops_with_its_number_or_is_skipped_and_told(tmp_path, line, reason):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}\n')
-    refused(rf"a\.jsonl:3: {reason}.*--on-error skip", texts, path)
-    skipped = []
-    assert texts(path, on_error="skip", on_skip=skipped.append) == ["first", "last"]
-    assert len(skipped) == 1 and "a.jsonl:3: " in skipped[0]
-
-
-def test_bad_bytes_in_plain_text_are_named_by_their_own_line(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"one\n\ntwo\nthree \xfe\n")
-    refused(r"a\.txt:4: not UTF-8 \(byte 0xfe\)", texts, path)
-
-
 def chunks_of(path, chunk_bytes):
     with OpenInput(InputFile(str(path), path.name)) as opened:
         return list(iter_chunks(opened, ["text"], chunk_bytes))
-
-
-WIKI = """<doc id="1" url="u" title="A">
-A
-
-First.
-Line <doc two.
-</doc>
-<doc id="2" url="u" title="B">
-B
-</doc>
-"""
-
-
-def test_wikiextractor_files_whatever_their_name(tmp_path):
-    for name in ("wiki_00", "wiki.txt"):
-        (tmp_path / name).write_text(WIKI)
-        assert texts(tmp_path / name) == ["A\n\nFirst.\nLine <doc two.", "B"]
-    (tmp_path / "wiki_01.bz2").write_bytes(bz2.compress(WIKI.replace("\n", "\r\n").encode()))
-    assert texts(tmp_path / "wiki_01.bz2") == ["A\n\nFirst.\nLine <doc two.", "B"]
-    (tmp_path / "wiki_02").write_text('{"text": "json"}\n')
-    assert texts(tmp_path / "wiki_02") == ["json"]
-
-
-def test_faults_of_wikiextractor_files(tmp_path):
-    path = tmp_path / "wiki_00"
-    path.write_text(WIKI.replace("</doc>", "", 1) + "stray\n" + WIKI)
-    refused("wiki_00:1: <doc …> without </doc>", texts, path)
-    skipped = []
-    assert texts(path, on_error="skip", on_skip=skipped.append) == ["B", "A\n\nFirst.\nLine <doc two.", "B"]
-    assert [reason.split("wiki_00:")[1] for reason in skipped] == [
-        "1: <doc …> without </doc>",
-        "10: text outside <doc …> and </doc>",
-    ]
 
 
 def test_parquet_rows(tmp_path, monkeypatch):
@@ -361,11 +312,6 @@ def test_rows_of_a_saved_dataset(tmp_path, capsys):
     with pyarrow.ipc.new_file(str(tmp_path / "other.arrow"), table.schema) as out:
         out.write_table(table)
     assert [text for (text,) in iter_documents([str(tmp_path / "other.arrow")])] == wanted
-
-
-def test_feather_of_the_first_version_is_named(tmp_path):
-    (tmp_path / "a.arrow").write_bytes(b"FEA1" + bytes(100) + b"FEA1")
-    refused(r"a\.arrow: Feather V1, which is no Arrow file; read it by pandas", texts, tmp_path / "a.arrow")
 
 
 def test_the_list_of_a_saved_dataset_is_read_once_and_anew_when_it_changes(tmp_path, monkeypatch):
@@ -465,9 +411,3 @@ def test_a_record_without_end_is_named_and_not_kept_in_memory(tmp_path, monkeypa
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "short"}\n' + "x" * (1 << 24))
     refused(r"a\.jsonl: a record of more than 2 MiB before byte", texts, path)
-
-
-def test_lines_are_counted_on_behind_a_chunk(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "0123456789"}\n' * 100_000 + "[]\n")
-    refused(r"a\.jsonl:100001: a JSON list", texts, path)
