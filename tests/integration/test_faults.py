@@ -47,13 +47,20 @@ ASKED_TO_STOP = 75
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with dropout."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    start_ranks(flags(save=folder, **DROPOUT), 2).check()
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
-    number: signal.Signals, flags: Flags, tmp_path: Path
+    number: signal.Signals, undisturbed: Path, flags: Flags, tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_ranks(flags(save=whole, **DROPOUT), 2).check()
+    parts = tmp_path / "parts"
     command = flags(save=parts, load=parts, **DROPOUT)
     told = start_ranks(command, 2, before=armed(f"step.logged={number.name}@3", 1))
     assert told.exit_codes == [ASKED_TO_STOP] * 2
@@ -63,7 +70,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
     assert path and path.name == "iter_0000003"
     assert (parts / "exit_code").read_text() == "75\n"
     start_ranks(command, 2).check()
-    assert training_rows(parts) == training_rows(whole)
+    assert training_rows(parts) == training_rows(undisturbed)
 
 
 def test_the_clock_stops_a_run(flags: Flags, tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def runs(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
             exit_interval=RECIPE_STEPS // 2,
             save=folder / "short",
         ),
-        "longer rows": flags(**RECIPE, load=folder / "short" / f"iter_{STEPS // 2:07d}"),
+        "longer rows": flags(**RECIPE, load=folder / "short" / f"iter_{RECIPE_STEPS // 2:07d}"),
         "in one go": flags(**RECIPE, micro_batch_size=8),
         "stable": flags(
             **{**STABLE, "lr_decay_style": "constant", "train_iters": 90}, exit_interval=SAVED, save=stable

@@ -56,6 +56,14 @@ def assert_same_run(folder: Path, reference: Path) -> None:
         assert torch.equal(ours.get_parameter(name), weight), name
 
 
+@pytest.fixture(scope="module")
+def undisturbed(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody stopped. How often a run saves or validates changes no row."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    start_ranks(arguments(flags, folder)).check()
+    return folder
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_stopped_and_restarted(zero_stage: int, flags: Flags, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -111,42 +119,37 @@ def test_stopped_and_restarted_on_two_ranks(flags: Flags, tmp_path: Path) -> Non
     assert_same_run(parts, whole)
 
 
-def test_dropout_is_on_and_differs_between_steps_and_ranks(flags: Flags, tmp_path: Path) -> None:
+def test_dropout_is_on_in_every_step(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
     """Else the tests above would prove nothing about it."""
-    start_ranks(arguments(flags, tmp_path / "with")).check()
-    start_ranks(arguments(flags, tmp_path / "without", hidden_dropout=0.0, attention_dropout=0.0)).check()
-    for ours, theirs in zip(training_rows(tmp_path / "with"), training_rows(tmp_path / "without"), strict=True):
+    start_ranks(arguments(flags, tmp_path, hidden_dropout=0.0, attention_dropout=0.0)).check()
+    for ours, theirs in zip(training_rows(undisturbed), training_rows(tmp_path), strict=True):
         assert ours["lm_loss"] != theirs["lm_loss"]
 
 
-def test_validation_and_saving_leave_the_course_alone(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(arguments(flags, tmp_path / "plain")).check()
-    busy = arguments(flags, tmp_path / "busy", eval_interval=1, eval_iters=2, save_interval=2)
-    start_ranks(busy).check()
-    assert_same_run(tmp_path / "busy", tmp_path / "plain")
-    assert sum("valid_lm_loss" in row for row in read_rows(tmp_path / "busy")) == STEPS
+def test_validation_and_saving_leave_the_run_alone(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
+    start_ranks(arguments(flags, tmp_path, eval_interval=1, eval_iters=2, save_interval=2)).check()
+    assert_same_run(tmp_path, undisturbed)
+    assert sum("valid_lm_loss" in row for row in read_rows(tmp_path)) == STEPS
 
 
-def test_killed_after_a_checkpoint(flags: Flags, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    start_ranks(arguments(flags, whole, save_interval=4)).check()
+def test_killed_after_a_checkpoint(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
     command = arguments(flags, killed, save_interval=4)
     assert start_ranks(command, before=armed("step.logged=SIGKILL@5")).exit_codes == [-signal.SIGKILL]
     assert [row["iteration"] for row in training_rows(killed)] == [1, 2, 3, 4, 5]
     with (killed / "metrics.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"iteration": 6, "lo')  # the row that the kill cut off
     assert "at step 4" in start_ranks(command).check().stdout[0]
-    assert_same_run(killed, whole)
+    assert_same_run(killed, undisturbed)
 
 
 LAST_WHOLE = {"checkpoint.tensors": 2, "checkpoint.renamed": 2, "checkpoint.moved_away": 2, "checkpoint.latest": 4}
 """Point of a save → the last checkpoint after kills there and at the points before, all in step 4."""
 
 
-def test_killed_at_each_point_of_a_save(flags: Flags, tmp_path: Path) -> None:
+def test_killed_at_each_point_of_a_save(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
     """With the weights and without the optimizer's state, around the renaming, and before older checkpoints go."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    start_ranks(arguments(flags, whole, save_interval=2)).check()
+    killed = tmp_path / "killed"
     command = arguments(flags, killed, save_interval=2)
     for name, last in LAST_WHOLE.items():
         ended = start_ranks(command, before=armed(f"{name}=SIGKILL@4"))
@@ -154,7 +157,7 @@ def test_killed_at_each_point_of_a_save(flags: Flags, tmp_path: Path) -> None:
         assert checkpoint_of(killed).name == f"iter_{last:07d}", name
     assert list(killed.glob("iter_*.tmp"))
     assert "at step 4" in start_ranks(command).check().stdout[0]
-    assert_same_run(killed, whole)
+    assert_same_run(killed, undisturbed)
     assert not list(killed.glob("*.tmp")), "leftovers of the killed run stay for ever"
 
 
