@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import run_command
-from megatron_ddrp.pages import markdown as plotting
+from megatron_ddrp.pages import plotting
 
 settings.register_profile("untimed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # by default a test fails if a busy machine is slow

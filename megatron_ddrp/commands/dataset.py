@@ -176,10 +176,10 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.pages.markdown import COLORS, figure_tools, save_figure, thousands, wrap_title
+    from megatron_ddrp.pages.plotting import COLORS, figure_tools, save_figure, thousands, wrap_title
 
     plt = figure_tools()
-    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.4))
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
     bars = axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
     axes.bar_label(bars, fmt="{:,.0f}", fontsize="small")

@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,18 @@ from megatron_ddrp.data.batches.word_counts import entropy
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, need_packages
 from megatron_ddrp.foreign import read_text
-from megatron_ddrp.pages.markdown import (
+from megatron_ddrp.pages.markdown import Table, render_page, versions
+from megatron_ddrp.pages.plotting import (
     COLORS,
     GREY,
-    Table,
-    figure_tools,
-    legend_below,
-    panel_grid,
-    remove_figure,
-    render_page,
-    run_style,
-    save_figure,
+    LEVEL,
+    Line,
+    Panel,
+    draw_curves,
+    run_styles,
+    save_figures,
     short_names,
     thousands,
-    versions,
 )
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import (
@@ -68,7 +67,7 @@ Series = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Panel:
+class Curve:
     """One axis of a figure and the numbers on it."""
 
     label: str
@@ -92,25 +91,25 @@ class Panel:
         return [(step, self.factor * value) for step, value in series(rows, key)] if key else []
 
 
-LOSS = Panel("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
+LOSS = Curve("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
 GENERATOR_LOSS = replace(LOSS, label="generator's loss [nats]")
 MIXED_LOSS = replace(LOSS, label="masked-LM loss (ELECTRA: the generator's) [nats]")
-RTD_ACCURACY = Panel("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
+RTD_ACCURACY = Curve("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
 LEARNING = (
-    Panel("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
-    Panel("TCD: mean cosine of tokens", "tcd_loss", "token_similarity"),
-    Panel("HCD: mean cosine of heads", "hcd_loss", "head_similarity", is_noisy=True),
-    Panel("RTD loss [nats]", "rtd_loss", "valid_rtd_loss"),
+    Curve("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
+    Curve("TCD: mean cosine of tokens", "tcd_loss", "token_similarity"),
+    Curve("HCD: mean cosine of heads", "hcd_loss", "head_similarity", is_noisy=True),
+    Curve("RTD loss [nats]", "rtd_loss", "valid_rtd_loss"),
     RTD_ACCURACY,
-    Panel("replaced tokens found [%]", "rtd_recall", "valid_rtd_recall", 100),
-    Panel("generator's accuracy [%]", "generator_accuracy", "valid_generator_accuracy", 100),
+    Curve("replaced tokens found [%]", "rtd_recall", "valid_rtd_recall", 100),
+    Curve("generator's accuracy [%]", "generator_accuracy", "valid_generator_accuracy", 100),
 )
 """Panels below the loss, where a run logged their numbers."""
 SPEED = (
-    Panel("learning rate", "lr"),
-    Panel("gradient norm", "grad_norm"),
-    Panel("tokens per second", "tokens_per_second"),
-    Panel("peak memory [GiB]", "peak_memory_gib"),
+    Curve("learning rate", "lr"),
+    Curve("gradient norm", "grad_norm"),
+    Curve("tokens per second", "tokens_per_second"),
+    Curve("peak memory [GiB]", "peak_memory_gib"),
 )
 
 
@@ -135,14 +134,14 @@ def running_mean(values: Series, window: int) -> Series:
     ]
 
 
-def logged_panels(panels: Iterable[Panel], runs: Mapping[str, MetricsRows]) -> list[Panel]:
+def logged_panels(panels: Iterable[Curve], runs: Mapping[str, MetricsRows]) -> list[Curve]:
     """Return the panels that any run logged numbers of."""
     return [
         panel for panel in panels if any(panel.training_curve(r) or panel.validation_curve(r) for r in runs.values())
     ]
 
 
-def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Panel]:
+def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Curve]:
     """Return the panels below the loss: the logged ones of `LEARNING`, and one for each column of another name.
 
     Such columns come from callbacks and from the terms of other objectives; their names are their labels.
@@ -151,10 +150,10 @@ def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Panel]:
     taken = {key for panel in known for key in (panel.training, panel.validation)} | _WITHOUT_PANEL
     logged = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
     others = dict.fromkeys(key.removeprefix("valid_") for key in logged if key not in taken)
-    return logged_panels([*LEARNING, *(Panel(name, name, f"valid_{name}") for name in others)], runs)
+    return logged_panels([*LEARNING, *(Curve(name, name, f"valid_{name}") for name in others)], runs)
 
 
-def loss_panel(runs: Mapping[str, MetricsRows]) -> Panel:
+def loss_panel(runs: Mapping[str, MetricsRows]) -> Curve:
     """Return the panel of the masked-LM losses; those of a run with a detector are its generator's."""
     detecting = [bool(logged_panels([RTD_ACCURACY], {name: rows})) for name, rows in runs.items()]
     return GENERATOR_LOSS if all(detecting) else MIXED_LOSS if any(detecting) else LOSS
@@ -170,58 +169,52 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
-"""Inches of a figure, of the panel of the loss, and of a row of panels below it."""
-FEW_POINTS = 3
-"""Most points of a curve that are drawn as points too: their line is short, or none."""
+WIDTH, HEIGHT = 11.0, 3.6
+"""Width of a figure and height of a panel in inches."""
 WINDOW = 9
 """Rows of metrics.jsonl in a running mean."""
-MOST_DECIMALS = 4
-"""Largest number of decimals on an axis of losses or rates; smaller numbers have two or three digits."""
+
+Styles = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
+"""Run's short name → styles of its training and of its validation, in the order of the runs."""
 
 
-def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None, path: Path) -> None:
-    """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
-    plt = figure_tools()
-    lower = learning_panels(runs)
-    columns = _columns(len(lower))
-    lines = -(-len(lower) // columns)
-    figure = plt.figure(figsize=(WIDTH, TOP + LOWER * lines), layout="constrained")
-    grid = figure.add_gridspec(1 + lines, columns, height_ratios=[TOP] + [LOWER] * lines)
-    top, looks = figure.add_subplot(grid[0, :]), _looks(runs)
-    _draw_panel(top, loss_panel(runs), runs, looks)
-    handles = _handles(plt, looks)
+def styles_of(runs: Mapping[str, MetricsRows]) -> Styles:
+    """Return the styles of runs: training is thin, validation has markers and, of a run alone, its own colour."""
+    found = {}
+    for name, style in run_styles(short_names(list(runs))).items():
+        thin = {"color": style["color"], "linewidth": 1.4, "alpha": 1.0 if len(runs) == 1 else 0.6}
+        color = COLORS[1] if len(runs) == 1 else style["color"]
+        found[name] = thin, {"color": color, "linewidth": 2, "marker": style["marker"], "markersize": 5}
+    return found
+
+
+def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None) -> Any:
+    """Draw the losses of runs by name, with the perplexity at the right, and beside them what else they learnt."""
+    measured, styles = [loss_panel(runs), *learning_panels(runs)], styles_of(runs)
+    panels = [panel_of(one, runs, styles) for one in measured]
+    legend = {name: own for name, (_, own) in styles.items()} if len(runs) > 1 else {}
+    (thin, thick), grey = next(iter(styles.values())), {"color": GREY} if len(runs) > 1 else {}
+    legend |= {"training": thin | grey, "validation": thick | grey}
     if unigram is not None:
-        handles[f"unigram level ({unigram:.2f})"] = top.axhline(unigram, color=GREY, linestyle=":", linewidth=2)
-    _add_perplexity(plt, top)
-    for number, panel in enumerate(lower):
-        axis = figure.add_subplot(grid[1 + number // columns, number % columns])
-        _draw_panel(axis, panel, runs, looks)
-        if panel.is_noisy and any(len(panel.training_curve(rows)) > WINDOW for rows in runs.values()):
-            handles[f"HCD, mean of {WINDOW} rows"] = plt.Line2D([], [], color=GREY, linewidth=2.5)
-        if panel == RTD_ACCURACY:
-            for level in filter(None, map(majority, runs.values())):
-                (line,) = axis.plot(*zip(*level, strict=True), color=GREY, linestyle=":", linewidth=2)
-                handles["majority: every token an original"] = line
-    legend_below(figure, handles)
-    save_figure(figure, path)
-
-
-def draw_speed(runs: Mapping[str, MetricsRows], path: Path) -> bool:
-    """Draw learning rate, gradient norm, speed and memory; return whether any of them was logged."""
-    panels = logged_panels(SPEED, runs)
-    remove_figure(path)
-    if not panels:
-        return False
-    plt, looks = figure_tools(), _looks(runs)
+        panels[0] = panels[0]._replace(levels=[unigram])
+        legend[f"unigram level ({unigram:.2f})"] = LEVEL
+    if any(one.is_noisy and len(one.training_curve(rows)) > WINDOW for one in measured for rows in runs.values()):
+        legend[f"HCD, mean of {WINDOW} rows"] = {"color": GREY, "linewidth": 2.5}
+    if RTD_ACCURACY in measured and any(map(majority, runs.values())):
+        legend["majority: every token an original"] = LEVEL
     columns = _columns(len(panels))
-    figure, axes = panel_grid(len(panels), columns, WIDTH / columns, LOWER)
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        _draw_panel(axis, panel, runs, looks)
-    if len(runs) > 1:
-        legend_below(figure, {look.name: plt.Line2D([], [], color=look.color, linewidth=2) for look in looks})
-    save_figure(figure, path)
-    return True
+    figure = draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend)
+    _add_perplexity(figure.axes[0])
+    return figure
+
+
+def draw_speed(runs: Mapping[str, MetricsRows]) -> Any:
+    """Draw learning rate, gradient norm, speed and memory; None if none of them was logged."""
+    styles = styles_of(runs)
+    panels = [panel_of(panel, runs, styles) for panel in logged_panels(SPEED, runs)]
+    legend = {name: own for name, (own, _) in styles.items()} if len(runs) > 1 else None
+    columns = _columns(len(panels))
+    return draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend) if panels else None
 
 
 def _columns(panels: int) -> int:
@@ -229,73 +222,22 @@ def _columns(panels: int) -> int:
     return 2 if panels in (2, 4) else min(3, max(1, panels))
 
 
-class _Look:
-    """Colours and marker of one run. A run alone has a colour for training and one for validation."""
-
-    def __init__(self, name: str, number: int, is_alone: bool) -> None:
-        style = run_style(number)
-        self.name, self.color, self.marker = name, style["color"], style["marker"]
-        self.validation_color = COLORS[1] if is_alone else self.color
-
-
-def _looks(runs: Mapping[str, MetricsRows]) -> list[_Look]:
-    return [_Look(name, number, len(runs) == 1) for number, name in enumerate(short_names(list(runs)))]
-
-
-def _handles(plt: Any, looks: Sequence[_Look]) -> dict[str, Any]:
-    """Return label → line: training and validation of one run, or each run's colour and the two kinds of lines."""
-    if len(looks) == 1:
-        (look,) = looks
-        return {
-            "training": plt.Line2D([], [], color=look.color, linewidth=1.4),
-            "validation": plt.Line2D([], [], color=look.validation_color, marker=look.marker, linewidth=2),
-        }
-    by_run = {look.name: plt.Line2D([], [], color=look.color, marker=look.marker, linewidth=2) for look in looks}
-    kinds = {
-        "training": plt.Line2D([], [], color=GREY, linewidth=1.2, alpha=0.6),
-        "validation": plt.Line2D([], [], color=GREY, marker="o", linewidth=2),
-    }
-    return by_run | kinds
+def panel_of(measured: Curve, runs: Mapping[str, MetricsRows], styles: Styles) -> Panel:
+    """Return the panel with the curves of runs: training, its running mean if it is noisy, and validation."""
+    lines = []
+    for rows, (thin, thick) in zip(runs.values(), styles.values(), strict=True):
+        trained = measured.training_curve(rows)
+        smooth = running_mean(trained, WINDOW) if measured.is_noisy else []
+        lines += [
+            Line(trained, thin | ({"alpha": 0.35} if smooth else {})),
+            Line(smooth, thin | {"linewidth": 2.5, "alpha": 1.0}),
+        ]
+        lines += [Line(measured.validation_curve(rows), thick)]
+        lines += [Line(majority(rows), LEVEL)] * (measured == RTD_ACCURACY)
+    return Panel([line for line in lines if line.points], "", "step", measured.label)
 
 
-def _draw_panel(axis: Any, panel: Panel, runs: Mapping[str, MetricsRows], looks: Sequence[_Look]) -> None:
-    """Draw the curves of a panel: training thin, validation with markers."""
-    for rows, look in zip(runs.values(), looks, strict=True):
-        trained = panel.training_curve(rows)
-        smooth = running_mean(trained, WINDOW) if panel.is_noisy else []
-        alpha = 0.35 if smooth else 1.0 if len(looks) == 1 else 0.6
-        _plot(axis, trained, color=look.color, linewidth=1.4, alpha=alpha)
-        _plot(axis, smooth, color=look.color, linewidth=2.5)
-        _plot(
-            axis,
-            panel.validation_curve(rows),
-            color=look.validation_color,
-            linewidth=2,
-            marker=look.marker,
-            markersize=5,
-        )
-    axis.set(xlabel="step", ylabel=panel.label)
-    axis.grid(alpha=0.3)
-    axis.yaxis.set_major_formatter(lambda value, _: evenly(value, axis.yaxis.get_majorticklocs()))
-    axis.locator_params(axis="x", nbins=5)
-    axis.xaxis.set_major_formatter(lambda value, _: thousands(value))
-
-
-def evenly(value: float, ticks: Sequence[float]) -> str:
-    """Return a tick as text with as many decimals as all `ticks` of its axis need: 8.2, 8.0, 7.8."""
-    for decimals in range(MOST_DECIMALS + 1):
-        if np.allclose(np.round(ticks, decimals), ticks, rtol=0, atol=1e-6 * np.abs(ticks).max()):
-            return f"{round(value, decimals) + 0.0:,.{decimals}f}".replace("-", "−")  # + 0.0: never −0
-    return thousands(value)
-
-
-def _plot(axis: Any, values: Series, **style: Any) -> None:
-    if values:
-        marker = {"marker": "."} if len(values) <= FEW_POINTS else {}
-        axis.plot(*zip(*values, strict=True), **(marker | style))
-
-
-def _add_perplexity(plt: Any, axis: Any) -> None:
+def _add_perplexity(axis: Any) -> None:
     """Give the axis of a loss in nats a second scale at the right: exp(loss)."""
     right = axis.secondary_yaxis("right", functions=(np.exp, lambda x: np.log(np.clip(x, 1e-300, None))))
     ticks = perplexity_ticks(*np.exp(axis.get_ylim()))
@@ -443,7 +385,7 @@ def summary(runs: Mapping[str, MetricsRows]) -> Table:
     return Table(["curve", "first", "last", "at step"], lines)
 
 
-def _of_panel(panel: Panel, rows: MetricsRows, of_run: str) -> list[list[str]]:
+def _of_panel(panel: Curve, rows: MetricsRows, of_run: str) -> list[list[str]]:
     trained = _ends(f"{panel.label}, training{of_run}", panel.training_curve(rows))
     return trained + _ends(f"{panel.label}, validation{of_run}", panel.validation_curve(rows))
 
@@ -460,7 +402,11 @@ def _number(value: float) -> str:
     return thousands(value) if abs(value) >= 100 else f"{value:.3f}"
 
 
-LOSSES_FILE, SPEED_FILE = "losses.png", "speed.png"
+TITLES = {
+    "losses.png": "Losses and accuracies",
+    "speed.png": "Learning rate, gradient norm, speed and memory",
+}
+"""Figure → its title."""
 
 
 def read_metrics(folder: Path, flag: str = "--load") -> MetricsRows:
@@ -544,11 +490,8 @@ def main(words: Sequence[str] | None = None) -> None:
     unigram = unigram_level(arguments.data_path) if arguments.data_path else stored_level(arguments.load)
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir
-    output.mkdir(parents=True, exist_ok=True)
-    draw_losses(runs, unigram, output / LOSSES_FILE)
-    figures = {"Losses and accuracies": LOSSES_FILE}
-    if draw_speed(runs, output / SPEED_FILE):
-        figures["Learning rate, gradient norm, speed and memory"] = SPEED_FILE
+    draws = {"losses.png": partial(draw_losses, runs, unigram), "speed.png": partial(draw_speed, runs)}
+    figures = {TITLES[name]: name for name in save_figures(output, draws)}
     head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
     write_text(output / "report.md", page(runs, head, figures, unigram, scores, arguments.note, commands))
     print(f"{output / 'report.md'} written")

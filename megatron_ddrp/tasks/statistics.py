@@ -17,22 +17,11 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.pages.markdown import (
-    GREY,
-    figure_tools,
-    legend_below,
-    panel_grid,
-    remove_figure,
-    run_handles,
-    run_style,
-    save_figure,
-    short_names,
-)
+from megatron_ddrp.pages import plotting
 
 TRAINING_LOSS = "training masked-LM loss"
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
@@ -226,8 +215,7 @@ def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-FIGURE = "learning_curves.png"
-PANELS_PER_ROW = 3
+CURVES = "learning_curves.png"
 
 _CHECKPOINT = re.compile(r"(?P<run>.*?)/*iter_(?P<step>\d+)")
 
@@ -253,39 +241,57 @@ def curves_of(scores: Mapping[str, Score]) -> Curves:
     return {run: sorted(curve) for run, curve in curves.items() if len(curve) > 1}
 
 
-def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], error: str, folder: Path) -> str | None:
-    """Draw one panel per (title, score by encoder) over training steps; return the figure's name in `folder`.
+def draw_learning_curves(scored: Iterable[tuple[str, Mapping[str, Score]]], error: str) -> Any:
+    """Return a figure with one panel per (title, score by encoder) over training steps.
 
-    `error` names the error bars. Without two checkpoints of one run, draw nothing and return None.
+    `error` names the bands, from `low` to `high`. None without two checkpoints of one run.
     """
-    remove_figure(folder / FIGURE)
-    drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
-    if not drawn:
-        return None
-    plt = figure_tools()
-    figure, axes = panel_grid(len(drawn), PANELS_PER_ROW, 4.4, 3.6, (0.8, 1), sharex=True)
+    drawn = [(title, curves) for title, scores in scored if (curves := curves_of(scores))]
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
-    for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
-        for run, curve in curves.items():
-            _draw_curve(axis, curve, run, run_style(runs.index(run)))
-        axis.set_title(title, fontsize=12)
-        axis.set_xlabel("training step")
-        axis.grid(alpha=0.3)
-        axis.xaxis.set_major_locator(plt.MaxNLocator(5, integer=True))
-        axis.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:g}k" if step >= 10_000 else f"{step:g}")
-        axis.tick_params(labelbottom=True)
-        axis.set_ylim(top=min(axis.get_ylim()[1], 101))  # no score is above 100
-    for axis in axes[:, 0]:
-        axis.set_ylabel("score × 100")
-    bar = plt.Line2D([], [], color=GREY, marker="|", linestyle="", markersize=14, markeredgewidth=2)
-    legend_below(figure, run_handles(short_names(runs)) | {error: bar})
-    save_figure(figure, folder / FIGURE)
-    return FIGURE
+    styles = [plotting.run_style(number) for number in range(len(runs))]
+    panels = []
+    for title, curves in drawn:
+        points = {run: [(step, *np.multiply(score, 100)) for step, score in curve] for run, curve in curves.items()}
+        lines = [plotting.Line(curve, styles[runs.index(run)]) for run, curve in points.items()]
+        panels.append(plotting.Panel(lines, title, "training step", "score × 100"))
+    legend = dict(zip(plotting.short_names(runs), styles, strict=True))
+    return plotting.draw_curves(panels, legend=legend | {error: plotting.BAND}) if panels else None
 
 
-def _draw_curve(axis: Any, curve: list[tuple[int, Score]], run: str, style: dict[str, Any]) -> None:
-    steps = [step for step, _ in curve]
-    values = [100 * score.value for _, score in curve]
-    below = [100 * (score.value - score.low) for _, score in curve]
-    above = [100 * (score.high - score.value) for _, score in curve]
-    axis.errorbar(steps, values, yerr=(below, above), label=run, capsize=3, **style)
+ROW, COLUMN = 0.24, 0.46
+"""Height of a row and width of a column of a heat map in inches."""
+MOST_WITH_NUMBERS = 24
+"""Largest number of columns at which the cells show their numbers."""
+
+
+def draw_heat(
+    tables: Mapping[str, Mapping[str, Sequence[float]]], columns: Sequence[str], after: int, reach: float, label: str
+) -> Any:
+    """Return a figure of percentages as coloured cells with numbers, one panel per title and table.
+
+    A table maps the names of its rows to their values, one per column; a cell of nan stays empty. White is 50 %,
+    chance; the colours end at 50 ± `reach`. A line follows the first `after` columns. `label` is that of the colours.
+    """
+    heights = [len(table) for table in tables.values()]
+    names, heads = (0.08 * max(map(len, texts)) for texts in ([row for t in tables.values() for row in t], columns))
+    size = (names + COLUMN * len(columns) + 2, heads + max(1.6, ROW * sum(heights)) + 0.4 * len(tables) + 0.6)
+    grid = {"squeeze": False, "height_ratios": heights, "sharex": True, "figsize": size}
+    figure, axes = plotting.figure_tools().subplots(len(tables), 1, **grid)
+    for axis, (title, table) in zip(axes[:, 0], tables.items(), strict=True):
+        cells = np.array(list(table.values()))  # [rows, columns]
+        image = axis.imshow(cells, cmap="RdBu", vmin=50 - reach, vmax=50 + reach, aspect="auto")
+        for (row, column), value in np.ndenumerate(cells):
+            if len(columns) <= MOST_WITH_NUMBERS and not math.isnan(value):
+                color = "white" if abs(value - 50) > 0.65 * reach else "black"
+                axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=color, fontsize=7)
+        axis.axvline(after - 0.5, color="black", linewidth=1.2)
+        axis.set_yticks(range(len(table)), list(table), fontsize=8)
+        axis.set_ylabel(title, fontsize=plotting.SMALL)
+        axis.yaxis.set_label_position("right")
+        axis.tick_params(length=0, labelbottom=False)
+    axes[0, 0].set_xticks(range(len(columns)), columns, rotation=90, fontsize=8)
+    axes[0, 0].tick_params(labeltop=True)
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02, aspect=40)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    return figure

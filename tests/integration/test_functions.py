@@ -540,7 +540,7 @@ def test_figures_leave_the_settings_of_matplotlib_as_they_were(
         report(load=run.path, output_dir=tmp_path / "report")
         assert matplotlib.rcParams.copy() == before
 
-    from megatron_ddrp.pages.markdown import figure_tools
+    from megatron_ddrp.pages.plotting import figure_tools
 
     with matplotlib.rc_context():
         matplotlib.rc_file_defaults()

@@ -39,7 +39,6 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,17 +56,17 @@ from megatron_ddrp.model.attention.logits import allowed_pairs
 from megatron_ddrp.model.embeddings import document_mask, token_cosine
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import Draws, Inputs, State
-from megatron_ddrp.pages.markdown import (
+from megatron_ddrp.pages.plotting import (
     COLORS,
     FONT_SIZE,
     GREY,
-    draw_band,
+    LEVEL,
+    Line,
+    Panel,
+    draw_curves,
     figure_tools,
-    legend_below,
     panel_grid,
-    run_handles,
-    run_style,
-    save_figure,
+    run_styles,
     thousands,
 )
 from megatron_ddrp.tasks.statistics import HEAD_SIMILARITY, SPACE, TOKEN_SIMILARITY
@@ -303,23 +302,17 @@ LOOKS: dict[str, dict[str, str]] = {
 """Key of a measurement of the probe → style that sets it apart."""
 
 
-def draw_similarity(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_similarity(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw f(S) and f(H) of runs over their steps, side by side. A model of unknown step becomes a horizontal line.
 
     `rows` are those of the JSON.
     """
-    figure, axes = panel_grid(2, 2, 5.5, 4.4)
-    steps, runs = {row["iteration"] for row in rows} - {None}, _by_run(rows)
-    panels = {"token_similarity": "f(S): tokens", "head_similarity": "f(H): heads of a layer"}
-    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
-        for number, of_run in enumerate(runs.values()):
-            _draw_known(axis, [(row["iteration"], row[key]) for row in of_run], run_style(number))
-        axis.set(title=title, xlabel="training step", ylabel="mean cosine")
-        if len(steps) == 1:
-            axis.set_xticks(sorted(steps))
-        axis.grid(alpha=0.3)
-    legend_below(figure, run_handles(runs))
-    save_figure(figure, path)
+    runs, panels = _by_run(rows), []
+    styles = run_styles(runs)
+    for key, title in (("token_similarity", "f(S): tokens"), ("head_similarity", "f(H): heads of a layer")):
+        lines = [Line([(row["iteration"], row[key]) for row in own], styles[run]) for run, own in runs.items()]
+        panels.append(Panel(lines, title, "training step", "mean cosine"))
+    return draw_curves(panels, legend=styles)
 
 
 def _by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -327,118 +320,92 @@ def _by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
     return {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
 
 
-def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
+def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float) -> Any:
     """Draw each model's share of sentences with the up-down triangle effect over its layers."""
-    figure, axis = figure_tools().subplots(figsize=(8, 4.4), layout="constrained")
-    for number, values in enumerate(shares.values()):
-        axis.plot(np.arange(1, len(values) + 1), 100 * np.asarray(values), **run_style(number))
-    longest = max(map(len, shares.values()))
-    axis.set_xticks(np.unique(np.linspace(1, longest, min(longest, 12)).round().astype(int)))
-    axis.set(xlabel="layer", ylabel="share of sentences [%]", ylim=(-3, 103))
-    axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
-    axis.grid(alpha=0.3)
-    legend_below(figure, run_handles(f"{run}: last layer {values[-1]:.2%}" for run, values in shares.items()))
-    save_figure(figure, path)
+    styles = run_styles(f"{run}: last layer {values[-1]:.2%}" for run, values in shares.items())
+    points = [[(layer, 100 * share) for layer, share in enumerate(values, 1)] for values in shares.values()]
+    title = f"Up-down triangle effect, threshold {threshold:g}"
+    lines = [Line(own, style) for own, style in zip(points, styles.values(), strict=True)]
+    return draw_curves([Panel(lines, title, "layer", "share of sentences [%]")], size=(8, 4.4), legend=styles)
 
 
-def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int, path: Path) -> None:
+def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int) -> Any:
     """Draw the share of masked places whose piece is among the first guesses of each model, and of frequent pieces."""
     shares = {row["run"]: row["found"] / row["places"] for row in rows}
     shares["most frequent pieces"] = rows[0]["found_by_frequency"] / rows[0]["places"]
-    figure, axis = figure_tools().subplots(figsize=(8, 1.6 + 0.5 * len(shares)), layout="constrained")
+    figure, axis = figure_tools().subplots(figsize=(8, 1.6 + 0.5 * len(shares)))
     bars = axis.barh(list(shares), [100 * share for share in shares.values()], color=COLORS[0])
     axis.bar_label(bars, fmt="%.0f%%", padding=3)
     axis.invert_yaxis()
     axis.set(xlabel=f"masked piece among the first {guesses} [% of {rows[0]['places']} places]", xlim=(0, 105))
-    save_figure(figure, path)
+    return figure
 
 
-def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_direction(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw the probe's accuracy over the distance: per model a solid line for text, a dashed one for shuffled text."""
-    plt = figure_tools()
-    figure, axis = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    for number, row in enumerate(rows):
-        style = run_style(number)
-        for key, look in LOOKS.items():
-            known = [(point["distance"], 100 * point[key]) for point in row["distances"] if point[key] is not None]
-            axis.plot(*zip(*known, strict=True), **style | look)
-    axis.axhline(50, color=GREY, linestyle=":", linewidth=2)
-    axis.set(xlabel="distance of both keys [tokens]", ylabel="accuracy [%]", title="Left or right, told by attention")
-    axis.set_xticks([point["distance"] for point in rows[0]["distances"]])
-    axis.grid(alpha=0.3)
-    looks = zip(("text", "shuffled text"), LOOKS.values(), strict=True)
-    lines = {name: plt.Line2D([], [], color=GREY, marker="o", linewidth=2, **look) for name, look in looks}
-    chance = {"chance": plt.Line2D([], [], color=GREY, linestyle=":", linewidth=2)}
-    legend_below(figure, run_handles(row["run"] for row in rows) | lines | chance)
-    save_figure(figure, path)
+    styles = run_styles(row["run"] for row in rows)
+    lines = [
+        Line([(at["distance"], at[key] and 100 * at[key]) for at in row["distances"]], styles[row["run"]] | look)
+        for row in rows
+        for key, look in LOOKS.items()
+    ]
+    panel = Panel(
+        lines, "Left or right, told by attention", "distance of both keys [tokens]", "accuracy [%]", levels=[50]
+    )
+    grey = {"color": GREY, "marker": "o", "linewidth": 2}
+    texts = {name: grey | look for name, look in zip(("text", "shuffled text"), LOOKS.values(), strict=True)}
+    return draw_curves([panel], size=(8, 4.8), legend=styles | texts | {"chance": LEVEL})
 
 
-def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_space(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw the measures of `DRAWN` over the layers of each run's last checkpoint and, if a run has several, over steps.
 
     `rows` are those of the JSON. A model of unknown step is a horizontal line over the steps.
     """
     runs = _by_run(rows)
-    has_steps = any(len(of_run) > 1 for of_run in runs.values())
-    figure, axes = panel_grid(len(DRAWN) * (1 + has_steps), len(DRAWN), 4.0, 3.8)
-    for column, (key, title) in enumerate(DRAWN.items()):
-        for number, of_run in enumerate(runs.values()):
-            layers = [(layer["layer"], layer[key]) for layer in of_run[-1]["layers"]]
-            _draw_known(axes[0, column], layers, run_style(number))
-            if has_steps:
-                steps = [(row["iteration"], row["layers"][-1][key]) for row in of_run]
-                _draw_known(axes[1, column], steps, run_style(number))
-        axes[0, column].set(title=title, xlabel="layer of the last checkpoint")
-        axes[0, column].xaxis.get_major_locator().set_params(integer=True)
-        if has_steps:
-            axes[1, column].set(title=title, xlabel="training step, last layer")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    legend_below(figure, run_handles(runs))
-    save_figure(figure, path)
+    styles = run_styles(runs)
+    over_layers: list[Panel] = []
+    over_steps: list[Panel] = []
+    for key, title in DRAWN.items():
+        layers = {run: [(layer["layer"], layer[key]) for layer in own[-1]["layers"]] for run, own in runs.items()}
+        steps = {run: [(row["iteration"], row["layers"][-1][key]) for row in own] for run, own in runs.items()}
+        for panels, points, x in (
+            (over_layers, layers, "layer of the last checkpoint"),
+            (over_steps, steps, "training step, last layer"),
+        ):
+            panels.append(Panel([Line(points[run], styles[run]) for run in runs], title, x))
+    has_steps = any(len(own) > 1 for own in runs.values())
+    return draw_curves(over_layers + over_steps * has_steps, len(DRAWN), (4.0, 3.8), styles)
 
 
-def _draw_known(axis: Any, points: Sequence[tuple[float | None, float | None]], style: Mapping[str, Any]) -> None:
-    """Draw the points that have a value: as a curve or, where x is unknown, as a horizontal line at the last one."""
-    known = [(x, value) for x, value in points if value is not None]
-    if known and all(x is not None for x, _ in known):
-        axis.plot(*zip(*known, strict=True), **style)
-    elif known:
-        axis.axhline(known[-1][1], **{key: style[key] for key in ("color", "linestyle", "linewidth")})
-
-
-def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_throughput(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
-    plt = figure_tools()
-    figure, axes = panel_grid(2, 2, 5.5, 4.4)
-    left, right = axes.flat
-    for number, row in enumerate(rows):
-        style, speeds = run_style(number), row["lengths"]
-        keys = ("length", "tokens_per_second", "lower_quartile", "upper_quartile")
-        draw_band(left, list(zip(*([speed[key] for speed in speeds] for key in keys), strict=True)), style)
-        known = [(speed["length"], speed["memory_bytes"] / 2**20) for speed in speeds if speed["memory_bytes"]]
-        _draw_known(right, known, style)
-    left.set(title="Inference", ylabel="tokens per second")
-    right.set(title="Peak above the loaded encoder", ylabel="memory [MiB]")
-    ticks = sorted({speed["length"] for row in rows for speed in row["lengths"]})
-    for axis in (axis for axis in (left, right) if axis.lines):  # the memory may be unknown
+    styles, speeds, memory = run_styles(row["run"] for row in rows), [], []
+    for row in rows:
+        points = [
+            (at["length"], at["tokens_per_second"], at["lower_quartile"], at["upper_quartile"]) for at in row["lengths"]
+        ]
+        speeds.append(Line(points, styles[row["run"]]))
+        sizes = [(at["length"], at["memory_bytes"] / 2**20) for at in row["lengths"] if at["memory_bytes"]]
+        memory.append(Line(sizes, styles[row["run"]]))
+    x = "length of a row [tokens]"
+    left = Panel(speeds, "Inference", x, "tokens per second")
+    figure = draw_curves([left, Panel(memory, "Peak above the loaded encoder", x, "memory [MiB]")], legend=styles)
+    plt, ticks = figure_tools(), sorted({at["length"] for row in rows for at in row["lengths"]})
+    for axis in (axis for axis in figure.axes if axis.lines):  # the memory may be unknown
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
-        axis.xaxis.minorticks_off()
-        axis.set_xlabel("length of a row [tokens]")
-        axis.grid(alpha=0.3)
-        axis.yaxis.set_major_formatter(lambda value, _: thousands(value))
         lowest, highest = axis.get_ylim()
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)) if highest > 8 * lowest else plt.MaxNLocator(6))
-        axis.yaxis.minorticks_off()
-    legend_below(figure, run_handles(row["run"] for row in rows))
-    save_figure(figure, path)
+        axis.yaxis.set_major_formatter(lambda value, _: thousands(value))
+        axis.minorticks_off()
+    return figure
 
 
-def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
+def draw_maps(maps: Sequence[AttentionMap], title: str) -> Any:
     """Draw mean attention maps side by side on one logarithmic colour scale."""
-    figure, axes = panel_grid(len(maps), 4, 4.2, 4.6, (1.2, 0.4))
+    figure, axes = panel_grid(len(maps), 4, (4.5, 5.0))
     from matplotlib.colors import LogNorm
 
     values = np.concatenate([panel.map.ravel() for panel in maps])
@@ -447,16 +414,14 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     even = np.sqrt(lowest * highest)
     lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # noise in a nearly even map stays pale
     scale = LogNorm(lowest, highest)
-    for axis, panel in zip(axes.flat, maps, strict=False):
+    for axis, panel in zip(axes, maps, strict=True):
         end = len(panel.map) + 0.5
         image = axis.imshow(panel.map, cmap="cividis", norm=scale, extent=(0.5, end, end, 0.5), interpolation="nearest")
         axis.set_title(f"{panel.name}\nright {panel.up:.0%}, left {panel.down:.0%}", fontsize=FONT_SIZE)
-        axis.set_xlabel("key [token]")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("query [token]")
-    bar = figure.colorbar(image, ax=axes.ravel().tolist(), label="mean attention probability", extend="both")
+        axis.set(xlabel="key [token]", ylabel="query [token]")
+    bar = figure.colorbar(image, ax=axes, label="mean attention probability", extend="both")
     ticks = np.geomspace(lowest, highest, 5)
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
     bar.minorticks_off()
     figure.suptitle(title, fontsize=FONT_SIZE)
-    save_figure(figure, path)
+    return figure

@@ -57,7 +57,7 @@ from megatron_ddrp.lab.analysis.probe import (
     shuffle_text,
 )
 from megatron_ddrp.lab.analysis.probe import PROBE_PASSES as PROBE_PASSES
-from megatron_ddrp.lab.analysis.session import Output, Session, Snapshot, View, find_snapshots
+from megatron_ddrp.lab.analysis.session import AnalysisFiles, Session, Snapshot, View, find_snapshots
 from megatron_ddrp.model.fused import named_device
 from megatron_ddrp.pages.markdown import hardware, versions
 
@@ -229,7 +229,7 @@ def report_similarity(arguments: argparse.Namespace) -> None:
         )
     for row in rows:
         print(f"{_name(row)}: f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}")
-    session.write({"checkpoints": rows}, lambda path: figures.draw_similarity(rows, path))
+    session.write({"checkpoints": rows}, lambda: figures.draw_similarity(rows))
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -249,7 +249,7 @@ def report_space(arguments: argparse.Namespace) -> None:
         last = row["layers"][-1]
         values = ", ".join(f"{name} {_shown(last[key])}" for key, name in figures.SPACE.items())
         print(f"{_name(row)}, layer {last['layer']}: {values}")
-    session.write({"checkpoints": rows}, lambda path: figures.draw_space(rows, path))
+    session.write({"checkpoints": rows}, lambda: figures.draw_space(rows))
 
 
 def _shown(value: float | None) -> str:
@@ -272,7 +272,7 @@ def report_masked_places(arguments: argparse.Namespace) -> None:
             f" places; it is one of the {guesses} most frequent pieces in {row['found_by_frequency']}"
         )
     result = {"top_k": guesses, "models": rows}
-    session.write(result, lambda path: figures.draw_masked_places(rows, guesses, path))
+    session.write(result, lambda: figures.draw_masked_places(rows, guesses))
 
 
 def report_maps(arguments: argparse.Namespace) -> None:
@@ -291,7 +291,7 @@ def report_maps(arguments: argparse.Namespace) -> None:
     facts = view.facts()
     panels = [asdict(panel) | {"map": panel.map.round(DIGITS).tolist()} for panel in maps]
     title = f"{facts['run']}, layer {layer}: mean over {facts['sentences']:,} sentences of {len(maps[0].map)} tokens"
-    session.write(facts | {"layer": layer, "maps": panels}, lambda path: figures.draw_maps(maps, title, path))
+    session.write(facts | {"layer": layer, "maps": panels}, lambda: figures.draw_maps(maps, title))
 
 
 def _check_number(flag: str, number: int, largest: int) -> None:
@@ -312,7 +312,7 @@ def report_triangles(arguments: argparse.Namespace) -> None:
         print(f"{row['run']}: {row['share']:.2%} of {row['sentences']:,} sentences in the last layer")
     shares = {row["run"]: [layer["share"] for layer in row["layers"]] for row in rows}
     result = {"threshold": threshold, "models": rows}
-    session.write(result, lambda path: figures.draw_triangles(shares, threshold, path))
+    session.write(result, lambda: figures.draw_triangles(shares, threshold))
 
 
 def report_direction(arguments: argparse.Namespace) -> None:
@@ -323,7 +323,7 @@ def report_direction(arguments: argparse.Namespace) -> None:
         cosine = "no table" if row["near"] is None else f"cosine {row['near']:.3f} near, {row['far']:.3f} far"
         probes = (f"{name} {row[key]:.2%}{_margin(row[error])}" for name, key, error in PROBES)
         print(f"{row['run']}: {cosine}; {', '.join(probes)}")
-    session.write({"models": rows}, lambda path: figures.draw_direction(rows, path))
+    session.write({"models": rows}, lambda: figures.draw_direction(rows))
 
 
 def _direction_fields(view: View, seed: int) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def _margin(error: float | None) -> str:
 
 def report_throughput(arguments: argparse.Namespace) -> None:
     """Report tokens per second and memory of encoders at inference, per row length."""
-    output = Output(arguments.output)
+    output = AnalysisFiles(arguments.output)
     lengths = sorted(set(arguments.lengths))
     device = named_device(arguments.device, f"--device {arguments.device}")
     tokens = arguments.tokens or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
@@ -380,7 +380,7 @@ def report_throughput(arguments: argparse.Namespace) -> None:
         "rounds": setting.rounds,
         "seed": setting.seed,
     }
-    output.write(about | {"encoders": rows}, lambda path: figures.draw_throughput(rows, path))
+    output.write(about | {"encoders": rows}, lambda: figures.draw_throughput(rows))
 
 
 def _throughput_row(timed: Timed) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.fused import named_device
+from megatron_ddrp.pages.plotting import save_figure
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ class Session:
         passes: int = 1,
     ) -> None:
         self.arguments, self.load, self.passes = arguments, load, passes
-        self.output = Output(arguments.output)
+        self.output = AnalysisFiles(arguments.output)
         blend = read_blend(arguments.data_path, "--data-path") if arguments.data_path else BlendWords((), None)
         if blend.weights is not None:
             raise UserError("--data-path has weights: an analysis takes prefixes only; leave them out", WRONG_ARGUMENTS)
@@ -355,7 +356,7 @@ class Session:
             rows = validation_rows(self.prefixes, self.split, loaded.tokenizer, seq_length, *drawn)
         return Sentences(rows, loaded.tokenizer, max_length)
 
-    def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
+    def write(self, result: dict[str, Any], draw: Callable[[], Any]) -> None:
         """Write the JSON with the settings of the run, and the figure if `--output` is one; print their names."""
         if self.texts is None:
             source: dict[str, Any] = {"data_path": list(self.prefixes), "split": self.split}
@@ -382,7 +383,7 @@ def _common_length(snapshots: Sequence[Snapshot], max_length: int | None) -> int
     return least
 
 
-class Output:
+class AnalysisFiles:
     """Files of `--output`: JSON, and a figure (.png, .pdf and .svg) if the name ends in .png.
 
     Raises `UserError` for another ending, and for a figure if matplotlib is not installed.
@@ -396,7 +397,7 @@ class Output:
         if self.draws:
             need_packages(f"--output {path}: a figure, unlike .json,", "matplotlib")
 
-    def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
+    def write(self, result: dict[str, Any], draw: Callable[[], Any]) -> None:
         """Write the JSON, and the figure if `--output` is one; print their names. Raises `UserError` for nan."""
         written = self.path.with_suffix(".json")
         try:
@@ -406,5 +407,5 @@ class Output:
             raise UserError(f"{written}: not written, {reason}") from None
         write_text(written, text + "\n")
         if self.draws:
-            draw(self.path)
+            save_figure(draw(), self.path)
         print(f"{self.path}, .pdf, .svg and {written} written" if self.draws else f"{written} written")

@@ -43,7 +43,7 @@ from megatron_ddrp.lab.compare.plan import ComparisonPlan, read_plans
 from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import RUN, Job, TrainingRun, kind_name, log_file, open_store
 from megatron_ddrp.lab.compare.tables import load_claims
-from megatron_ddrp.pages.markdown import gpu_names, hardware, versions
+from megatron_ddrp.pages.markdown import hardware, versions
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.jobs import Row, Store, Workload, eta, left_to_others, one_at_a_time
@@ -168,7 +168,9 @@ class Runner:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         if self.workers > 1:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.workers)))
-            if (gpus := len(gpu_names())) > 1:
+            import torch  # here, because --help must not import it
+
+            if (gpus := torch.cuda.device_count()) > 1:
                 visible = environment.get("CUDA_VISIBLE_DEVICES")
                 names = visible.split(",") if visible else [str(number) for number in range(gpus)]
                 environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]

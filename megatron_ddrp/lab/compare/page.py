@@ -1,16 +1,23 @@
-"""Page of an experiment: page.md, page.html, results.json, tables and figures, from rows alone."""
+"""Page of an experiment: page.md, page.html, results.json, tables and figures, from rows alone.
+
+A model has one colour, marker and line on all figures. Curves are smoothed and drawn as differences to the baseline
+from the same seeds, because seeds differ more than models.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_ddrp.config import flag_words
-from megatron_ddrp.lab.compare.figures import FIGURES, draw_all
-from megatron_ddrp.lab.compare.rows import RunRow, samples_file
+from megatron_ddrp.lab.compare.rows import Arm, RunRow, samples_file
 from megatron_ddrp.lab.compare.runs import kind_name
 from megatron_ddrp.lab.compare.tables import (
     SAME_TEXT,
@@ -21,6 +28,7 @@ from megatron_ddrp.lab.compare.tables import (
     checks_table,
     claims_of,
     cost_table,
+    format_budget,
     gain_table,
     gains,
     load_claims,
@@ -31,9 +39,293 @@ from megatron_ddrp.lab.compare.tables import (
     table_of,
     throughput_table,
 )
-from megatron_ddrp.pages.markdown import Table, render_page, write_blocks, write_page, write_tables
+from megatron_ddrp.pages import plotting
+from megatron_ddrp.pages.markdown import Table, render_page, to_html, write_blocks, write_page
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, FALSE_DISCOVERIES, GLUE, LOSS
+from megatron_ddrp.tasks.minimal_pairs.pairs import phenomenon
+from megatron_ddrp.tasks.statistics import (
+    BOOTSTRAP_SAMPLES,
+    FALSE_DISCOVERIES,
+    GLUE,
+    LOSS,
+    MINIMAL_PAIRS,
+    ONSET,
+    TRAINING_LOSS,
+    draw_heat,
+    factor_of,
+    pair_by_seed,
+    unit_of,
+)
+
+ROW = 0.36
+"""Height of a row in inches."""
+
+
+def styles(results: Results) -> dict[Arm, dict[str, Any]]:
+    """Return arm → colour, marker and line, the same on all figures; arms of many budgets have distinct colours."""
+    arms = sorted(results.arms, key=lambda arm: -sum(bool(results.at(budget, arm)) for budget in results.budgets))
+    return {arm: plotting.run_style(number) | {"markersize": 6} for number, arm in enumerate(arms)}
+
+
+def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
+    """Draw a panel per measure and budget with one row per claim: seeds, mean, intervals over seeds and over items."""
+    plt, look = plotting.figure_tools(), styles(results)
+    measures = list(dict.fromkeys(gain.claim.measure for gain in found))
+    budgets = [budget for budget in results.budgets if any(gain.budget == budget for gain in found)]
+    claims = {name: list(dict.fromkeys(g.claim for g in found if g.claim.measure == name)) for name in measures}
+    heights = [len(of_measure) for of_measure in claims.values()]
+    size = (4.5 + 3.2 * len(budgets), 0.5 + 0.9 * len(measures) + ROW * sum(heights))
+    grid = {"squeeze": False, "height_ratios": heights, "figsize": size}
+    figure, axes = plt.subplots(len(measures), len(budgets), sharey="row", **grid)
+    for (name, rows), line in zip(claims.items(), axes, strict=True):
+        for budget, axis in zip(budgets, line, strict=True):
+            own = [gain for gain in found if gain.claim.measure == name and gain.budget == budget]
+            for gain in own:
+                _draw_gain(axis, gain, rows.index(gain.claim), look[gain.claim.first])
+            axis.axvline(0, color="black", linewidth=1)
+            axis.grid(axis="x", alpha=0.3)
+            axis.locator_params(axis="x", nbins=5)
+            if not any(gain.seeds.mean or gain.seeds.deviation for gain in own):
+                axis.set_xlim(-1, 1)  # no gain at all
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+            axis.set_xlabel(f"gain, {name}{unit_of(name)}", fontsize="small")
+            if not own:
+                axis.set_visible(False)
+        line[0].set_ylim(len(rows) - 0.4, -0.6)
+        line[0].set_yticks(range(len(rows)), [plotting.wrap_title(claim.text, 5.2) for claim in rows], fontsize="small")
+    for budget, axis in zip(budgets, axes[0], strict=True):
+        axis.set_title(format_budget(budget, results.budgets[budget]), fontsize="medium")
+    return figure
+
+
+def _draw_gain(axis: Any, gain: Gain, height: float, look: Mapping[str, Any]) -> None:
+    """Draw a gain in a row, in the look of its first arm."""
+    factor, color = factor_of(gain.claim.measure), look["color"]
+    for interval, width, below in ((gain.seeds.interval, 3.5, 0.0), (gain.items, 1.5, 0.25)):
+        if interval:
+            place = [height + below] * 2
+            axis.plot(np.multiply(interval, factor), place, color=color, linewidth=width, solid_capstyle="butt")
+    axis.plot(np.multiply(gain.seeds.values, factor), [height] * len(gain.seeds.values), "|", markersize=9, color=color)
+    mean = {"marker": look["marker"], "markersize": 8, "markeredgecolor": "white"}
+    axis.plot([factor * gain.seeds.mean], [height], color=color, **mean)
+
+
+def draw_pairs(results: Results) -> Any:
+    """Draw heat maps of arms × phenomena, one per budget, with colours centred on chance; None without pairs."""
+    found = {
+        format_budget(budget, tokens): {
+            arm.label: by_phenomenon(list(results.at(budget, arm).values())) for arm in results.arms_at(budget)
+        }
+        for budget, tokens in results.budgets.items()
+    }
+    columns = list(dict.fromkeys(name for arms in found.values() for groups in arms.values() for name in groups))
+    tables = {
+        budget if len(found) > 1 else "": {
+            label: [100 * groups.get(name, np.nan) for name in columns] for label, groups in arms.items() if groups
+        }
+        for budget, arms in found.items()
+        if any(arms.values())
+    }
+    values = [value for table in tables.values() for row in table.values() for value in row]
+    widest = max([1.0, *(abs(value - 50) for value in values if not np.isnan(value))])
+    return draw_heat(tables, columns, 1, widest, "pairs right [%]; chance is 50") if tables else None
+
+
+def by_phenomenon(runs: Sequence[RunRow]) -> Mapping[str, float]:
+    """Return phenomenon of BLiMP → mean accuracy over its paradigms and the runs, with "all" first.
+
+    Fields take the place of phenomena if a run has a paradigm that BLiMP lacks. Empty without minimal pairs.
+    """
+    scored = [run for run in runs if MINIMAL_PAIRS in run.values and (run.paradigms or run.fields)]
+    if not scored:
+        return {}
+    found = [_groups(run) for run in scored]
+    names = sorted((name for name in found[0] if all(name in one for one in found)), key=str.lower)
+    average = statistics.fmean(run.values[MINIMAL_PAIRS] for run in scored)
+    return {"all": average} | {name: statistics.fmean(one[name] for one in found) for name in names if name != "all"}
+
+
+def _groups(run: RunRow) -> Mapping[str, float]:
+    groups: dict[str, list[float]] = {}
+    for uid, accuracy in run.paradigms.items():
+        name = phenomenon(uid)
+        if name is None:
+            return run.fields
+        groups.setdefault(name, []).append(accuracy)
+    return {name: statistics.fmean(values) for name, values in groups.items()} or run.fields
+
+
+LINES = 7
+"""Largest number of lines of a panel; as many colours are distinct."""
+COLUMNS = 3
+SIZE = (5.8, 4.2)
+"""Width and height of a panel in inches."""
+SMOOTHED = 0.1
+"""Share of a curve that is averaged around each of its points."""
+
+
+def draw_over_tokens(results: Results, measure: str) -> Any:
+    """Draw the baseline's curve over tokens, one line per budget, and panels of the other arms minus the baseline."""
+    look, baseline = styles(results), results.baseline
+    budgets = {budget: format_budget(budget, tokens) for budget, tokens in results.budgets.items()}
+    factor = 1 if measure == TRAINING_LOSS else factor_of(measure)
+    own: list[plotting.Line] = []
+    panels: list[plotting.Panel] = []
+    for budget, name in budgets.items():
+        base = _curves(results, measure, baseline, budget, factor)
+        if not base:
+            continue
+        style = plotting.run_style(len(own)) | {"markersize": 6}
+        own.append(plotting.Line(_band(list(map(_smoothed, base.values()))), style, name if len(budgets) > 1 else ""))
+        others = [arm for arm in look if arm != baseline and not arm.half]
+        found = [(arm, _minus(_curves(results, measure, arm, budget, factor), base)) for arm in others]
+        lines = [plotting.Line(points, look[arm], arm.label) for arm, points in found if points]
+        panels += _panels(results, lines, f"minus {baseline.label}, {name}", f"difference{unit_of(measure)}")
+    first = _panels(results, own, f"{baseline.label}: {measure}", f"{measure}{unit_of(measure)}")
+    return plotting.draw_curves([*first, *panels], COLUMNS, SIZE) if panels else None
+
+
+def draw_losses(results: Results) -> Any:
+    """Draw the training loss of every arm over the tokens of the largest budget; None if there are no curves."""
+    look, (budget, tokens) = styles(results), max(results.budgets.items(), key=lambda item: item[1])
+    found = [(arm, _curves(results, TRAINING_LOSS, arm, budget, 1)) for arm in look if not arm.half]
+    lines = [
+        plotting.Line(_band(list(map(_smoothed, own.values()))), look[arm], arm.label) for arm, own in found if own
+    ]
+    panels = _panels(results, lines, format_budget(budget, tokens), f"{TRAINING_LOSS} [nats]")
+    return plotting.draw_curves(panels, COLUMNS, SIZE) if panels else None
+
+
+def draw_onsets(results: Results) -> Any:
+    """Draw the share of each arm's runs that are still on the plateau over tokens, a panel per budget and few arms.
+
+    A line ends where the runs end: all runs of an arm and budget are equally long, so none is lost on the way. None if
+    no run left the plateau.
+    """
+    look, panels = styles(results), []
+    for budget, tokens in results.budgets.items():
+        lines = []
+        for arm in look:
+            runs = [run for run in results.at(budget, arm).values() if ONSET in run.values]
+            end = max((run.tokens for run in runs), default=0) or tokens
+            bounds = [0.0, *sorted(run.onset for run in runs if run.onset is not None), float(end)]
+            shares = [100 * (1 - number / max(1, len(runs))) for number in range(len(bounds) - 1)]
+            steps = [(x, y) for y, pair in zip(shares, itertools.pairwise(bounds), strict=True) for x in pair]
+            lines += [plotting.Line(steps, look[arm], arm.label)] if runs else []
+        panels += _panels(results, lines, format_budget(budget, tokens), "runs on the plateau [%]")
+    left = any(run.onset for run in results.runs if ONSET in run.values)
+    return plotting.draw_curves(panels, COLUMNS, SIZE) if left else None
+
+
+def draw_budgets(results: Results) -> Any:
+    """Draw the loss of every arm minus the baseline's over the budgets; None if no arm ran at two budgets."""
+    look, base = styles(results), results.baseline
+    lines = []
+    for arm in look:
+        points = []
+        for budget, tokens in results.budgets.items():
+            found = pair_by_seed(results.of(LOSS, arm, budget), results.of(LOSS, base, budget))
+            if found and arm != base:
+                points.append((tokens, found.mean, min(found.values), max(found.values)))
+        if len(points) > 1:
+            lines.append(plotting.Line(points, look[arm], arm.label))
+    if not lines:
+        return None
+    figure = plotting.draw_curves(_panels(results, lines, "", f"{LOSS}\nminus {base.label} [nats]"), COLUMNS, SIZE)
+    ticks, (size, _) = list(results.budgets.values()), unit_of_tokens(results)
+    for axis in figure.axes:
+        axis.set_xscale("log")
+        axis.set_xticks(ticks, [plotting.thousands(tick / size) for tick in ticks])
+        axis.minorticks_off()
+    return figure
+
+
+def unit_of_tokens(results: Results) -> tuple[float, str]:
+    """Return the unit of an axis of tokens, in tokens and in words, in which the largest budget has a short number."""
+    largest = max(results.budgets.values())
+    units = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"))
+    return next((unit for unit in units if largest >= unit[0]), (1.0, "tokens"))
+
+
+def _panels(results: Results, lines: Sequence[plotting.Line], title: str, label: str) -> list[plotting.Panel]:
+    """Return panels over tokens, with so many lines on each that they can be told apart; none without lines."""
+    size, unit = unit_of_tokens(results)
+    levels = [0.0] if "minus" in title + label else []
+    count = -(-len(lines) // LINES)
+    shares = [lines[number * len(lines) // count : (number + 1) * len(lines) // count] for number in range(count)]
+    return [plotting.Panel(share, title, unit, label, size, levels) for share in shares]
+
+
+def _curves(results: Results, measure: str, arm: Arm, budget: str, factor: float) -> dict[int, Any]:
+    """Return seed → curve of an arm, `[points, 2]`, for curves of two or more points; values are times a factor."""
+    found = {seed: run.curves.get(measure, ()) for seed, run in results.at(budget, arm).items()}
+    return {seed: np.array(curve) * (1, factor) for seed, curve in found.items() if len(curve) > 1}
+
+
+def _minus(own: Mapping[int, Any], base: Mapping[int, Any]) -> list[tuple[float, float, float, float]]:
+    """Return the band of the smoothed differences of two arms at their common seeds, without the first tenth."""
+    found = []
+    for seed in own.keys() & base.keys():
+        x = own[seed][:, 0]
+        x = x[(x >= base[seed][0, 0]) & (x <= base[seed][-1, 0])]
+        values = np.interp(x, *own[seed].T) - np.interp(x, *base[seed].T)
+        curve = _smoothed(np.stack([x, values], axis=1))
+        found.append(curve[len(curve) // 10 :])
+    return _band(found)
+
+
+def _smoothed(curve: Any) -> Any:
+    """Return a curve `[points, 2]` whose values are means over a window around each point."""
+    half = int(SMOOTHED * len(curve) / 2)
+    sums = np.concatenate([[0.0], np.cumsum(curve[:, 1])])
+    low = np.maximum(np.arange(len(curve)) - half, 0)
+    high = np.minimum(np.arange(len(curve)) + half + 1, len(curve))
+    return np.stack([curve[:, 0], (sums[high] - sums[low]) / (high - low)], axis=1)
+
+
+def _band(curves: Sequence[Any]) -> list[tuple[float, float, float, float]]:
+    """Return mean, lowest and highest of some curves, up to the end of the shortest."""
+    count = min(map(len, curves), default=0)
+    if not count:
+        return []
+    stacked = np.stack([curve[:count] for curve in curves])
+    x, values = stacked[:, :, 0].mean(0), stacked[:, :, 1]
+    return list(zip(x, values.mean(0), values.min(0), values.max(0), strict=True))
+
+
+FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
+    "curves": (
+        partial(draw_over_tokens, measure=TRAINING_LOSS),
+        "Training masked-LM loss: of the baseline, and of the other models minus the baseline's from the same seeds. "
+        "Below 0 is better. Lines are smoothed means over the seeds, bands reach from the lowest to the highest seed.",
+    ),
+    "losses": (
+        draw_losses,
+        "Training masked-LM loss of every model on the largest budget. Lines are smoothed means over the seeds, bands "
+        "reach from the lowest to the highest seed.",
+    ),
+    "onsets": (
+        draw_onsets,
+        "Runs that are still on the plateau: share of each model's seeds whose training loss has not yet come down for "
+        "good to 1 nat below the unigram level. A line that ends above 0 has runs that never left.",
+    ),
+    "budgets": (
+        draw_budgets,
+        "Validation masked-LM loss over the budgets: minus the baseline's from the same seeds. Below 0 is better. "
+        "Lines are means over the seeds, bands reach from the lowest to the highest seed.",
+    ),
+    "glue-curve": (
+        partial(draw_over_tokens, measure=GLUE),
+        "GLUE average over the checkpoints (the paper's figure 3b): of the baseline, and of other models minus it.",
+    ),
+    "minimal-pairs": (
+        draw_pairs,
+        "Minimal pairs by phenomenon: share of the pairs that are right, means over paradigms and seeds. Guessing "
+        "gives 50 %, which is white.",
+    ),
+}
+"""Name → function that draws the figure, and its caption."""
+
 
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
@@ -104,17 +396,28 @@ class Page:
 
         `missing` are sentences about what the page lacks, `times` the number and seconds of finished jobs by kind.
         """
-        figures = draw_all(self.results, self.gains, self.folder / "figures")
-        files = {
+        figures = self.draw()
+        tables = {
             f"{name}-{number}" if len(self.tables[name]) > 1 else name: table
             for name in NAMES
             for number, table in enumerate(self.tables[name], 1)
         }
-        write_tables(self.folder / "tables", dict.fromkeys(NAMES) | files)
         text = self.text(figures, missing, times or {})
-        write_page(self.folder, text, "Comparison of models", self.numbers())
-        written = f"{self.folder / 'page.html'}, page.md, results.json, tables/ and {len(figures)} figures written"
-        return "\n".join([*missing_samples(self.runs), written])
+        texts = {
+            "page.md": text,
+            "page.html": to_html(text, "Comparison of models", self.folder),
+            "results.json": json.dumps(self.numbers(), indent=1) + "\n",
+        }
+        written = write_page(self.folder, texts, dict.fromkeys(NAMES) | tables, {})
+        return "\n".join([*missing_samples(self.runs), f"{written}; {len(figures)} figures written"])
+
+    def draw(self) -> dict[str, str]:
+        """Draw the figures that have data; return name → caption."""
+        figures = {name: (partial(draw, self.results), caption) for name, (draw, caption) in FIGURES.items()}
+        figures |= {name: (partial(draw_gains, self.results, found), "") for name, found in self.gains.items()}
+        draws = {f"{name}.png": draw if self.results.runs else lambda: None for name, (draw, _) in figures.items()}
+        drawn = plotting.save_figures(self.folder / "figures", draws)
+        return {name: caption for name, (_, caption) in figures.items() if f"{name}.png" in drawn}
 
     def text(self, figures: Mapping[str, str], missing: Sequence[str], times: Mapping[str, tuple[int, float]]) -> str:
         """Return the text of page.md. `figures` maps names to captions."""

@@ -17,27 +17,15 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.encoders.encoder import with_random_weights
 from megatron_ddrp.errors import FAILURE, UserError
-from megatron_ddrp.pages.markdown import (
-    GREY,
-    Table,
-    figure_tools,
-    legend_below,
-    percent,
-    render_page,
-    run_style,
-    save_figure,
-    short_names,
-    wrap_title,
-    write_tables,
-)
+from megatron_ddrp.pages.markdown import Table, percent, render_page, write_page
+from megatron_ddrp.pages.plotting import GREY, figure_tools, legend_below, run_styles, short_names, wrap_title
 from megatron_ddrp.tasks.finetune.runs import (
     RUNS,
     Cell,
@@ -51,7 +39,15 @@ from megatron_ddrp.tasks.finetune.runs import (
     task_order,
 )
 from megatron_ddrp.tasks.jobs import Row
-from megatron_ddrp.tasks.statistics import EQUAL_SEEDS, Difference, Score, draw_learning_curves, judge, pair_by_seed
+from megatron_ddrp.tasks.statistics import (
+    CURVES,
+    EQUAL_SEEDS,
+    Difference,
+    Score,
+    draw_learning_curves,
+    judge,
+    pair_by_seed,
+)
 
 DETAILS = [
     "encoder", "task", "metric", "median", "min to max", "95 % over items", "best epoch, median", "seeds", "undefined",
@@ -248,6 +244,7 @@ LEAST_WIDTH, ENDS = 6.5, 1.3
 """Smallest width of a figure, and width of the parts beside its axes, in inches."""
 BOTTOM = 0.04
 """Height of undefined scores, as a share of the axes."""
+CROSS = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
 
 
 def write_report(
@@ -257,7 +254,7 @@ def write_report(
     damage: Sequence[str] = (),
     asked: Iterable[TuningRun] = (),
 ) -> str:
-    """Write table.md, table.json, tables/ and, with matplotlib, table.png into `folder`; return the text to show.
+    """Write table.md, table.json, tables/ and, with matplotlib, figures into `folder`; return the text to show.
 
     `runs` has the lines of runs.jsonl by output folder. `damage` has sentences about damaged lines; table.md ends with
     them. `asked` are the runs of this command: an encoder's score on a task
@@ -265,22 +262,17 @@ def write_report(
     """
     rows = (row | {"folder": str(place)} for place, of_folder in runs.items() for row in of_folder)
     encoders, items = best_cells(rows, suite.order, asked), Items(suite)
-    folder.mkdir(parents=True, exist_ok=True)
-    tables = all_tables(encoders, suite, items)
+    tables, tasks = all_tables(encoders, suite, items), task_order(encoders, suite.order)
     text = page(encoders, suite, tables, damage)
-    write_text(folder / "table.md", text)
-    write_tables(folder / "tables", tables)
-    write_text(folder / "table.json", json.dumps(summary(encoders, suite, items), indent=2) + "\n")
-    if find_spec("matplotlib") is None:
-        return f"\n{text}\nwritten to {folder / 'table.md'} and tables/; the figure needs matplotlib"
-    tasks = task_order(encoders, suite.order)
-    draw(encoders, tasks, suite.title, folder / "table.png")
+    texts = {"table.md": text, "table.json": json.dumps(summary(encoders, suite, items), indent=2) + "\n"}
     panels = [
         (task, {name: _spread(cells[task]) for name, cells in encoders.items() if task in cells}) for task in tasks
     ]
-    curves = draw_learning_curves(panels, "lowest and highest seed", folder)
-    beside = f", and {folder / curves}" if curves else ""
-    return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png, tables/{beside}"
+    figures = {
+        "table.png": partial(draw, encoders, tasks, suite.title),
+        CURVES: partial(draw_learning_curves, panels, "lowest to highest seed"),
+    }
+    return f"\n{text}\n{write_page(folder, texts, tables, figures)}"
 
 
 def report_only(folders: Sequence[Path], output: Path, suite: Suite) -> int:
@@ -370,48 +362,46 @@ def page(encoders: dict[str, Cells], suite: Suite, tables: dict[str, Table | Non
     )
 
 
-def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -> None:
+def draw(encoders: dict[str, Cells], tasks: list[str], title: str) -> Any:
     """Draw the result of `best_cells`, with the tasks in this order.
 
     An undefined score stands at the lower edge as a cross, so that it does not stretch the axis to 0, or to the -1 of a
     plug-in's metric.
     """
-    plt = figure_tools()
     width = max(LEAST_WIDTH, ENDS + len(tasks) * max(1.15, 0.3 * len(encoders)))
-    figure, axes = plt.subplots(figsize=(width, 4.4), layout="constrained")
+    figure, axes = figure_tools().subplots(figsize=(width, 4.4))
     slot = 0.8 / len(encoders)
-    handles: dict[str, Any] = {}
-    for number, (name, cells) in enumerate(zip(short_names(list(encoders)), encoders.values(), strict=True)):
-        style = {key: value for key, value in run_style(number).items() if key in ("color", "marker")}
+    legend: dict[str, dict[str, Any]] = {}
+    styles = run_styles(short_names(list(encoders)))
+    for number, (cells, (name, style)) in enumerate(zip(encoders.values(), styles.items(), strict=True)):
+        legend[name] = {key: style[key] for key in ("color", "marker", "markersize")} | {"linestyle": ""}
         for task, cell in cells.items():
             place = tasks.index(task) + (number - (len(encoders) - 1) / 2) * slot
-            _draw_cell(axes, cell, place, min(slot, 0.3), style)
-        handles[name] = plt.Line2D([], [], linestyle="", markersize=7, **style)
+            _draw_cell(axes, cell, place, min(slot, 0.3), legend[name])
     grey = {"color": GREY, "linestyle": ""}
-    handles["seed"] = plt.Line2D([], [], marker="o", alpha=0.5, **grey)
-    handles["median"] = plt.Line2D([], [], marker="_", markersize=16, markeredgewidth=3, **grey)
+    legend["seed"] = grey | {"marker": "o", "alpha": 0.5}
+    legend["median"] = grey | {"marker": "_", "markersize": 16, "markeredgewidth": 3}
     rows = [row for cells in encoders.values() for cell in cells.values() for row in cell.rows]
     if counts := sorted({row["score"] for row in rows if row["undefined"]}):
         label = f"undefined, counts as {' or '.join(f'{100 * score:g}' for score in counts)}"
-        handles[label] = plt.Line2D([], [], marker="x", markersize=8, markeredgewidth=2, **grey)
+        legend[label] = grey | CROSS
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_xlim(-0.5, len(tasks) - 0.5)
     axes.margins(y=0.1)
     axes.set_ylabel("development score × 100")
     axes.set_title(wrap_title(title, width))
     axes.grid(axis="y", alpha=0.3)
-    legend_below(figure, handles)
-    save_figure(figure, path)
+    legend_below(figure, legend)
+    return figure
 
 
 def _draw_cell(axes: Any, cell: Cell, place: float, width: float, style: dict[str, Any]) -> None:
     """Draw the seeds and the median of one encoder on one task around x = `place`."""
     scores = [100 * row["score"] for row in cell.rows if not row["undefined"]]
-    axes.plot([place] * len(scores), scores, linestyle="", markersize=6, alpha=0.5, **style)
+    axes.plot([place] * len(scores), scores, **style | {"markersize": 6, "alpha": 0.5})
     axes.hlines(100 * cell.median, place - 0.4 * width, place + 0.4 * width, color=style["color"], linewidth=3)
     if cell.undefined:
         edge = axes.get_xaxis_transform()
-        cross = {"marker": "x", "markersize": 8, "markeredgewidth": 2, "color": style["color"]}
-        axes.plot([place], [BOTTOM], linestyle="", transform=edge, **cross)
+        axes.plot([place], [BOTTOM], transform=edge, **style | CROSS)
         if cell.undefined > 1:
             axes.annotate(f"{cell.undefined}", (place, BOTTOM), (6, 0), xycoords=edge, textcoords="offset points")

@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_unmarked_words
 from megatron_ddrp.encoders.masked_lm import PieceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
-from megatron_ddrp.pages.markdown import (
-    Table,
-    draw_cells,
-    figure_tools,
-    percent,
-    render_page,
-    save_figure,
-    short_names,
-    write_tables,
-)
+from megatron_ddrp.pages.markdown import Table, percent, render_page, write_page
+from megatron_ddrp.pages.plotting import short_names
 from megatron_ddrp.tasks.jobs import SPAWN, device_of, drain, left_to_others, one_at_a_time, share_out, share_threads
 from megatron_ddrp.tasks.minimal_pairs.pairs import (
     SCORES,
@@ -62,7 +52,7 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import (
     published_levels,
     read_pairs,
 )
-from megatron_ddrp.tasks.statistics import MINIMAL_PAIRS, Score, draw_learning_curves, format_value
+from megatron_ddrp.tasks.statistics import CURVES, MINIMAL_PAIRS, Score, draw_heat, draw_learning_curves, format_value
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131072}
 """Default of --tokens-per-batch. On CPUs it keeps the states of the feed-forward block in a core's cache."""
@@ -244,20 +234,17 @@ def report_of(
 def write_report(report: Report, folder: Path) -> str:
     """Write results.json, table.md, tables/ and, with matplotlib, heatmap.png into `folder`; return a text to show."""
     differences = report.differences
-    folder.mkdir(parents=True, exist_ok=True)
     tables = all_tables(report, differences)
     text = page(report, tables)
-    write_text(folder / "table.md", text)
-    write_tables(folder / "tables", tables)
-    write_text(folder / "results.json", json.dumps(summary(report, differences), indent=2) + "\n")
-    shown = text.split("\n## By paradigm")[0].strip()
-    if find_spec("matplotlib") is None:
-        return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/ and results.json; the heat map needs matplotlib"
+    texts = {"table.md": text, "results.json": json.dumps(summary(report, differences), indent=2) + "\n"}
     fields = {uid: report.paradigms[uid].field for uid in report.in_order()}
-    draw_heat_map(_levels(report), len(report.results), fields, folder / "heatmap.png")
-    curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
-    figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
-    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, tables/, results.json{figures}"
+    figures = {
+        "heatmap.png": functools.partial(draw_heat_map, _levels(report), len(report.results), fields),
+        CURVES: functools.partial(draw_learning_curves, _panels(report), "standard error over pairs"),
+    }
+    written = write_page(folder, texts, tables, figures)
+    shown = text.split("\n## By paradigm")[0].strip()
+    return f"\n{shown}\n\n{written}"
 
 
 def _panels(report: Report) -> list[tuple[str, dict[str, Score]]]:
@@ -379,44 +366,16 @@ def _levels(report: Report) -> Levels:
     return {**own, **report.piece_counts(), **{f"{name} (published)": v for name, v in report.published.items()}}
 
 
-MOST_WITH_NUMBERS = 24
-"""Largest number of columns at which the cells show their numbers."""
-ROW, COLUMN = 0.19, 0.42
-"""Height of a row and width of a column in inches."""
-
-
-def draw_heat_map(
-    levels: Mapping[str, Mapping[str, float]], num_own: int, fields: Mapping[str, str], path: Path
-) -> None:
+def draw_heat_map(levels: Levels, num_own: int, fields: Mapping[str, str]) -> Any:
     """Draw accuracies: blue is 100 %, white 50 % (chance), red 0 %.
 
     `levels` has a column each: name → paradigm → accuracy; the first `num_own` are encoders, and a line follows them.
-    `fields` has the paradigms' fields, in the order of the rows.
+    `fields` has the paradigms' fields, in the order of the rows; each has a panel.
     """
-    plt = figure_tools()
-    uids = list(fields)
-    accuracies = np.array([[100 * level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
-    names = short_names(list(levels))
-    labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
-    size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + max(1.6, ROW * len(uids)) + 0.8)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    image = draw_cells(axes, accuracies, 50, 6.5 if len(names) <= MOST_WITH_NUMBERS else None)
-    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(uids)), uids, fontsize=7)
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    names_of_fields = list(dict.fromkeys(fields.values()))
-    groups = [[row for row, uid in enumerate(uids) if fields[uid] == name] for name in names_of_fields]
-    right = axes.secondary_yaxis("right")
-    right.set_yticks([sum(rows) / len(rows) for rows in groups], names_of_fields, rotation=90, va="center")
-    right.tick_params(length=0, labelsize=8)
-    for rows in groups[1:]:
-        axes.axhline(rows[0] - 0.5, color="black", linewidth=1.2)
-    axes.axvline(num_own - 0.5, color="black", linewidth=1.2)
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
-    bar.set_label("accuracy [%] (white: chance)", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
-    save_figure(figure, path)
+    tables: dict[str, dict[str, list[float]]] = {}
+    for uid, field in fields.items():
+        tables.setdefault(field, {})[uid] = [100 * level[uid] for level in levels.values()]
+    return draw_heat(tables, short_names(list(levels)), num_own, 50, "accuracy [%] (white: chance)")
 
 
 MOST_WORKERS = 8

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.pages.markdown import FORMATS
+from megatron_ddrp.pages.plotting import FORMATS
 from tests.integration.conftest import TINY, command_line
 from tests.integration.launch import PRELOADED, ROOT, fork_server, redirect_streams
 

@@ -13,7 +13,7 @@ from megatron_ddrp.lab import run_report as figures
 from megatron_ddrp.lab.run_report import (
     LEARNING,
     SPEED,
-    Panel,
+    Curve,
     facts,
     logged_panels,
     loss_panel,
@@ -28,6 +28,7 @@ from megatron_ddrp.lab.run_report import (
     unigram_level,
 )
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.pages import plotting
 from megatron_ddrp.run.metrics import store_level
 from tests.datasets import write_dataset
 from tests.refusals import refused
@@ -62,16 +63,16 @@ def text_of(rows, beside=None, **extras):
 def test_series_hold_what_was_logged():
     assert series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
     assert series(ROWS, "rtd_loss") == []
-    assert Panel("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
+    assert Curve("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
 
 
 @pytest.mark.parametrize(("points", "marker"), [(1, "."), (3, "."), (4, None)])
 def test_few_points_are_drawn_as_points(points, marker):
     """A line through one point is invisible, and one through three is short."""
     axis, values = MagicMock(), [(step, 1.0) for step in range(points)]
-    figures._plot(axis, values, color="b")
+    plotting.draw_line(axis, plotting.Line(values, {"color": "b"}))
     assert axis.plot.call_args.kwargs.get("marker") == marker
-    figures._plot(axis, values, marker="s")
+    plotting.draw_line(axis, plotting.Line(values, {"marker": "s"}))
     assert axis.plot.call_args.kwargs["marker"] == "s", "a run's own marker stays"
 
 
@@ -168,24 +169,13 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
     assert dict(facts(tmp_path, rows))["model"].startswith("unknown: ")
 
 
-class Axes:
-    """Axes that note the number of points of each curve."""
-
-    def __init__(self):
-        self.curves = []
-
-    def plot(self, x, y, **style):
-        self.curves.append((style.get("color"), len(x)))
-
-    def __getattr__(self, name):
-        return MagicMock()
-
-
 def test_runs_beside_have_training_and_validation_curves():
-    axes, runs = Axes(), {"runs/own": ROWS, "runs/bert": ROWS[:2], "runs/tnf": ROWS}
-    figures._draw_panel(axes, loss_panel(runs), runs, figures._looks(runs))
-    own, bert, tnf = (look.color for look in figures._looks(runs))
-    assert axes.curves == [(own, 2), (own, 2), (bert, 1), (bert, 1), (tnf, 2), (tnf, 2)]
+    runs = {"runs/own": ROWS, "runs/bert": ROWS[:2], "runs/tnf": ROWS}
+    styles = figures.styles_of(runs)
+    lines = figures.panel_of(loss_panel(runs), runs, styles).lines
+    own, bert, tnf = (thin["color"] for thin, _ in styles.values())
+    curves = [(line.style["color"], len(line.points)) for line in lines]
+    assert curves == [(own, 2), (own, 2), (bert, 1), (bert, 1), (tnf, 2), (tnf, 2)]
     assert len({own, bert, tnf}) == 3
 
 
@@ -194,7 +184,8 @@ def test_runs_beside_have_training_and_validation_curves():
 )
 def test_the_figure_is_a_png(tmp_path, rows):
     pytest.importorskip("matplotlib")
-    figures.draw_losses({"own": rows, "another": ROWS, "of one step": ROWS[:1]}, 6.5, tmp_path / "losses.png")
+    runs = {"own": rows, "another": ROWS, "of one step": ROWS[:1]}
+    plotting.save_figures(tmp_path, {"losses.png": lambda: figures.draw_losses(runs, 6.5)})
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -217,21 +208,6 @@ def test_no_range_of_perplexities_has_a_crowd_of_ticks():
     assert max(len(figures.perplexity_ticks(*limits)) for limits in ranges) <= 8
 
 
-@pytest.mark.parametrize(
-    ("ticks", "texts"),
-    [
-        ([7.8, 8.0, 8.2], ["7.8", "8.0", "8.2"]),
-        ([0.1 * 3, 0.35], ["0.30", "0.35"]),
-        ([-1.0, -1e-17, 1.0], ["−1", "0", "1"]),
-        ([0, 20_000], ["0", "20,000"]),
-        ([0.0, 0.0005], ["0.0000", "0.0005"]),
-        ([1e-6, 2.5e-6], ["1e−06", "2.5e−06"]),
-    ],
-)
-def test_all_ticks_of_an_axis_have_as_many_decimals(ticks, texts):
-    assert [figures.evenly(tick, ticks) for tick in ticks] == texts
-
-
 def test_the_cosines_of_training_stand_beside_those_of_validation():
     """TCD's is f(S) and HCD's f(H); every other term's validation has its own name."""
     for panel in LEARNING:
@@ -252,9 +228,9 @@ def test_every_row_of_memory_is_on_the_figure():
 
 def test_speed_is_drawn_where_it_was_logged(tmp_path):
     pytest.importorskip("matplotlib")
-    assert not figures.draw_speed({"own": ELECTRA}, tmp_path / "speed.png") and not list(tmp_path.iterdir())
+    assert figures.draw_speed({"own": ELECTRA}) is None
     rows = [{"iteration": step, "lr": 1e-3, "grad_norm": 1.0} for step in (1, 2)]
-    assert figures.draw_speed({"own": rows}, tmp_path / "speed.png")
+    plotting.save_figures(tmp_path, {"speed.png": lambda: figures.draw_speed({"own": rows})})
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -17,7 +17,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis.reports import count_pieces
-from megatron_ddrp.lab.analysis.session import Output, Sentences, View, find_snapshots, validation_rows
+from megatron_ddrp.lab.analysis.session import AnalysisFiles, Sentences, View, find_snapshots, validation_rows
 from megatron_ddrp.model import build_model
 from tests.datasets import write_dataset
 from tests.unit.model.tiny import tiny_batch
@@ -217,7 +217,7 @@ def test_other_outputs_and_folders_are_refused(run_folder, analyze_main, tmp_pat
 def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path, value):
     """JSON has no such numbers: `compare` could not read the file, and one run that diverged would stop it."""
     with pytest.raises(UserError, match=r"x\.json: not written, some numbers are not finite: use a checkpoint that"):
-        Output(tmp_path / "x.json").write({"models": [{"share": value}]}, lambda path: None)
+        AnalysisFiles(tmp_path / "x.json").write({"models": [{"share": value}]}, lambda: None)
     assert not (tmp_path / "x.json").exists()
 
 

@@ -13,6 +13,7 @@ from megatron_ddrp.lab.analysis import probe as throughput
 from megatron_ddrp.lab.analysis.figures import draw_throughput
 from megatron_ddrp.lab.analysis.probe import Setting, Speed, full_batch, measure_throughput
 from megatron_ddrp.lab.analysis.session import find_snapshots
+from megatron_ddrp.pages.plotting import save_figures
 
 SETTING = Setting(torch.device("cpu"), tokens=50, rounds=4, bf16=False, seed=1)
 
@@ -137,5 +138,5 @@ def test_a_command_that_measures_nothing_says_so_and_writes_nothing(run_folder, 
 def test_the_figure_does_without_memory(tmp_path):
     pytest.importorskip("matplotlib")
     speed = Speed(64, 2, 100.0, 90.0, 110.0, None)
-    draw_throughput([{"run": "mine", "lengths": [asdict(speed)]}], tmp_path / "t.png")
+    save_figures(tmp_path, {"t.png": lambda: draw_throughput([{"run": "mine", "lengths": [asdict(speed)]}])})
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

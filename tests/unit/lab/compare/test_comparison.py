@@ -10,9 +10,8 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import parse_arguments
-from megatron_ddrp.lab.compare.figures import by_phenomenon
 from megatron_ddrp.lab.compare.measures import make_row
-from megatron_ddrp.lab.compare.page import Page
+from megatron_ddrp.lab.compare.page import Page, by_phenomenon
 from megatron_ddrp.lab.compare.rows import as_run
 from megatron_ddrp.lab.compare.tables import Claim, Results, gains
 from megatron_ddrp.tasks.finetune.runs import TuningRun, write_predictions

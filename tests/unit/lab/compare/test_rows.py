@@ -10,8 +10,7 @@ import pytest
 
 from megatron_ddrp.config.training import parse_phases
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.figures import by_phenomenon
-from megatron_ddrp.lab.compare.page import missing_samples
+from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
 from megatron_ddrp.lab.compare.rows import as_run, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
 from megatron_ddrp.lab.compare.tables import Results, check_places, gains, model_claims

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ddrp.lab.compare.figures import draw_curves
+from megatron_ddrp.lab.compare.page import draw_over_tokens
 from megatron_ddrp.lab.compare.tables import cost_table
 from megatron_ddrp.tasks.statistics import TRAINING_LOSS
 from tests.unit.lab.compare.made_rows import RUNGS, make_row, results_of
@@ -23,7 +23,7 @@ def test_curves_of_differences_leave_out_the_steep_beginning_and_count_tokens_in
     steep = [(tokens, 90.0 if part < 3 else 5.5) for part, (tokens, _) in enumerate(curve)]
     both = {"absolute": curve, "rope": steep}
     rows = [make_row(name, 1, RUNGS[0], {}, curves={TRAINING_LOSS: points}) for name, points in both.items()]
-    figure = draw_curves(results_of(rows), TRAINING_LOSS)
+    figure = draw_over_tokens(results_of(rows), TRAINING_LOSS)
     _, differences = figure.axes
     (line,) = [line for line in differences.lines if len(line.get_xdata()) > 2]
     assert len(line.get_xdata()) == 36 and line.get_xdata()[0] == 5 * size

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 
@@ -273,19 +272,16 @@ def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     assert tables == {f"{name}.{ending}" for name in ("scores", "runs", "paper") for ending in ("csv", "tex")}
 
 
-def drawn(rows, monkeypatch, title="GLUE"):
+def drawn(rows, title="GLUE"):
     """Return the figure of some rows."""
     pytest.importorskip("matplotlib")
-    kept = []
-    monkeypatch.setattr(figure, "save_figure", lambda drawn, path: kept.append(drawn))
     cells = best_cells(rows, GLUE.order)
-    figure.draw(cells, task_order(cells, GLUE.order), title, Path("table.png"))
-    return kept[0]
+    return figure.draw(cells, task_order(cells, GLUE.order), title)
 
 
-def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0(monkeypatch):
+def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0():
     rows = [row(score=score, seed=seed) for seed, score in enumerate((None, 0.8, 0.9))]
-    (axes,) = drawn(rows, monkeypatch).axes
+    (axes,) = drawn(rows).axes
     dots, cross = axes.lines
     assert list(dots.get_ydata()) == [80, 90]
     assert cross.get_marker() == "x" and list(cross.get_ydata()) == [figure.BOTTOM]
@@ -293,20 +289,20 @@ def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0(monkeypatc
     assert 60 < axes.get_ylim()[0] < 80
 
 
-def test_the_legend_says_as_what_an_undefined_score_counts(monkeypatch):
+def test_the_legend_says_as_what_an_undefined_score_counts():
     undefined = [row(score=None), row(score=0.8, seed=2)]
     worst = [row("CoLA", -1.0, undefined=True), row("CoLA", -0.5, seed=2)]
     for rows, value in ((undefined, "0"), (worst, "-100"), (undefined + worst, "-100 or 0")):
-        (legend,) = drawn(rows, monkeypatch).legends
+        (legend,) = drawn(rows).legends
         assert legend.get_texts()[-1].get_text() == f"undefined, counts as {value}"
 
 
-def test_every_mark_is_inside_the_axes(monkeypatch):
+def test_every_mark_is_inside_the_axes():
     names = [f"runs/model-{number}/export" for number in range(9)]
     rows = [
         row(task, score, load=name, encoder=name) for name in names for task, score in (("RTE", 1.0), ("CoLA", -0.1))
     ]
-    (axes,) = drawn(rows, monkeypatch).axes
+    (axes,) = drawn(rows).axes
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     bars = [point for bar in axes.collections for path in bar.get_paths() for point in path.vertices]
     points = [*bars, *(point for line in axes.lines for point in line.get_xydata())]
@@ -314,10 +310,10 @@ def test_every_mark_is_inside_the_axes(monkeypatch):
     assert all(left < x < right and low < y < high for x, y in points)
 
 
-def test_the_figure_has_its_whole_title_and_short_names(monkeypatch):
+def test_the_figure_has_its_whole_title_and_short_names():
     title = "Development scores of a task with a name that is far longer than any figure of one task is wide"
     rows = [row(load=f"/data/runs/{name}/export", encoder=name) for name in ("ddrp", "bert")]
-    picture = drawn(rows, monkeypatch, title)
+    picture = drawn(rows, title)
     (axes,), (legend,) = picture.axes, picture.legends
     assert axes.get_title().replace("\n", " ") == title and "\n" in axes.get_title()
     assert [text.get_text() for text in legend.get_texts()] == ["ddrp", "bert", "seed", "median"]
