@@ -12,6 +12,7 @@ The names of the encoders of `--load run/iter_*` are their folders, which give r
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 import statistics
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_ddrp.pages import plotting
+from megatron_ddrp.pages.markdown import Table
 
 TRAINING_LOSS = "training masked-LM loss"
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
@@ -64,6 +66,10 @@ _SHOWN = {
 """Measure → factor and digits; other measures are shares in points."""
 
 
+Interval = tuple[float, float]
+"""Lower and upper end."""
+
+
 def format_value(measure: str, value: float, sign: str = "") -> str:
     """Return a value of a measure; with `sign` "+" a difference."""
     factor, digits = _SHOWN.get(measure, (100, 2))
@@ -79,6 +85,11 @@ def unit_of(measure: str) -> str:
     """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
     units = {LOSS: " [nats]", TRAINING_LOSS: " [nats]", ONSET: " [million tokens]"}
     return units.get(measure, " [points]" if factor_of(measure) == 100 else "")
+
+
+def format_interval(measure: str, interval: Interval | None) -> str:
+    """Return both ends of an interval of a difference; nothing without an interval."""
+    return " to ".join(format_value(measure, end, "+") for end in interval or ())
 
 
 EQUAL_SEEDS = "equal seeds: no spread"
@@ -99,7 +110,7 @@ BySeed = Mapping[int, float]
 """Seed → value of one arm."""
 
 
-def student_interval(values: Sequence[float]) -> tuple[float, float]:
+def student_interval(values: Sequence[float]) -> Interval:
     """Return Student's 95 % interval of the mean of two or more values."""
     from scipy.stats import t
 
@@ -158,7 +169,7 @@ class Difference:
         return 0.0 if deviation <= self._rounding else deviation
 
     @property
-    def interval(self) -> tuple[float, float] | None:
+    def interval(self) -> Interval | None:
         """Student's 95 % interval of the mean; None for one seed, and for equal differences that are not 0."""
         if self.deviation:
             return student_interval(self.values)
@@ -185,17 +196,81 @@ def pair_by_seed(first: BySeed, second: BySeed, relative: bool = False) -> Diffe
     return Difference(tuple((first[seed] - second[seed]) / units[seed] for seed in seeds), size, tuple(seeds))
 
 
-def judge(gains: Sequence[Difference]) -> list[str]:
-    """Return the word for each gain of one table: `BETTER`, `WORSE` or `NOT_TOLD_APART`; empty without a p value.
+class Gain(NamedTuple):
+    """Gain of one arm over another, judged with the other gains of its table."""
+
+    first: Any
+    """Name of an encoder, or arm of a comparison."""
+    second: Any
+    measure: str
+    seeds: Difference
+    """Gains paired by seed, with Student's 95 % interval; a single one if the arms have no seeds."""
+    items: Interval | None
+    """95 % interval of the mean gain on resampled test items; None if nothing is stored per item."""
+    word: str = ""
+    """"better", "worse" or "not told apart"; empty without a p value."""
+    tasks: Sequence[str] = ()
+    """Tasks whose mean is the measure."""
+    text: str = ""
+    """Claim that the gain is about."""
+    paper: str = ""
+    """Statement of the paper about it; empty without one."""
+    budget: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers of the gain."""
+        return {
+            "first": self.first,
+            "second": self.second,
+            "by_seed": self.seeds.by_seed,
+            "n": len(self.seeds.values),
+            "mean": self.seeds.mean,
+            "deviation": self.seeds.deviation,
+            "over_seeds": self.seeds.interval,
+            "over_items": self.items,
+            "p": self.seeds.p_value,
+            "judgement": self.word or None,
+        }
+
+
+def judge(gains: Sequence[Gain]) -> list[Gain]:
+    """Return the gains of one table with their words: `BETTER`, `WORSE` or `NOT_TOLD_APART`; none without a p value.
 
     Positive gains are better. The words hold for the table as a whole, see `benjamini_hochberg`; intervals do not.
     """
-    p_values = [gain.p_value for gain in gains]
+    p_values = [gain.seeds.p_value for gain in gains]
     told = iter(benjamini_hochberg([p_value for p_value in p_values if p_value is not None]))
-    return [
-        "" if p_value is None else (BETTER if gain.mean > 0 else WORSE) if next(told) else NOT_TOLD_APART
+    words = [
+        "" if p_value is None else (BETTER if gain.seeds.mean > 0 else WORSE) if next(told) else NOT_TOLD_APART
         for gain, p_value in zip(gains, p_values, strict=True)
     ]
+    return [gain._replace(word=word) for gain, word in zip(gains, words, strict=True)]
+
+
+def table_of(rows: Sequence[Mapping[str, str]], caption: str = "", wordy: Sequence[str] = ()) -> Table:
+    """Return a table of rows, column → cell, without the columns that have no cell; those of `wordy` hold sentences."""
+    header = [name for name in dict.fromkeys(itertools.chain(*rows)) if any(row.get(name) for row in rows)]
+    cells = [[row.get(name, "") for name in header] for row in rows]
+    return Table(header, cells, caption, wordy=[place for place, name in enumerate(header) if name in wordy])
+
+
+def gain_table(gains: Sequence[Gain]) -> Table:
+    """Return the table of the gains of encoders over each other."""
+    rows = []
+    for gain in gains:
+        count = len(gain.seeds.values)
+        row = {
+            "encoder": gain.first,
+            "minus": gain.second,
+            "tasks": str(len(gain.tasks) or ""),
+            "seeds": str(count) if count > 1 else "",
+            "difference": format_value(gain.measure, gain.seeds.mean, "+"),
+            "95 % over seeds": format_interval(gain.measure, gain.seeds.interval) or EQUAL_SEEDS * (count > 1),
+            "95 % over items": format_interval(gain.measure, gain.items),
+            "the encoder is": gain.word,
+        }
+        rows.append(row)
+    return table_of(rows, wordy=("minus", "the encoder is"))
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[bool]:
@@ -209,7 +284,7 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[bool]:
     return [p_value <= max(passed, default=-1.0) for p_value in p_values]
 
 
-def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
+def percentile_interval(samples: np.ndarray) -> Interval:
     """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)

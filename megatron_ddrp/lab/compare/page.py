@@ -21,22 +21,21 @@ from megatron_ddrp.lab.compare.rows import Arm, RunRow, samples_file
 from megatron_ddrp.lab.compare.runs import kind_name
 from megatron_ddrp.lab.compare.tables import (
     SAME_TEXT,
-    Gain,
     Results,
     check_places,
     checks_of,
     checks_table,
+    claim_table,
     claims_of,
     cost_table,
     format_budget,
-    gain_table,
     gains,
+    group_of,
     load_claims,
     model_claims,
     paper_table,
     runs_table,
     score_table,
-    table_of,
     throughput_table,
 )
 from megatron_ddrp.pages import plotting
@@ -51,6 +50,7 @@ from megatron_ddrp.tasks.statistics import (
     MINIMAL_PAIRS,
     ONSET,
     TRAINING_LOSS,
+    Gain,
     draw_heat,
     factor_of,
     pair_by_seed,
@@ -70,18 +70,18 @@ def styles(results: Results) -> dict[Arm, dict[str, Any]]:
 def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
     """Draw a panel per measure and budget with one row per claim: seeds, mean, intervals over seeds and over items."""
     plt, look = plotting.figure_tools(), styles(results)
-    measures = list(dict.fromkeys(gain.claim.measure for gain in found))
+    measures = list(dict.fromkeys(gain.measure for gain in found))
     budgets = [budget for budget in results.budgets if any(gain.budget == budget for gain in found)]
-    claims = {name: list(dict.fromkeys(g.claim for g in found if g.claim.measure == name)) for name in measures}
+    claims = {name: list(dict.fromkeys(map(_claim, (g for g in found if g.measure == name)))) for name in measures}
     heights = [len(of_measure) for of_measure in claims.values()]
     size = (4.5 + 3.2 * len(budgets), 0.5 + 0.9 * len(measures) + ROW * sum(heights))
     grid = {"squeeze": False, "height_ratios": heights, "figsize": size}
     figure, axes = plt.subplots(len(measures), len(budgets), sharey="row", **grid)
     for (name, rows), line in zip(claims.items(), axes, strict=True):
         for budget, axis in zip(budgets, line, strict=True):
-            own = [gain for gain in found if gain.claim.measure == name and gain.budget == budget]
+            own = [gain for gain in found if gain.measure == name and gain.budget == budget]
             for gain in own:
-                _draw_gain(axis, gain, rows.index(gain.claim), look[gain.claim.first])
+                _draw_gain(axis, gain, rows.index(_claim(gain)), look[gain.first])
             axis.axvline(0, color="black", linewidth=1)
             axis.grid(axis="x", alpha=0.3)
             axis.locator_params(axis="x", nbins=5)
@@ -92,15 +92,19 @@ def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
             if not own:
                 axis.set_visible(False)
         line[0].set_ylim(len(rows) - 0.4, -0.6)
-        line[0].set_yticks(range(len(rows)), [plotting.wrap_title(claim.text, 5.2) for claim in rows], fontsize="small")
+        line[0].set_yticks(range(len(rows)), [plotting.wrap_title(text, 5.2) for text, *_ in rows], fontsize="small")
     for budget, axis in zip(budgets, axes[0], strict=True):
         axis.set_title(format_budget(budget, results.budgets[budget]), fontsize="medium")
     return figure
 
 
+def _claim(gain: Gain) -> tuple[str, Arm, Arm]:
+    return gain.text, gain.first, gain.second
+
+
 def _draw_gain(axis: Any, gain: Gain, height: float, look: Mapping[str, Any]) -> None:
     """Draw a gain in a row, in the look of its first arm."""
-    factor, color = factor_of(gain.claim.measure), look["color"]
+    factor, color = factor_of(gain.measure), look["color"]
     for interval, width, below in ((gain.seeds.interval, 3.5, 0.0), (gain.items, 1.5, 0.25)):
         if interval:
             place = [height + below] * 2
@@ -330,7 +334,7 @@ FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
 GROUPS = ("", "-onset", "-glue", "-minimal-pairs", "-tasks", "-inside")
-"""Ends of the names of tables of gains, see `table_of`."""
+"""Ends of the names of tables of gains, see `group_of`."""
 SECTIONS = {
     "Claims": [f"claims{group}" for group in GROUPS],
     "Models over the baseline": [f"models{group}" for group in GROUPS[:-1]],
@@ -362,7 +366,7 @@ class Page:
             self.unused = unused if claims else []
             by_name = {"claims": found, "models": model_claims(self.results, found)}
             for (name, claimed), group in itertools.product(by_name.items(), GROUPS):
-                own = [claim for claim in claimed if table_of(claim.measure) == group]
+                own = [claim for claim in claimed if group_of(claim.measure) == group]
                 self.gains |= {name + group: judged} if (judged := gains(self.results, own)) else {}
         self.checks = {
             check: gains(check, [claim for claim in model_claims(check) if claim.measure == LOSS])
@@ -374,7 +378,7 @@ class Page:
     def tables(self) -> dict[str, list[Table]]:
         """Name → tables, for every one of `NAMES`; those without rows are left out."""
         results, budgets = self.results, self.results.budgets
-        found = {name: [gain_table(results, own, name[:6].rstrip("s"))] for name, own in self.gains.items()}
+        found = {name: [claim_table(results, own, name[:6].rstrip("s"))] for name, own in self.gains.items()}
         found["checks"] = [checks_table(self.checks)]
         if results.runs:
             found |= {
@@ -464,7 +468,18 @@ class Page:
         found = [("", gain) for own in self.gains.values() for gain in own]
         found += [(check.check, gain) for check, own in self.checks.items() for gain in own]
         return {
-            "gains": [_as_json(check, gain) for check, gain in found],
+            "gains": [
+                {
+                    "check": check,
+                    "claim": gain.text,
+                    "measure": gain.measure,
+                    "paper": gain.paper,
+                    "budget": gain.budget,
+                }
+                | gain.as_json()
+                | {"first": gain.first.label, "second": gain.second.label}
+                for check, gain in found
+            ],
             "values": [
                 {"check": results.check, "budget": budget, "model": arm.label, "measure": measure, "by_seed": by_seed}
                 for results in (self.results, *self.checks)
@@ -493,27 +508,6 @@ def missing_samples(runs: Sequence[RunRow]) -> list[str]:
     more = f" and {len(without) - 1:,} more files" if len(without) > 1 else ""
     files = [samples_file(Path(), vars(run)) for run in without[:1]]
     return [f"{file}{more}: missing; differences of these runs have no interval over items" for file in files]
-
-
-def _as_json(check: str, gain: Gain) -> dict[str, Any]:
-    claim, seeds = gain.claim, gain.seeds
-    return {
-        "check": check,
-        "claim": claim.text,
-        "measure": claim.measure,
-        "first": claim.first.label,
-        "second": claim.second.label,
-        "paper": claim.paper,
-        "budget": gain.budget,
-        "by_seed": seeds.by_seed,
-        "n": len(seeds.values),
-        "mean": seeds.mean,
-        "deviation": seeds.deviation,
-        "over_seeds": seeds.interval,
-        "over_items": gain.items,
-        "p": seeds.p_value,
-        "judgement": gain.word or None,
-    }
 
 
 def facts(runs: Sequence[RunRow]) -> list[str]:

@@ -39,11 +39,15 @@ from megatron_ddrp.tasks.statistics import (
     STEP_SECONDS,
     BySeed,
     Difference,
+    Gain,
+    Interval,
+    format_interval,
     format_value,
     judge,
     pair_by_seed,
     percentile_interval,
     seeds_needed,
+    table_of,
     unit_of,
 )
 
@@ -230,19 +234,6 @@ class Claim(NamedTuple):
     """Statement of the paper; empty without one."""
 
 
-class Gain(NamedTuple):
-    """Gain of a claim at a budget."""
-
-    claim: Claim
-    budget: str
-    seeds: Difference
-    """Gains paired by seed, with Student's 95 % interval."""
-    items: tuple[float, float] | None
-    """95 % interval of the mean gain on resampled test items; None if nothing is stored per item."""
-    word: str = ""
-    """"better", "worse" or "not told apart", judged with the other gains of its table; empty without a p value."""
-
-
 def _texts(values: Any, place: Place) -> dict[str, str]:
     """Read a mapping of texts; a single text, what the paper says of every encoding, has the key ""."""
     found = values if isinstance(values, Mapping) else {"": values}
@@ -328,9 +319,7 @@ def model_claims(results: Results, known: Iterable[Claim] = ()) -> list[Claim]:
 
 def gains(results: Results, claims: Iterable[Claim]) -> list[Gain]:
     """Return the gains of the claims of one table at every budget with a common seed, judged together."""
-    found = [gain for claim in claims for budget in results.budgets if (gain := _gain(results, claim, budget))]
-    words = judge([gain.seeds for gain in found])
-    return [gain._replace(word=word) for gain, word in zip(found, words, strict=True)]
+    return judge([gain for claim in claims for budget in results.budgets if (gain := _gain(results, claim, budget))])
 
 
 def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
@@ -348,12 +337,16 @@ def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
             return None
         first = {**first, **{seed: second[seed] for seed in resting}}
     by_seed = pair_by_seed(first, second)
-    return Gain(claim, budget, by_seed, _over_items(results, claim, arms, budget, by_seed.seeds)) if by_seed else None
+    if by_seed is None:
+        return None
+    items = _over_items(results, claim, arms, budget, by_seed.seeds)
+    about = {"text": claim.text, "paper": claim.paper, "budget": budget}
+    return Gain(claim.first, claim.second, claim.measure, by_seed, items, **about)
 
 
 def _over_items(
     results: Results, claim: Claim, arms: tuple[Arm, Arm], budget: str, seeds: Sequence[int]
-) -> tuple[float, float] | None:
+) -> Interval | None:
     """Return the interval of the mean gain at some seeds, over paradigms for several paradigms of minimal pairs."""
     first, second = (results.at(budget, arm) for arm in arms)
     if claim.measure == MINIMAL_PAIRS:
@@ -374,11 +367,6 @@ def format_spread(measure: str, values: BySeed) -> str:
         return ""
     mean = format_value(measure, statistics.fmean(values.values()))
     return mean if len(values) < 2 else f"{mean} ± {format_value(measure, statistics.stdev(values.values()))}"
-
-
-def format_interval(measure: str, interval: tuple[float, float] | None) -> str:
-    """Return both ends of an interval of a difference; nothing without an interval."""
-    return " to ".join(format_value(measure, end, "+") for end in interval or ())
 
 
 def format_needed(gain: Difference) -> str:
@@ -417,17 +405,10 @@ KINDS = {"onset": [ONSET], "glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "in
 """End of a table's name → its measures. The loss has no ending, and all others have `tasks`."""
 
 
-def table_of(measure: str) -> str:
+def group_of(measure: str) -> str:
     """Return the end of the name of a measure's table of gains; empty for the loss."""
     found = next((name for name, measures in KINDS.items() if measure in measures), "tasks")
     return "" if measure == LOSS else f"-{found}"
-
-
-def _table(rows: Sequence[Mapping[str, str]], caption: str = "", wordy: Sequence[str] = ()) -> Table:
-    """Return a table of rows, column → cell, without the columns that have no cell; those of `wordy` hold sentences."""
-    header = [name for name in dict.fromkeys(itertools.chain(*rows)) if any(row.get(name) for row in rows)]
-    cells = [[row.get(name, "") for name in header] for row in rows]
-    return Table(header, cells, caption, wordy=[place for place, name in enumerate(header) if name in wordy])
 
 
 def runs_table(results: Results) -> Table:
@@ -448,7 +429,7 @@ def runs_table(results: Results) -> Table:
             "time": duration(sum(run.seconds for run in runs)),
         }
         rows.append(row)
-    return _table(rows, "Time of the runs with all measures.")
+    return table_of(rows, "Time of the runs with all measures.")
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -456,16 +437,16 @@ def _range(numbers: Sequence[int]) -> str:
     return " to ".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)})) if numbers else ""
 
 
-def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
+def claim_table(results: Results, found: Sequence[Gain], what: str) -> Table:
     """Return the table of gains that were judged together, one line per budget."""
-    measures = list(dict.fromkeys(gain.claim.measure for gain in found))
+    measures = list(dict.fromkeys(gain.measure for gain in found))
     rows = []
     for gain in found:
-        measure = gain.claim.measure
+        measure = gain.measure
         row = {
-            what: gain.claim.text,
+            what: gain.text,
             "measure": measure if len(measures) > 1 else "",
-            "the paper": gain.claim.paper,
+            "the paper": gain.paper,
             "budget": format_budget(gain.budget, results.budgets[gain.budget]) if len(results.budgets) > 1 else "",
             "gain": format_value(measure, gain.seeds.mean, "+"),
             "95 % over seeds": format_interval(measure, gain.seeds.interval),
@@ -479,7 +460,7 @@ def gain_table(results: Results, found: Sequence[Gain], what: str) -> Table:
     resting = "a run that never left counts with all of its own, two of a seed as equal"
     own = {LOSS: "Gains in nats", ONSET: f"Gains in million tokens; {resting}"}
     unit = own[measures[0]] if len(measures) == 1 and measures[0] in own else "Gains as in the tables of values"
-    return _table(
+    return table_of(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
     )
 
@@ -493,7 +474,7 @@ def score_table(results: Results, budget: str, is_inside: bool = False) -> Table
     ]
     caption = f"{format_budget(budget, results.budgets[budget])}: mean ± standard deviation over the seeds."
     average = f" GLUE average: {format_average(results.averaged)}." if GLUE in measures else ""
-    return _table(rows, caption + average)
+    return table_of(rows, caption + average)
 
 
 def checks_table(checks: Mapping[Results, Sequence[Gain]]) -> Table:
@@ -502,7 +483,7 @@ def checks_table(checks: Mapping[Results, Sequence[Gain]]) -> Table:
     for check, gains in checks.items():
         measures = [name for name in check.measures if name not in INSIDE]
         for budget, tokens in check.budgets.items():
-            own = {gain.claim.first: gain for gain in gains if gain.budget == budget}
+            own = {gain.first: gain for gain in gains if gain.budget == budget}
             for arm in check.arms_at(budget):
                 row = {"check": check.check, "budget": format_budget(budget, tokens), "model": arm.label}
                 row |= _values(check, measures, arm, budget) | {"gain": "", "95 % over seeds": "", "judgement": ""}
@@ -511,7 +492,7 @@ def checks_table(checks: Mapping[Results, Sequence[Gain]]) -> Table:
                     row |= {"95 % over seeds": format_interval(LOSS, gain.seeds.interval), "judgement": gain.word}
                 rows.append(row | {"seeds": str(len(check.at(budget, arm)))})
     caption = "Mean ± standard deviation over the seeds; gains by the loss, judged per check."
-    return _table(rows, caption, ("budget", "model", "gain", "judgement"))
+    return table_of(rows, caption, ("budget", "model", "gain", "judgement"))
 
 
 def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) -> dict[str, str]:
@@ -568,7 +549,7 @@ def cost_table(results: Results) -> Table:
             f"÷ {results.baseline.label}{where}": cell,
         }
     caption = "Median over a run's steps without its first tenth, mean over the seeds; ratios with 95 % over seeds."
-    return _table(list(rows.values()), caption)
+    return table_of(list(rows.values()), caption)
 
 
 def throughput_table(runs: Sequence[RunRow]) -> Table:
@@ -586,7 +567,7 @@ def throughput_table(runs: Sequence[RunRow]) -> Table:
         }
         for (label, length), one in timed.items()
     ]
-    return _table(rows, "Forward passes at inference: median and quartiles, and peak memory minus the loaded model.")
+    return table_of(rows, "Forward passes at inference: median and quartiles, and peak memory minus the loaded model.")
 
 
 def paper_table() -> Table:

@@ -16,11 +16,10 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ddrp.encoders.encoder import with_random_weights
 from megatron_ddrp.errors import FAILURE, UserError
@@ -41,10 +40,10 @@ from megatron_ddrp.tasks.finetune.runs import (
 from megatron_ddrp.tasks.jobs import Row
 from megatron_ddrp.tasks.statistics import (
     CURVES,
-    EQUAL_SEEDS,
-    Difference,
+    Gain,
     Score,
     draw_learning_curves,
+    gain_table,
     judge,
     pair_by_seed,
 )
@@ -54,10 +53,6 @@ DETAILS = [
     "batch", "lr", "epochs", "row length", "train examples", "dev examples",
 ]  # fmt: skip
 """Columns of the table of the runs behind each score."""
-DIFFERENCES = [
-    "encoder", "minus", "tasks", "seeds", "difference", "95 % over seeds", "95 % over items", "the encoder is",
-]  # fmt: skip
-"""Columns of the table of differences."""
 
 
 def all_tables(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str, Table | None]:
@@ -69,16 +64,15 @@ def all_tables(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[s
         for line in _details(name, cell, suite, items)
     ]
     gained = [
-        [gain.encoder, gain.pretrained.task, gain.pretrained.score_name]
-        + [_score(cell, items) for cell in (gain.pretrained, gain.random)]
-        + ["undefined" if gain.difference is None else f"{100 * gain.difference:+.2f}"]
-        for gain in gains(encoders)
+        [name, cell.task, cell.score_name, _score(cell, items), _score(twin, items)]
+        + ["undefined" if difference is None else f"{100 * difference:+.2f}"]
+        for name, cell, twin, difference in gains(encoders)
     ]
     return {
         "scores": _scores(encoders, suite, items),
         "gains": Table(["encoder", "task", "metric", "pre-trained", "random weights", "difference"], gained),
         "runs": Table(DETAILS, details),
-        "differences": _differences(differences(encoders, items)),
+        "differences": gain_table(differences(encoders, items)),
         "paper": suite.published_table(encoders),
     }
 
@@ -97,16 +91,6 @@ def _scores(encoders: dict[str, Cells], suite: Suite, items: Items) -> Table:
     if any(guess is not None for guess in guesses.values()):
         rows.append(["(constant guess)", *(percent(guesses[task]) for task in tasks), *[""] * len(shown)])
     return Table(["encoder", *tasks, *shown], rows)
-
-
-def _differences(pairs: list[Pair]) -> Table:
-    rows = [
-        [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.difference.values))]
-        + [percent(pair.difference.mean), _interval(pair.difference.interval) or EQUAL_SEEDS]
-        + [_interval(pair.over_items), pair.word]
-        for pair in pairs
-    ]
-    return Table(DIFFERENCES, rows, wordy=[1, len(DIFFERENCES) - 1])
 
 
 def _score(cell: Cell, items: Items) -> str:
@@ -143,32 +127,17 @@ def _details(name: str, cell: Cell, suite: Suite, items: Items) -> list[list[str
     return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]
 
 
-class Pair(NamedTuple):
-    """Difference of two encoders' mean scores over their common tasks, by at least two seeds."""
-
-    first: str
-    second: str
-    tasks: list[str]
-    difference: Difference
-    over_items: Interval | None
-    """95 % interval of the mean difference from resampling development rows; None if predictions are missing."""
-    word: str = ""
-    """Judgement of the first encoder against the second, over seeds and within this table."""
-
-
-def differences(encoders: dict[str, Cells], items: Items) -> list[Pair]:
-    """Return the difference of every two encoders that share tasks with equal files and at least two seeds."""
+def differences(encoders: dict[str, Cells], items: Items) -> list[Gain]:
+    """Return the gains in the mean over common tasks, of every two encoders with equal files and at least two seeds."""
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
-        difference = pair_by_seed(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
-        if difference and len(difference.values) > 1:
-            seeds = difference.seeds
-            runs = (_runs(encoders[name], tasks, seeds) for name in (first, second))
+        by_seed = pair_by_seed(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
+        if by_seed and len(by_seed.values) > 1:
+            runs = (_runs(encoders[name], tasks, by_seed.seeds) for name in (first, second))
             over_items = items.of_difference(list(zip(*runs, strict=True)))
-            found.append(Pair(first, second, tasks, difference, over_items))
-    words = judge([pair.difference for pair in found])
-    return [pair._replace(word=word) for pair, word in zip(found, words, strict=True)]
+            found.append(Gain(first, second, "score", by_seed, over_items, tasks=tasks))
+    return judge(found)
 
 
 def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bool:
@@ -213,26 +182,13 @@ def _runs(cells: Cells, tasks: list[str], seeds: Sequence[int]) -> list[dict[str
     return [next(row for row in cells[task].rows if row["seed"] == seed) for task in tasks for seed in seeds]
 
 
-@dataclass(frozen=True)
-class Gain:
-    """Scores on one task of an encoder and of the same encoder with random weights."""
+def gains(encoders: dict[str, Cells]) -> list[tuple[str, Cell, Cell, float | None]]:
+    """Return encoder, its result on a task, the same encoder's with random weights, and the difference of the medians.
 
-    encoder: str
-    pretrained: Cell
-    random: Cell
-
-    @property
-    def difference(self) -> float | None:
-        """Median of the pre-trained encoder minus median of the random one; None if any score is undefined."""
-        if self.pretrained.undefined or self.random.undefined:
-            return None
-        return self.pretrained.median - self.random.median
-
-
-def gains(encoders: dict[str, Cells]) -> list[Gain]:
-    """Return the gain from pre-training per task, for encoders that also ran with random weights, all else equal."""
+    Only results with all else equal are paired; the difference is None if any score is undefined.
+    """
     return [
-        Gain(name, cell, twin)
+        (name, cell, twin, None if cell.undefined or twin.undefined else cell.median - twin.median)
         for name, cells in encoders.items()
         for task, cell in cells.items()
         for twin in [encoders.get(with_random_weights(name), {}).get(task)]
@@ -309,16 +265,16 @@ def summary(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str,
         result["encoders"][name] = {"tasks": tasks, **suite.means(cells)}
     result["gains"] = [
         {
-            "encoder": gain.encoder,
-            "task": gain.pretrained.task,
-            "metric": gain.pretrained.metric,
-            "pretrained": gain.pretrained.median,
-            "random": gain.random.median,
-            "difference": gain.difference,
+            "encoder": name,
+            "task": cell.task,
+            "metric": cell.metric,
+            "pretrained": cell.median,
+            "random": twin.median,
+            "difference": difference,
         }
-        for gain in gains(encoders)
+        for name, cell, twin, difference in gains(encoders)
     ]
-    result["differences"] = [_pair(pair) for pair in differences(encoders, items)]
+    result["differences"] = [{"tasks": gain.tasks} | gain.as_json() for gain in differences(encoders, items)]
     return result
 
 
@@ -336,21 +292,6 @@ def _cell(cell: Cell, items: Items) -> dict[str, Any]:
         "beside_medians": {metric: statistics.median(scores) for metric, scores in cell.beside.items()},
         "point": {key: cell.rows[0][key] for key in ("batch_size", "lr", "epochs")},
         "dev_examples": cell.rows[0]["dev_examples"],
-    }
-
-
-def _pair(pair: Pair) -> dict[str, Any]:
-    low, high = pair.difference.interval or (None, None)
-    return {
-        "first": pair.first,
-        "second": pair.second,
-        "tasks": pair.tasks,
-        "by_seed": list(pair.difference.values),
-        "low": low,
-        "high": high,
-        "mean": pair.difference.mean,
-        "over_items": pair.over_items,
-        "word": pair.word,
     }
 
 

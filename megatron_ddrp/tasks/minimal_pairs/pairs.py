@@ -55,7 +55,15 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import Name, misfit, parse_json, reading
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.jobs import Store, digest
-from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED, percentile_interval
+from megatron_ddrp.tasks.statistics import (
+    BOOTSTRAP_SAMPLES,
+    BOOTSTRAP_SEED,
+    MINIMAL_PAIRS,
+    Difference,
+    Gain,
+    Interval,
+    percentile_interval,
+)
 
 SENTENCES = ("sentence_good", "sentence_bad")
 LARGEST_DIGEST = 16
@@ -419,33 +427,15 @@ class Result:
         return self.only(uids).macro_average
 
 
-Interval = tuple[float, float]
+def difference(first: Result, second: Result) -> Gain:
+    """Return the gain of the macro average on the same pairs, with the 95 % interval of `DRAWS` bootstrap draws.
 
-
-@dataclass(frozen=True)
-class PairDifference:
-    """Difference of the macro averages, `first` − `second`, on the same pairs."""
-
-    first: str
-    second: str
-    difference: float
-    over_pairs: Interval | None
-    """95 % interval from resampling the pairs of a single paradigm; None for several paradigms and for one pair."""
-    over_paradigms: Interval | None
-    """95 % interval from resampling whole paradigms; None for one paradigm."""
-
-    @property
-    def interval(self) -> Interval | None:
-        """95 % interval over paradigms or, for a single paradigm, over its pairs."""
-        return self.over_paradigms or self.over_pairs
-
-
-def difference(first: Result, second: Result) -> PairDifference:
-    """Return the paired difference of two encoders; its interval has the percentiles of `DRAWS` bootstrap draws."""
+    The draws are of whole paradigms or, for a single one, of its pairs; no interval for a single pair.
+    """
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
-    of_pairs = resampled_interval(gains[0]) if len(gains) == 1 else None
-    return PairDifference(first.name, second.name, float(means.mean()), of_pairs, resampled_interval(means))
+    over_items = resampled_interval(gains[0] if len(gains) == 1 else means)
+    return Gain(first.name, second.name, MINIMAL_PAIRS, Difference((float(means.mean()),)), over_items)
 
 
 def resampled_interval(values: np.ndarray) -> Interval | None:

@@ -40,7 +40,6 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import (
     SCORES,
     SCORES_FILE,
     SENTENCES,
-    PairDifference,
     PairJob,
     PairStore,
     Paradigm,
@@ -52,7 +51,7 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import (
     published_levels,
     read_pairs,
 )
-from megatron_ddrp.tasks.statistics import CURVES, MINIMAL_PAIRS, Score, draw_heat, draw_learning_curves, format_value
+from megatron_ddrp.tasks.statistics import CURVES, Gain, Score, draw_heat, draw_learning_curves, gain_table
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131072}
 """Default of --tokens-per-batch. On CPUs it keeps the states of the feed-forward block in a core's cache."""
@@ -190,8 +189,8 @@ class Report:
     score: str
 
     @property
-    def differences(self) -> list[PairDifference]:
-        """Differences between every two encoders."""
+    def differences(self) -> list[Gain]:
+        """Gains of every two encoders."""
         return [difference(first, second) for first, second in combinations(self.results, 2)]
 
     def groups(self, key: str) -> dict[str, list[str]]:
@@ -259,12 +258,17 @@ def _score(result: Result) -> Score:
     return Score(result.macro_average, result.macro_average - error, result.macro_average + error)
 
 
-def summary(report: Report, differences: list[PairDifference]) -> dict[str, Any]:
+def summary(report: Report, differences: list[Gain]) -> dict[str, Any]:
     """Return the content of results.json: the numbers of the tables as fractions."""
+    names = ("over_pairs", "over_paradigms") if len(report.paradigms) == 1 else ("over_paradigms", "over_pairs")
     return {
         "score": report.score,
         "encoders": [_encoder(report, result) for result in report.results],
-        "differences": [asdict(pair) for pair in differences],
+        "differences": [
+            {"first": gain.first, "second": gain.second, "difference": gain.seeds.mean}
+            | dict(zip(names, (gain.items, None), strict=True))
+            for gain in differences
+        ],
         "published": report.published,
     }
 
@@ -292,11 +296,11 @@ def _encoder(report: Report, result: Result) -> dict[str, Any]:
     }
 
 
-def all_tables(report: Report, differences: list[PairDifference]) -> dict[str, Table]:
+def all_tables(report: Report, differences: list[Gain]) -> dict[str, Table]:
     """Return the tables of the page by name."""
     return {
         "scores": _scores(report),
-        "differences": _differences(differences),
+        "differences": gain_table(differences),
         "terms": _by_group(report, "term"),
         "paradigms": _by_paradigm(report),
     }
@@ -329,15 +333,6 @@ def _scores(report: Report) -> Table:
         averages = [percent(statistics.fmean(level[uid] for uid in uids)) for uids in fields.values()]
         rows.append([f"{name} (published)", percent(statistics.fmean(level.values())), "", "", *averages, "", "", ""])
     return Table(header, rows)
-
-
-def _differences(differences: list[PairDifference]) -> Table:
-    shown = functools.partial(format_value, MINIMAL_PAIRS, sign="+")
-    rows = [
-        [pair.first, pair.second, shown(pair.difference), " to ".join(map(shown, pair.interval or ()))]
-        for pair in differences
-    ]
-    return Table(["encoder", "minus", "difference", "95 % interval"], rows)
 
 
 def _by_group(report: Report, key: str) -> Table:

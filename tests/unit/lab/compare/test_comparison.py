@@ -198,7 +198,7 @@ def test_another_model_may_be_the_baseline(work, with_scores, open_work):
     other = open_work(with_scores | {"baseline": "BERT (MTH)"})
     page = Page(experiment_of(other).finished_runs(), other.folder)
     (gain,) = page.gains["models-minimal-pairs"]
-    assert gain.claim.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
+    assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
 
 
 def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):

@@ -153,7 +153,7 @@ def test_models_of_different_tokens_are_compared_at_one_budget(values, open_work
     for run in work.runs:
         finish_run(work, run, LOSSES[run.model.name] + run.seed / 1e4)
     page = Page(experiment_of(work).finished_runs(), work.folder)
-    (gain,) = [gain for gain in page.gains["models"] if not gain.claim.first.half]
+    (gain,) = [gain for gain in page.gains["models"] if not gain.first.half]
     assert gain.seeds.values == pytest.approx([0.25] * 3) and list(page.results.budgets) == ["40 steps"]
 
 

@@ -32,7 +32,7 @@ def text_of(page):
 def words_of(page, text=MTH, measure=LOSS):
     """Budget → judgement of a claim."""
     gains = [gain for found in page.gains.values() for gain in found]
-    return {g.budget: g.word for g in gains if (g.claim.text, g.claim.measure) == (text, measure)}
+    return {g.budget: g.word for g in gains if (g.text, g.measure) == (text, measure)}
 
 
 def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, monkeypatch, capsys):
@@ -118,8 +118,8 @@ def test_more_is_better_for_scores(page_of):
 
 def test_models_over_the_baseline_leave_out_what_a_claim_says(page_of):
     found = page_of(gain_rows({"rope": (0.05,), "rope+mth": (0.05,), "absolute+mth": (0.01,)})).gains
-    assert [gain.claim.text for gain in found["models"]] == ["rope over absolute", "rope+mth over absolute"]
-    assert [gain.claim.text for gain in found["claims"]] == [MTH, "MTH is better than MLM with rope"]
+    assert [gain.text for gain in found["models"]] == ["rope over absolute", "rope+mth over absolute"]
+    assert [gain.text for gain in found["claims"]] == [MTH, "MTH is better than MLM with rope"]
 
 
 CLAIMS = """
@@ -297,7 +297,7 @@ def test_entries_of_a_check_with_different_baselines_are_each_judged_by_their_ow
                  for name, loss in (("rope", 4.0), ("ddrp", 3.0 + seed / 1000), ("bert-r", 5.0))]  # fmt: skip
     page = page_of(rows)
     gains = [gain for own in page.checks.values() for gain in own]
-    found = {(gain.budget[:2], gain.claim.text): round(gain.seeds.mean, 2) for gain in gains}
+    found = {(gain.budget[:2], gain.text): round(gain.seeds.mean, 2) for gain in gains}
     assert found == {("4,", "rope over ddrp"): 1.0, ("16", "rope over bert-r"): 1.0, ("16", "ddrp over bert-r"): 2.0}
     assert "+0.9980 over ddrp" in page.blocks["checks"] and "+1.9980 over bert-r" in page.blocks["checks"]
     rows[0].pop("baseline")
@@ -324,7 +324,7 @@ def test_a_claim_about_a_model_with_two_names_is_judged_under_each(page_of):
     """The rows of two plans, whose common flags differ."""
     rows = gain_rows({"absolute+mth": (0.05,)})
     rows += [row | {"model": f"{row['model']}, small", "run": f"{row['run']}, small"} for row in rows]
-    texts = [gain.claim.text for gain in page_of(rows).gains["claims"]]
+    texts = [gain.text for gain in page_of(rows).gains["claims"]]
     names = ("absolute+mth", "absolute+mth, small")
     assert texts == [f"{MTH} ({one} over {other})" for one in names for other in ("absolute", "absolute, small")]
 

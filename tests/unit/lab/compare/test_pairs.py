@@ -61,7 +61,7 @@ def test_the_interval_over_paradigms_is_that_of_the_command_minimal_pairs():
         )
         for name, found in rights.items()
     )
-    assert gain.items == difference(ddrp, base).over_paradigms
+    assert gain.items == difference(ddrp, base).items
 
 
 def test_the_error_of_a_mean_over_seeds_is_an_upper_bound():

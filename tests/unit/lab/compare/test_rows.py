@@ -257,7 +257,7 @@ def test_two_runs_that_never_left_the_plateau_have_no_gain_by_the_onset():
         return [row(model, seed=seed, curves=curve(left), **length) for seed, left in enumerate(lefts)]
 
     results = results_of(runs("absolute", [99, 99, 99]) + runs("t5", [99, 99, 99]) + runs("rope", [99, 10, 20]))
-    found = [gain for gain in gains(results, model_claims(results)) if gain.claim.measure == ONSET]
-    assert [gain.claim.first.name for gain in found] == ["rope"]
+    found = [gain for gain in gains(results, model_claims(results)) if gain.measure == ONSET]
+    assert [gain.first.name for gain in found] == ["rope"]
     unknown, larger, smaller = found[0].seeds.values
     assert unknown == 0 and larger > smaller + 0.9e6 > 1.9e6

@@ -13,6 +13,7 @@ from megatron_ddrp.tasks.statistics import (
     NOT_TOLD_APART,
     WORSE,
     Difference,
+    Gain,
     benjamini_hochberg,
     judge,
     pair_by_seed,
@@ -106,7 +107,11 @@ def test_a_gain_is_judged_with_the_other_gains_of_its_table():
     clear, worse, weak = Difference((1.0, 1.1, 0.9)), Difference((-1.0, -1.1, -0.9)), Difference((0.1, 0.16, 0.21))
     assert weak.interval[0] > 0 and weak.p_value < 0.05
     nothing = [Difference((-1.0, 1.0 + 0.1 * number, 0.2)) for number in range(20)]
-    assert judge([weak]) == [BETTER]
-    assert judge([clear, Difference((1.0,)), worse]) == [BETTER, "", WORSE]
-    assert judge([weak, *nothing]) == [NOT_TOLD_APART] * 21, "one of 21 is expected to look like this by chance"
-    assert judge([]) == []
+
+    def words(*gains):
+        return [gain.word for gain in judge([Gain("a", "b", "score", seeds, None) for seeds in gains])]
+
+    assert words(weak) == [BETTER]
+    assert words(clear, Difference((1.0,)), worse) == [BETTER, "", WORSE]
+    assert words(weak, *nothing) == [NOT_TOLD_APART] * 21, "one of 21 is expected to look like this by chance"
+    assert words() == []

@@ -60,7 +60,7 @@ def test_the_table_has_intervals_over_items_and_words(runs: dict[Path, RunStore]
     same, far, _ = numbers["differences"]
     assert same["over_items"] == interval((good - alike).mean(axis=0))
     assert far["over_items"] == interval((good - bad).mean(axis=0))
-    assert [pair["word"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
+    assert [pair["judgement"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
     assert "(below a constant guess) |" in text and text.count("below a constant guess") == 1
     assert "| (constant guess) | 50.00 |" in text
     assert ",better\n" in (tmp_path / "out" / "tables" / "differences.csv").read_text()
@@ -74,7 +74,7 @@ def test_without_predictions_the_cells_stay_empty(runs: dict[Path, RunStore], tm
     numbers = json.loads((tmp_path / "out" / "table.json").read_text())
     assert [pair["over_items"] is None for pair in numbers["differences"]] == [True, True, False]
     assert numbers["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
-    assert [pair["word"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
+    assert [pair["judgement"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
 
 
 def test_a_negative_correlation_is_below_a_constant_guess(tmp_path: Path) -> None:

@@ -86,19 +86,18 @@ def test_the_interval_is_that_of_drawing_paradigms_or_the_pairs_of_one_anew(uids
     ]
     values = [statistics.fmean(gain) for gain in gains] if len(uids) > 1 else gains[0]
     found = difference(first, second)
-    assert found.difference == pytest.approx(first.macro_average - second.macro_average)
-    assert found.interval == pytest.approx(quantiles([anew(values, rng) for _ in range(3000)]), abs=step)
-    assert (found.over_pairs, found.over_paradigms).count(None) == 1
+    assert found.seeds.mean == pytest.approx(first.macro_average - second.macro_average)
+    assert found.items == pytest.approx(quantiles([anew(values, rng) for _ in range(3000)]), abs=step)
 
 
 def test_pairs_of_several_paradigms_are_not_resampled():
     """The means of the paradigms already contain the spread of their pairs."""
     apart = difference(encoder("a", 1.0, 0.0, 1.0), encoder("b", 0.0, 0.0, 0.0))
-    assert apart.over_paradigms == pytest.approx((2 / 3 * (1 - math.sqrt(3 / 2)), 1.0))  # no gain is above 1
+    assert apart.items == pytest.approx((2 / 3 * (1 - math.sqrt(3 / 2)), 1.0))  # no gain is above 1
     alike = difference(encoder("a", 0.6, 0.6), encoder("b", 0.5, 0.5))
-    assert alike.interval == alike.over_paradigms == pytest.approx((0.1, 0.1)) and alike.over_pairs is None
+    assert alike.items == pytest.approx((0.1, 0.1))
     one = difference(encoder("a", 0.6), encoder("b", 0.5))
-    assert one.over_paradigms is None and one.over_pairs[0] < 0.1 < one.over_pairs[1]
+    assert one.items[0] < 0.1 < one.items[1]
     assert one == difference(encoder("a", 0.6), encoder("b", 0.5))
 
 
@@ -108,10 +107,10 @@ def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
     found = difference(
         *(Result(name, {"x": ParadigmScore(gain > least, 0, 0, 0.5)}) for name, least in (("a", 0), ("b", 1)))
     )
-    assert found.over_pairs[0] == pytest.approx(1 / 3 - math.sqrt(3 / 2) / 3)
-    assert difference(encoder("a", 1.0, pairs=1), encoder("b", 0.0, pairs=1)).interval is None
+    assert found.items[0] == pytest.approx(1 / 3 - math.sqrt(3 / 2) / 3)
+    assert difference(encoder("a", 1.0, pairs=1), encoder("b", 0.0, pairs=1)).items is None
     one, other = encoder("a", 1.0, 1.0, pairs=1), encoder("b", 0.0, 1.0, pairs=1)
-    assert difference(one, other).over_paradigms is not None
+    assert difference(one, other).items is not None
 
 
 def test_many_pairs_are_drawn_in_blocks_and_every_sample_is_the_same(monkeypatch):
@@ -137,3 +136,15 @@ def test_the_table_has_each_standard_error_in_its_column():
     assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
     of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
     assert list(table.rows[0][:4]) == ["e", "55.00", f"{of_pairs:.2f}", "15.00"]  # (0.7 - 0.4) / 2 over paradigms
+
+
+@pytest.mark.parametrize(
+    ("count", "names"), [(1, ("over_pairs", "over_paradigms")), (2, ("over_paradigms", "over_pairs"))]
+)
+def test_the_numbers_say_what_the_interval_is_over(count, names):
+    paradigms = {f"p{number}": Paradigm(f"p{number}", Path("pairs.jsonl")) for number in range(count)}
+    results = [encoder("a", *[0.6] * count), encoder("b", *[0.5] * count)]
+    report = pair_report.Report(paradigms, results, {}, "l2r")
+    (found,) = pair_report.summary(report, report.differences)["differences"]
+    assert found[names[0]] == report.differences[0].items is not None and found[names[1]] is None
+    assert (found["first"], found["second"], found["difference"]) == ("a", "b", pytest.approx(0.1))
