@@ -455,7 +455,7 @@ def read_words(path: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Section):
+class ReportOptions(Section):
     """input and output"""
 
     load: Path = option(MISSING, "--save folder of a pre-training run", metavar="DIR")
@@ -475,7 +475,7 @@ class Options(Section):
     output_dir: Path = option(MISSING, "for report.md and the figures", metavar="DIR")
 
 
-SECTIONS = (Options,)
+SECTIONS = (ReportOptions,)
 
 
 def main(words: Sequence[str] | None = None) -> None:

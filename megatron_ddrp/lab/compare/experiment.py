@@ -38,10 +38,10 @@ from typing import BinaryIO
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import track
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
-from megatron_ddrp.lab.compare.measures import Work, draw_samples, make_row
+from megatron_ddrp.lab.compare.measures import PlanJobs, draw_samples, make_row
 from megatron_ddrp.lab.compare.plan import ComparisonPlan, read_plans
 from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, samples_file, write_samples
-from megatron_ddrp.lab.compare.runs import RUN, Job, TrainingRun, kind_name, log_file, open_store
+from megatron_ddrp.lab.compare.runs import RUN, Job, PlannedRun, kind_name, log_file, open_store
 from megatron_ddrp.lab.compare.tables import load_claims
 from megatron_ddrp.pages.markdown import hardware, versions
 from megatron_ddrp.run.log import duration
@@ -295,8 +295,8 @@ class Experiment:
         """Plan all jobs. `rows` is the file of rows, by default `ROWS` in the folder."""
         self.plan, self.folder, self.store = plans[0], folder, store
         self.rows = open_rows(rows or folder / ROWS)
-        self.works = [Work(plan, folder, store) for plan in plans]
-        self._owners: dict[str, tuple[Work, TrainingRun]] = {}
+        self.works = [PlanJobs(plan, folder, store) for plan in plans]
+        self._owners: dict[str, tuple[PlanJobs, PlannedRun]] = {}
         """Name of each run → its plan, which measures more than a side experiment that shares the run."""
         for work in sorted(self.works, key=lambda work: bool(work.plan.check)):
             for run in work.runs:
@@ -323,7 +323,7 @@ class Experiment:
         return list(found.values())
 
     @property
-    def missing_runs(self) -> list[TrainingRun]:
+    def missing_runs(self) -> list[PlannedRun]:
         """Runs that are still to be trained."""
         return [run for _, run in self._without_row() if run.job.name not in self.store]
 
@@ -380,7 +380,7 @@ class Experiment:
         others = {row["run"] for row in self.rows} - {row["run"] for row in self.rows if self.rank(row)}
         return [name for name in self._wanted if name in others and name not in self.store]
 
-    def _without_row(self) -> list[tuple[Work, TrainingRun]]:
+    def _without_row(self) -> list[tuple[PlanJobs, PlannedRun]]:
         """Return the runs without a row that has all their jobs, in the order of the plans."""
         recorded = {row["run"] for row in self.rows if self.rank(row) == 2}
         in_order = dict.fromkeys(run.job.name for work in self.works for run in work.runs)

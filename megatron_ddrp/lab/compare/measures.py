@@ -26,7 +26,7 @@ from megatron_ddrp.lab.compare.rows import Samples
 from megatron_ddrp.lab.compare.runs import (
     CorpusFiles,
     Job,
-    TrainingRun,
+    PlannedRun,
     all_runs,
     count_steps,
     fingerprint,
@@ -63,14 +63,14 @@ ANALYSES = ("self-similarity", "triangle", "attention-maps", "space", "direction
 class Measure(NamedTuple):
     """Job that measures a checkpoint of a run."""
 
-    run: TrainingRun
+    run: PlannedRun
     step: int
     job: Job
     task: str = ""
     """Name of the plan's own task that it scores; empty for other measures."""
 
 
-def all_measures(plan: ComparisonPlan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
+def all_measures(plan: ComparisonPlan, runs: list[PlannedRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
     """Return the measures of all runs: GLUE comes last, and that of earlier checkpoints at the end.
 
     Raises `UserError` for missing or unreadable data.
@@ -80,9 +80,7 @@ def all_measures(plan: ComparisonPlan, runs: list[TrainingRun], corpus: CorpusFi
     return [*found, *_own_tasks(plan, runs, folder / "tasks"), *_glue(plan, runs, folder / "glue")]
 
 
-def _score(
-    run: TrainingRun, step: int, job: Job, start: Sequence[str], flags: Sequence[str], task: str = ""
-) -> Measure:
+def _score(run: PlannedRun, step: int, job: Job, start: Sequence[str], flags: Sequence[str], task: str = "") -> Measure:
     """Return the measure by a command that scores a checkpoint of a run. The `job` lacks only its command and needs."""
     where = ("--load", str(run.checkpoint(step)), "--output-dir", str(job.output.parent))
     command = ("megatron-ddrp", job.kind, *start, *where, *flags, *run.plugin_words)
@@ -93,7 +91,7 @@ def _flag_facts(flags: Flags) -> list[object]:
     return [[name.replace("_", "-"), flag_words([(name, value)])[1:]] for name, value in flags]
 
 
-def _glue(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _glue(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -> list[Measure]:
     """Return the GLUE jobs of every last checkpoint, then of the other checkpoints of `glue.checkpoints_of`."""
     glue = plan.glue
     if glue is None:
@@ -113,7 +111,7 @@ def _glue(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[M
     return found
 
 
-def _minimal_pairs(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _minimal_pairs(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -> list[Measure]:
     """Return the minimal-pair jobs of every last checkpoint. Raises `UserError` for unreadable pairs."""
     pairs = plan.minimal_pairs
     if pairs is None:
@@ -140,7 +138,7 @@ def _pair_facts(folder: str, max_pairs: int | None) -> tuple[list[list[str]], fl
     return [[paradigm.uid, paradigm.digest] for paradigm in paradigms], float(sum(map(len, paradigms)))
 
 
-def _own_tasks(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _own_tasks(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -> list[Measure]:
     """Return the jobs that score every last checkpoint on every task. Raises `UserError` for missing data."""
     facts = [(task, _task_facts(plan, task)) for task in plan.tasks]
     found = []
@@ -161,7 +159,7 @@ def _task_facts(plan: ComparisonPlan, task: TaskPlan) -> list[object]:
     return [data, asked, _flag_facts(task.flags)]
 
 
-def _analyses(plan: ComparisonPlan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
+def _analyses(plan: ComparisonPlan, runs: list[PlannedRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
     """Return the analyses of the runs at the full budget; attention maps only for the first seed."""
     prefixes = read_blend(corpus.data_path, "corpus.data_path").prefixes
     first, found = _first_runs(plan, runs), []
@@ -184,7 +182,7 @@ def _analyses(plan: ComparisonPlan, runs: list[TrainingRun], corpus: CorpusFiles
     return found
 
 
-def _throughput(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+def _throughput(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -> list[Measure]:
     """Return one job that times all models of the first seed together; its `run` is the last of their runs."""
     lengths, timed = plan.analyses.throughput, _first_runs(plan, runs)
     if not lengths or not timed:
@@ -202,12 +200,12 @@ def _throughput(plan: ComparisonPlan, runs: list[TrainingRun], folder: Path) -> 
     return [Measure(timed[-1], timed[-1].steps, job)]
 
 
-def _first_runs(plan: ComparisonPlan, runs: list[TrainingRun]) -> list[TrainingRun]:
+def _first_runs(plan: ComparisonPlan, runs: list[PlannedRun]) -> list[PlannedRun]:
     """Return the runs of the plan's models with the first seed at the full budget."""
     return [run for run in runs if run.seed == plan.seeds[0] and run.model in plan.models and not run.half]
 
 
-class Work:
+class PlanJobs:
     """Jobs of a plan in an output folder."""
 
     def __init__(self, plan: ComparisonPlan, folder: Path, store: Store):
@@ -219,7 +217,7 @@ class Work:
         self.runs = all_runs(plan, self.corpus, folder, self.steps)
         self.measures = all_measures(plan, self.runs, self.corpus, folder)
 
-    def jobs_of(self, run: TrainingRun) -> list[Job]:
+    def jobs_of(self, run: PlannedRun) -> list[Job]:
         """Return a run's job and those that measure its checkpoints, the last one first."""
         return [run.job, *(measure.job for measure in self.measures if measure.run == run)]
 
@@ -240,7 +238,7 @@ WARM_UP = 0.1
 class Recording:
     """Results of the finished jobs of a run."""
 
-    def __init__(self, work: Work, run: TrainingRun):
+    def __init__(self, work: PlanJobs, run: PlannedRun):
         """Read the metrics of the run itself; `READERS` add what its other jobs have measured."""
         self.work, self.run = work, run
         self.values: dict[str, float | None] = {}
@@ -273,7 +271,7 @@ class Recording:
         self.more.setdefault("tasks", {})[task] = facts
 
 
-def make_row(work: Work, run: TrainingRun) -> Row:
+def make_row(work: PlanJobs, run: PlannedRun) -> Row:
     """Return the row of a finished run with the results of those of its jobs that are finished."""
     plan = work.plan
     config = load_config(run.folder)  # unlike the plan's, it has the size of the vocabulary
@@ -312,7 +310,7 @@ def make_row(work: Work, run: TrainingRun) -> Row:
     }
 
 
-def draw_samples(work: Work, run: TrainingRun) -> Samples:
+def draw_samples(work: PlanJobs, run: PlannedRun) -> Samples:
     """Return the values on bootstrap samples of a run's test items, as far as outputs of jobs are there."""
     found = {}
     for measure in (one for one in work.measures if one.run == run):
@@ -336,7 +334,7 @@ def _pair_samples(folder: Path) -> np.ndarray | None:
     return resampled_means(cell_of_pairs(rows[0]).right) if len(rows) == 1 else None
 
 
-def planned_tokens(work: Work, run: TrainingRun) -> int:
+def planned_tokens(work: PlanJobs, run: PlannedRun) -> int:
     """Return the tokens of the budget; of steps it is steps x batch x sequence length."""
     of_steps = work.steps[run.model.name] * run.config.training.global_batch_size * run.config.mean_seq_length
     return work.plan.budget.tokens or round(of_steps)
@@ -411,7 +409,7 @@ def _scores(found: Recording, measure: Measure) -> None:
         found.add_score(task, cell)
 
 
-def _cells(work: Work, measure: Measure) -> Iterator[tuple[str, Cell]]:
+def _cells(work: PlanJobs, measure: Measure) -> Iterator[tuple[str, Cell]]:
     """Yield the task and the best grid point of a fine-tuning job."""
     folder = measure.job.output.parent
     rows = [row | {"folder": str(folder)} for row in RunStore(folder / RUNS)]

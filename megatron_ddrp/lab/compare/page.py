@@ -21,7 +21,7 @@ from megatron_ddrp.lab.compare.rows import Arm, RunRow, samples_file
 from megatron_ddrp.lab.compare.runs import kind_name
 from megatron_ddrp.lab.compare.tables import (
     SAME_TEXT,
-    Results,
+    ExperimentValues,
     check_places,
     checks_of,
     checks_table,
@@ -61,13 +61,13 @@ ROW = 0.36
 """Height of a row in inches."""
 
 
-def styles(results: Results) -> dict[Arm, dict[str, Any]]:
+def styles(results: ExperimentValues) -> dict[Arm, dict[str, Any]]:
     """Return arm → colour, marker and line, the same on all figures; arms of many budgets have distinct colours."""
     arms = sorted(results.arms, key=lambda arm: -sum(bool(results.at(budget, arm)) for budget in results.budgets))
     return {arm: plotting.run_style(number) | {"markersize": 6} for number, arm in enumerate(arms)}
 
 
-def draw_gains(results: Results, found: Sequence[Gain]) -> Any:
+def draw_gains(results: ExperimentValues, found: Sequence[Gain]) -> Any:
     """Draw a panel per measure and budget with one row per claim: seeds, mean, intervals over seeds and over items."""
     plt, look = plotting.figure_tools(), styles(results)
     measures = list(dict.fromkeys(gain.measure for gain in found))
@@ -114,7 +114,7 @@ def _draw_gain(axis: Any, gain: Gain, height: float, look: Mapping[str, Any]) ->
     axis.plot([factor * gain.seeds.mean], [height], color=color, **mean)
 
 
-def draw_pairs(results: Results) -> Any:
+def draw_pairs(results: ExperimentValues) -> Any:
     """Draw heat maps of arms × phenomena, one per budget, with colours centred on chance; None without pairs."""
     found = {
         format_budget(budget, tokens): {
@@ -168,7 +168,7 @@ SMOOTHED = 0.1
 """Share of a curve that is averaged around each of its points."""
 
 
-def draw_over_tokens(results: Results, measure: str) -> Any:
+def draw_over_tokens(results: ExperimentValues, measure: str) -> Any:
     """Draw the baseline's curve over tokens, one line per budget, and panels of the other arms minus the baseline."""
     look, baseline = styles(results), results.baseline
     budgets = {budget: format_budget(budget, tokens) for budget, tokens in results.budgets.items()}
@@ -189,7 +189,7 @@ def draw_over_tokens(results: Results, measure: str) -> Any:
     return plotting.draw_curves([*first, *panels], COLUMNS, SIZE) if panels else None
 
 
-def draw_losses(results: Results) -> Any:
+def draw_losses(results: ExperimentValues) -> Any:
     """Draw the training loss of every arm over the tokens of the largest budget; None if there are no curves."""
     look, (budget, tokens) = styles(results), max(results.budgets.items(), key=lambda item: item[1])
     found = [(arm, _curves(results, TRAINING_LOSS, arm, budget, 1)) for arm in look if not arm.half]
@@ -200,7 +200,7 @@ def draw_losses(results: Results) -> Any:
     return plotting.draw_curves(panels, COLUMNS, SIZE) if panels else None
 
 
-def draw_onsets(results: Results) -> Any:
+def draw_onsets(results: ExperimentValues) -> Any:
     """Draw the share of each arm's runs that are still on the plateau over tokens, a panel per budget and few arms.
 
     A line ends where the runs end: all runs of an arm and budget are equally long, so none is lost on the way. None if
@@ -221,7 +221,7 @@ def draw_onsets(results: Results) -> Any:
     return plotting.draw_curves(panels, COLUMNS, SIZE) if left else None
 
 
-def draw_budgets(results: Results) -> Any:
+def draw_budgets(results: ExperimentValues) -> Any:
     """Draw the loss of every arm minus the baseline's over the budgets; None if no arm ran at two budgets."""
     look, base = styles(results), results.baseline
     lines = []
@@ -244,14 +244,14 @@ def draw_budgets(results: Results) -> Any:
     return figure
 
 
-def unit_of_tokens(results: Results) -> tuple[float, str]:
+def unit_of_tokens(results: ExperimentValues) -> tuple[float, str]:
     """Return the unit of an axis of tokens, in tokens and in words, in which the largest budget has a short number."""
     largest = max(results.budgets.values())
     units = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"))
     return next((unit for unit in units if largest >= unit[0]), (1.0, "tokens"))
 
 
-def _panels(results: Results, lines: Sequence[plotting.Line], title: str, label: str) -> list[plotting.Panel]:
+def _panels(results: ExperimentValues, lines: Sequence[plotting.Line], title: str, label: str) -> list[plotting.Panel]:
     """Return panels over tokens, with so many lines on each that they can be told apart; none without lines."""
     size, unit = unit_of_tokens(results)
     levels = [0.0] if "minus" in title + label else []
@@ -260,7 +260,7 @@ def _panels(results: Results, lines: Sequence[plotting.Line], title: str, label:
     return [plotting.Panel(share, title, unit, label, size, levels) for share in shares]
 
 
-def _curves(results: Results, measure: str, arm: Arm, budget: str, factor: float) -> dict[int, Any]:
+def _curves(results: ExperimentValues, measure: str, arm: Arm, budget: str, factor: float) -> dict[int, Any]:
     """Return seed → curve of an arm, `[points, 2]`, for curves of two or more points; values are times a factor."""
     found = {seed: run.curves.get(measure, ()) for seed, run in results.at(budget, arm).items()}
     return {seed: np.array(curve) * (1, factor) for seed, curve in found.items() if len(curve) > 1}
@@ -297,7 +297,7 @@ def _band(curves: Sequence[Any]) -> list[tuple[float, float, float, float]]:
     return list(zip(x, values.mean(0), values.min(0), values.max(0), strict=True))
 
 
-FIGURES: dict[str, tuple[Callable[[Results], Any], str]] = {
+FIGURES: dict[str, tuple[Callable[[ExperimentValues], Any], str]] = {
     "curves": (
         partial(draw_over_tokens, measure=TRAINING_LOSS),
         "Training masked-LM loss: of the baseline, and of the other models minus the baseline's from the same seeds. "
@@ -356,7 +356,7 @@ class Page:
         """Judge the claims of a file, by default the paper's, about the runs, whose page is to stand in the folder."""
         check_places(runs)
         self.folder, self.runs = folder, runs
-        self.results = Results(runs)
+        self.results = ExperimentValues(runs)
         self.gains: dict[str, list[Gain]] = {}
         """Name of a table → its gains, judged together."""
         self.unused: list[str] = []

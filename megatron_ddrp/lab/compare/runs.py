@@ -189,7 +189,7 @@ _USUAL = {"tokenizer_type": CorpusPlan.tokenizer_type}
 
 
 @dataclass(frozen=True)
-class TrainingRun:
+class PlannedRun:
     """Training run of a model with one seed, at the full or half budget."""
 
     model: Model
@@ -236,12 +236,12 @@ def count_steps(plan: ComparisonPlan, model: Model) -> int:
     return steps
 
 
-def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
+def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[PlannedRun]:
     """Return every run, seed by seed, without duplicates. `steps` has the steps of each model at the full budget.
 
     The plan's own flags override the schedule.
     """
-    runs: dict[str, TrainingRun] = {}
+    runs: dict[str, PlannedRun] = {}
     code = [code_sum(Path(file)) for file in plan.plugins]
     models = [(model, False) for model in plan.models] + [(plan.model_of(name), True) for name in plan.half_budget]
     for seed, (model, half) in product(plan.seeds, models):
@@ -267,7 +267,7 @@ def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Map
         command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *plan.plugin_words)
         needs = tuple(job.name for job in corpus.jobs)
         job = Job(RUN, name, f"{label}, seed {seed}", command, output, needs, count)
-        runs.setdefault(name, TrainingRun(model, half, seed, config, job, plan.plugin_words))
+        runs.setdefault(name, PlannedRun(model, half, seed, config, job, plan.plugin_words))
     return list(runs.values())
 
 

@@ -92,7 +92,7 @@ def check_places(runs: Sequence[RunRow]) -> None:
                 f"the runs {like.run} and {run.run} of {run.arm.label}, {run.budget}, have {like.parameters:,} and "
                 f"{run.parameters:,} parameters: they are not one model; delete the rows of one, or rename it"
             )
-    for results in (Results(runs), *checks_of(runs)):
+    for results in (ExperimentValues(runs), *checks_of(runs)):
         _check_texts(results.runs)
 
 
@@ -115,7 +115,7 @@ def _check_texts(runs: Sequence[RunRow]) -> None:
             )
 
 
-class Results:
+class ExperimentValues:
     """Values of the main experiment, or of a side experiment (`check`)."""
 
     def __init__(self, runs: Sequence[RunRow], check: str = "", baseline: str = ""):
@@ -211,11 +211,11 @@ class Results:
 _setting = attrgetter("budget", "seed", "common")
 
 
-def checks_of(runs: Sequence[RunRow]) -> list[Results]:
+def checks_of(runs: Sequence[RunRow]) -> list[ExperimentValues]:
     """Return the side experiments of some runs. Entries of one check with different baselines stand apart."""
     found = dict.fromkeys((run.check, run.baseline) for run in runs if run.check)
     named = {check for check, baseline in found if baseline}
-    return [Results(runs, check, baseline) for check, baseline in found if baseline or check not in named]
+    return [ExperimentValues(runs, check, baseline) for check, baseline in found if baseline or check not in named]
 
 
 PAPER = Path(__file__).with_name("paper.yaml")
@@ -268,7 +268,7 @@ def load_claims(file: Path | None = None) -> ClaimFile:
     return read_section(ClaimFile, load_values(file or PAPER, place), place)
 
 
-def claims_of(results: Results, file: ClaimFile) -> tuple[list[Claim], list[str]]:
+def claims_of(results: ExperimentValues, file: ClaimFile) -> tuple[list[Claim], list[str]]:
     """Return the claims of a file about arms that ran, measure by measure, and a sentence for each of the others."""
     arms: dict[str, list[Arm]] = {}
     for arm in results.arms:
@@ -294,7 +294,7 @@ def claims_of(results: Results, file: ClaimFile) -> tuple[list[Claim], list[str]
     return [claim for measure in results.measures for claim in claims if claim.measure == measure], others
 
 
-def model_claims(results: Results, known: Iterable[Claim] = ()) -> list[Claim]:
+def model_claims(results: ExperimentValues, known: Iterable[Claim] = ()) -> list[Claim]:
     """Return claims that every arm gains over the baseline, and over masked LM with its encoding, by every score.
 
     In a check they are over the baseline alone. Those of single GLUE tasks, and those about the arms of a claim that is
@@ -317,12 +317,12 @@ def model_claims(results: Results, known: Iterable[Claim] = ()) -> list[Claim]:
     ]
 
 
-def gains(results: Results, claims: Iterable[Claim]) -> list[Gain]:
+def gains(results: ExperimentValues, claims: Iterable[Claim]) -> list[Gain]:
     """Return the gains of the claims of one table at every budget with a common seed, judged together."""
     return judge([gain for claim in claims for budget in results.budgets if (gain := _gain(results, claim, budget))])
 
 
-def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
+def _gain(results: ExperimentValues, claim: Claim, budget: str) -> Gain | None:
     """Return the gain of a claim at a budget; None without a common seed.
 
     Two runs of a seed that both rested on the plateau to their end count as equal by the onset. If that holds at every
@@ -345,7 +345,7 @@ def _gain(results: Results, claim: Claim, budget: str) -> Gain | None:
 
 
 def _over_items(
-    results: Results, claim: Claim, arms: tuple[Arm, Arm], budget: str, seeds: Sequence[int]
+    results: ExperimentValues, claim: Claim, arms: tuple[Arm, Arm], budget: str, seeds: Sequence[int]
 ) -> Interval | None:
     """Return the interval of the mean gain at some seeds, over paradigms for several paradigms of minimal pairs."""
     first, second = (results.at(budget, arm) for arm in arms)
@@ -411,7 +411,7 @@ def group_of(measure: str) -> str:
     return "" if measure == LOSS else f"-{found}"
 
 
-def runs_table(results: Results) -> Table:
+def runs_table(results: ExperimentValues) -> Table:
     """Return the table of the budgets: their models, seeds and cost."""
     rows = []
     for budget in results.budgets:
@@ -437,7 +437,7 @@ def _range(numbers: Sequence[int]) -> str:
     return " to ".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)})) if numbers else ""
 
 
-def claim_table(results: Results, found: Sequence[Gain], what: str) -> Table:
+def claim_table(results: ExperimentValues, found: Sequence[Gain], what: str) -> Table:
     """Return the table of gains that were judged together, one line per budget."""
     measures = list(dict.fromkeys(gain.measure for gain in found))
     rows = []
@@ -465,7 +465,7 @@ def claim_table(results: Results, found: Sequence[Gain], what: str) -> Table:
     )
 
 
-def score_table(results: Results, budget: str, is_inside: bool = False) -> Table:
+def score_table(results: ExperimentValues, budget: str, is_inside: bool = False) -> Table:
     """Return the table of all arms of a budget with their measures: those of the inside, or all others."""
     measures = [name for name in results.measures if (name in INSIDE) == is_inside]
     found = [(arm, _values(results, measures, arm, budget)) for arm in results.arms_at(budget)]
@@ -477,7 +477,7 @@ def score_table(results: Results, budget: str, is_inside: bool = False) -> Table
     return table_of(rows, caption + average)
 
 
-def checks_table(checks: Mapping[Results, Sequence[Gain]]) -> Table:
+def checks_table(checks: Mapping[ExperimentValues, Sequence[Gain]]) -> Table:
     """Return the table of all side experiments: their scores, and the gains by the loss over the baseline of each."""
     rows = []
     for check, gains in checks.items():
@@ -495,7 +495,7 @@ def checks_table(checks: Mapping[Results, Sequence[Gain]]) -> Table:
     return table_of(rows, caption, ("budget", "model", "gain", "judgement"))
 
 
-def _values(results: Results, measures: Sequence[str], arm: Arm, budget: str) -> dict[str, str]:
+def _values(results: ExperimentValues, measures: Sequence[str], arm: Arm, budget: str) -> dict[str, str]:
     """Return measure → mean ± standard deviation of an arm, and the distance of minimal pairs from chance.
 
     Undefined fine-tuning runs, which count as 0, are numbered, and so are the seeds if some have no value. Empty if
@@ -531,7 +531,7 @@ def above_chance(runs: Sequence[RunRow]) -> float | None:
     return (statistics.fmean(run.values[MINIMAL_PAIRS] for run in scored) - CHANCE) / statistics.fmean(known)
 
 
-def cost_table(results: Results) -> Table:
+def cost_table(results: ExperimentValues) -> Table:
     """Return the table of seconds per step, also relative to the baseline, with two columns per budget."""
     rows: dict[str, dict[str, str]] = {}
     for (budget, tokens), arm in itertools.product(results.budgets.items(), results.arms):

@@ -11,11 +11,11 @@ import yaml
 
 from megatron_ddrp.config import save_config
 from megatron_ddrp.data.atomic import object_sum
-from megatron_ddrp.lab.compare.experiment import Experiment, Work
+from megatron_ddrp.lab.compare.experiment import Experiment, PlanJobs
 from megatron_ddrp.lab.compare.measures import Measure
 from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.plan import ComparisonPlan, read_plans
-from megatron_ddrp.lab.compare.runs import Job, TrainingRun, open_store
+from megatron_ddrp.lab.compare.runs import Job, PlannedRun, open_store
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
 
@@ -59,11 +59,11 @@ def write(tmp_path):
 
 @pytest.fixture
 def open_work(write, tmp_path):
-    """values → the `Work` of an output folder."""
+    """values → the `PlanJobs` of an output folder."""
 
-    def make(values) -> Work:
+    def make(values) -> PlanJobs:
         folder = tmp_path / "out"
-        return Work(read_plan(write(values)), folder, open_store(folder))
+        return PlanJobs(read_plan(write(values)), folder, open_store(folder))
 
     return make
 
@@ -81,30 +81,30 @@ def write_rows(tmp_path):
     return write
 
 
-def experiment_of(work: Work) -> Experiment:
+def experiment_of(work: PlanJobs) -> Experiment:
     """The experiment of one plan."""
     return Experiment([work.plan], work.folder, work.store)
 
 
-def write_page(work: Work, claims=None) -> str:
+def write_page(work: PlanJobs, claims=None) -> str:
     """The text of the page of the jobs finished so far, written with its files."""
     experiment = experiment_of(work)
     Page(experiment.finished_runs(), work.folder, claims).write(experiment.missing, experiment.times())
     return (work.folder / "page.md").read_text(encoding="utf-8")
 
 
-def measures_of(work: Work, *kinds: str) -> list[Measure]:
+def measures_of(work: PlanJobs, *kinds: str) -> list[Measure]:
     """The measures of these kinds, kind by kind."""
     return [measure for kind in kinds for measure in work.measures if measure.job.kind == kind]
 
 
-def record(work: Work, job: Job) -> None:
+def record(work: PlanJobs, job: Job) -> None:
     """Put a job into the store as finished."""
     row = {"job": job.name, "kind": job.kind, "title": job.title, "command": " ".join(job.command), "work": job.work}
     work.store.append(row | {"seconds": 10.0, "started": "2020-01-01"} | HARDWARE)
 
 
-def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5) -> None:
+def finish_run(work: PlanJobs, run: PlannedRun, loss: float, step_time: float = 0.5) -> None:
     """A run's folder and line, with its last validation loss and its median time of a step, neither the largest nor the
     smallest nor the mean of the run; its vocabulary has 100 pieces."""
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5
     record(work, run.job)
 
 
-def finish_similarity(work: Work, run: TrainingRun, tokens: float, heads: float) -> None:
+def finish_similarity(work: PlanJobs, run: PlannedRun, tokens: float, heads: float) -> None:
     """A run's self-similarity, as tools/analyze.py writes it."""
     analysis = next(a for a in work.measures if a.run == run and a.job.kind == "self-similarity")
     rows = [{"iteration": 7, "token_similarity": 9.0, "head_similarity": 9.0}]  # where it was stopped once

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ddrp.lab.compare.rows import as_run
-from megatron_ddrp.lab.compare.tables import Results
+from megatron_ddrp.lab.compare.tables import ExperimentValues
 from megatron_ddrp.tasks.statistics import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY, TRAINING_LOSS
 
 RUNGS = (4_194_304, 16_777_216, 67_108_864)
@@ -115,6 +115,6 @@ def full_rows(num_rungs: int = 2, num_seeds: int = 2) -> list[Row]:
     return rows
 
 
-def results_of(rows: Iterable[Row], check: str = "") -> Results:
+def results_of(rows: Iterable[Row], check: str = "") -> ExperimentValues:
     """Return the results of some rows."""
-    return Results([as_run(row) for row in rows], check)
+    return ExperimentValues([as_run(row) for row in rows], check)

@@ -13,7 +13,7 @@ from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page, by_phenomenon
 from megatron_ddrp.lab.compare.rows import as_run
-from megatron_ddrp.lab.compare.tables import Claim, Results, gains
+from megatron_ddrp.lab.compare.tables import Claim, ExperimentValues, gains
 from megatron_ddrp.tasks.finetune.runs import TuningRun, write_predictions
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.glue import TASKS
@@ -113,7 +113,7 @@ def finish_sweep(work, job, task, share, random):
 
 def gain_of(work, measure):
     """The gain of MTH over masked LM by a measure."""
-    results = Results(experiment_of(work).finished_runs())
+    results = ExperimentValues(experiment_of(work).finished_runs())
     mlm, mth = (model.arm() for model in work.plan.models)
     (gain,) = gains(results, [Claim("", measure, mth, mlm)])
     return gain

@@ -238,7 +238,7 @@ def test_a_flag_that_differs_between_seeds_names_the_seeds(page_of):
 def test_tables_of_a_document_are_replaced_and_a_second_time_nothing_changes(page_of, tmp_path):
     document = tmp_path / "results.md"
     document.write_text(
-        "# Results\n\n<!-- compare claims -->\nstale\n<!-- end of compare claims -->\n\ntext\n\n"
+        "# ExperimentValues\n\n<!-- compare claims -->\nstale\n<!-- end of compare claims -->\n\ntext\n\n"
         "<!-- compare runs -->\n<!-- end of compare runs -->\n<!-- other -->\nkept\n<!-- end of other -->\n"
     )
     page = page_of(full_rows())

@@ -13,7 +13,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
 from megatron_ddrp.lab.compare.rows import as_run, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
-from megatron_ddrp.lab.compare.tables import Results, check_places, gains, model_claims
+from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims
 from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
@@ -146,7 +146,7 @@ def test_a_baseline_on_another_text_does_not_join_a_check():
     for level, joined in ((LEVELS[2], ["absolute", "ddrp"]), (LEVELS[0], ["ddrp"])):
         runs = [as_run(one) for one in (row(**level), own)]
         check_places(runs)
-        assert [run.model for run in Results(runs, "novels").runs] == joined
+        assert [run.model for run in ExperimentValues(runs, "novels").runs] == joined
 
 
 def test_rows_of_the_ladder_are_of_one_text_per_file():
@@ -222,7 +222,7 @@ def test_budgets_are_groups_by_their_words():
 def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
     rows = [row(seed=seed) for seed in (1, 2, 3)]
     rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
-    check = Results(read_run_rows([write_rows(rows)]), "warm-up")
+    check = ExperimentValues(read_run_rows([write_rows(rows)]), "warm-up")
     assert [(run.arm.name, run.seed, run.check) for run in check.runs] == [
         ("absolute", 2, "warm-up"),
         ("ddrp", 2, "warm-up"),
@@ -236,7 +236,7 @@ def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_ch
     rows.append(row("t5", check="warm-up", baseline="absolute", **in_fp32))
     runs = read_run_rows([write_rows(rows)])
     for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
-        found = Results(runs, name).runs
+        found = ExperimentValues(runs, name).runs
         assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
 
 
