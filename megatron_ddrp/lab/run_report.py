@@ -34,19 +34,8 @@ from megatron_ddrp.data.batches.word_counts import entropy
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, need_packages
 from megatron_ddrp.foreign import read_text
+from megatron_ddrp.pages import plotting
 from megatron_ddrp.pages.markdown import Table, render_page, versions
-from megatron_ddrp.pages.plotting import (
-    COLORS,
-    GREY,
-    LEVEL,
-    Line,
-    Panel,
-    draw_curves,
-    run_styles,
-    save_figures,
-    short_names,
-    thousands,
-)
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import (
     METRICS,
@@ -181,9 +170,9 @@ Styles = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
 def styles_of(runs: Mapping[str, MetricsRows]) -> Styles:
     """Return the styles of runs: training is thin, validation has markers and, of a run alone, its own colour."""
     found = {}
-    for name, style in run_styles(short_names(list(runs))).items():
+    for name, style in plotting.run_styles(plotting.short_names(list(runs))).items():
         thin = {"color": style["color"], "linewidth": 1.4, "alpha": 1.0 if len(runs) == 1 else 0.6}
-        color = COLORS[1] if len(runs) == 1 else style["color"]
+        color = plotting.COLORS[1] if len(runs) == 1 else style["color"]
         found[name] = thin, {"color": color, "linewidth": 2, "marker": style["marker"], "markersize": 5}
     return found
 
@@ -193,17 +182,17 @@ def draw_losses(runs: Mapping[str, MetricsRows], unigram: float | None) -> Any:
     measured, styles = [loss_panel(runs), *learning_panels(runs)], styles_of(runs)
     panels = [panel_of(one, runs, styles) for one in measured]
     legend = {name: own for name, (_, own) in styles.items()} if len(runs) > 1 else {}
-    (thin, thick), grey = next(iter(styles.values())), {"color": GREY} if len(runs) > 1 else {}
+    (thin, thick), grey = next(iter(styles.values())), {"color": plotting.GREY} if len(runs) > 1 else {}
     legend |= {"training": thin | grey, "validation": thick | grey}
     if unigram is not None:
         panels[0] = panels[0]._replace(levels=[unigram])
-        legend[f"unigram level ({unigram:.2f})"] = LEVEL
+        legend[f"unigram level ({unigram:.2f})"] = plotting.LEVEL
     if any(one.is_noisy and len(one.training_curve(rows)) > WINDOW for one in measured for rows in runs.values()):
-        legend[f"HCD, mean of {WINDOW} rows"] = {"color": GREY, "linewidth": 2.5}
+        legend[f"HCD, mean of {WINDOW} rows"] = {"color": plotting.GREY, "linewidth": 2.5}
     if RTD_ACCURACY in measured and any(map(majority, runs.values())):
-        legend["majority: every token an original"] = LEVEL
+        legend["majority: every token an original"] = plotting.LEVEL
     columns = _columns(len(panels))
-    figure = draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend)
+    figure = plotting.draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend)
     _add_perplexity(figure.axes[0])
     return figure
 
@@ -214,7 +203,7 @@ def draw_speed(runs: Mapping[str, MetricsRows]) -> Any:
     panels = [panel_of(panel, runs, styles) for panel in logged_panels(SPEED, runs)]
     legend = {name: own for name, (own, _) in styles.items()} if len(runs) > 1 else None
     columns = _columns(len(panels))
-    return draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend) if panels else None
+    return plotting.draw_curves(panels, columns, (WIDTH / columns, HEIGHT), legend) if panels else None
 
 
 def _columns(panels: int) -> int:
@@ -222,26 +211,26 @@ def _columns(panels: int) -> int:
     return 2 if panels in (2, 4) else min(3, max(1, panels))
 
 
-def panel_of(measured: Curve, runs: Mapping[str, MetricsRows], styles: Styles) -> Panel:
+def panel_of(measured: Curve, runs: Mapping[str, MetricsRows], styles: Styles) -> plotting.Panel:
     """Return the panel with the curves of runs: training, its running mean if it is noisy, and validation."""
     lines = []
     for rows, (thin, thick) in zip(runs.values(), styles.values(), strict=True):
         trained = measured.training_curve(rows)
         smooth = running_mean(trained, WINDOW) if measured.is_noisy else []
         lines += [
-            Line(trained, thin | ({"alpha": 0.35} if smooth else {})),
-            Line(smooth, thin | {"linewidth": 2.5, "alpha": 1.0}),
+            plotting.Line(trained, thin | ({"alpha": 0.35} if smooth else {})),
+            plotting.Line(smooth, thin | {"linewidth": 2.5, "alpha": 1.0}),
         ]
-        lines += [Line(measured.validation_curve(rows), thick)]
-        lines += [Line(majority(rows), LEVEL)] * (measured == RTD_ACCURACY)
-    return Panel([line for line in lines if line.points], "", "step", measured.label)
+        lines += [plotting.Line(measured.validation_curve(rows), thick)]
+        lines += [plotting.Line(majority(rows), plotting.LEVEL)] * (measured == RTD_ACCURACY)
+    return plotting.Panel([line for line in lines if line.points], "", "step", measured.label)
 
 
 def _add_perplexity(axis: Any) -> None:
     """Give the axis of a loss in nats a second scale at the right: exp(loss)."""
     right = axis.secondary_yaxis("right", functions=(np.exp, lambda x: np.log(np.clip(x, 1e-300, None))))
     ticks = perplexity_ticks(*np.exp(axis.get_ylim()))
-    right.set_yticks(ticks, [thousands(tick) for tick in ticks])
+    right.set_yticks(ticks, [plotting.thousands(tick) for tick in ticks])
     right.minorticks_off()
     right.set_ylabel("perplexity")
 
@@ -372,34 +361,31 @@ def _side_by_side(facts: Facts) -> Table:
 
 def summary(runs: Mapping[str, MetricsRows]) -> Table:
     """Return the first and last value of each curve, run by run where there are several."""
-    lines: list[list[str]] = []
+    lines = []
     for name, rows in runs.items():
-        of_run = f" of {name}" if len(runs) > 1 else ""
         loss = loss_panel({name: rows})
-        losses = loss.validation_curve(rows)
-        lines += _of_panel(loss, rows, of_run)
-        lines += _ends(f"perplexity, validation{of_run}", [(step, perplexity(value)) for step, value in losses])
+        perplexities = [(step, perplexity(value)) for step, value in loss.validation_curve(rows)]
+        ends = [*_of_panel(loss, rows), ("perplexity, validation", perplexities)]
         for panel in learning_panels({name: rows}):
-            lines += _of_panel(panel, rows, of_run)
-        lines += _ends(f"majority: every token an original [%]{of_run}", majority(rows))
+            ends += _of_panel(panel, rows)
+        ends.append(("majority: every token an original [%]", majority(rows)))
+        for label, values in ends:
+            plain = label.replace("[", "(").replace("]", ")")  # brackets are not plain in a table's source
+            of_run = f" of {name}" if len(runs) > 1 else ""
+            if values:
+                lines.append([plain + of_run, _number(values[0][1]), _number(values[-1][1]), f"{values[-1][0]:,}"])
     return Table(["curve", "first", "last", "at step"], lines)
 
 
-def _of_panel(panel: Curve, rows: MetricsRows, of_run: str) -> list[list[str]]:
-    trained = _ends(f"{panel.label}, training{of_run}", panel.training_curve(rows))
-    return trained + _ends(f"{panel.label}, validation{of_run}", panel.validation_curve(rows))
-
-
-def _ends(label: str, values: Series) -> list[list[str]]:
-    """Return one line of the summary; none without values."""
-    if not values:
-        return []
-    label = label.replace("[", "(").replace("]", ")")  # plain in a table's source
-    return [[label, _number(values[0][1]), _number(values[-1][1]), f"{values[-1][0]:,}"]]
+def _of_panel(panel: Curve, rows: MetricsRows) -> list[tuple[str, Series]]:
+    return [
+        (f"{panel.label}, training", panel.training_curve(rows)),
+        (f"{panel.label}, validation", panel.validation_curve(rows)),
+    ]
 
 
 def _number(value: float) -> str:
-    return thousands(value) if abs(value) >= 100 else f"{value:.3f}"
+    return plotting.thousands(value) if abs(value) >= 100 else f"{value:.3f}"
 
 
 TITLES = {
@@ -484,14 +470,11 @@ def main(words: Sequence[str] | None = None) -> None:
     found = read_runs(arguments.load, arguments.beside)
     scores = read_words(arguments.scores_dir / "table.md") if arguments.scores_dir else None
     commands = read_words(arguments.commands) if arguments.commands else None
-
-    from megatron_ddrp.run.metrics import stored_level  # these load torch
-
     unigram = unigram_level(arguments.data_path) if arguments.data_path else stored_level(arguments.load)
     runs = {str(folder): rows for folder, rows in found.items()}
     output: Path = arguments.output_dir
     draws = {"losses.png": partial(draw_losses, runs, unigram), "speed.png": partial(draw_speed, runs)}
-    figures = {TITLES[name]: name for name in save_figures(output, draws)}
+    figures = {TITLES[name]: name for name in plotting.save_figures(output, draws)}
     head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
     write_text(output / "report.md", page(runs, head, figures, unigram, scores, arguments.note, commands))
     print(f"{output / 'report.md'} written")

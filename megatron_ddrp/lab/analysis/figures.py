@@ -56,19 +56,7 @@ from megatron_ddrp.model.attention.logits import allowed_pairs
 from megatron_ddrp.model.embeddings import document_mask, token_cosine
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import Draws, Inputs, State
-from megatron_ddrp.pages.plotting import (
-    COLORS,
-    FONT_SIZE,
-    GREY,
-    LEVEL,
-    Line,
-    Panel,
-    draw_curves,
-    figure_tools,
-    panel_grid,
-    run_styles,
-    thousands,
-)
+from megatron_ddrp.pages import plotting
 from megatron_ddrp.tasks.statistics import HEAD_SIMILARITY, SPACE, TOKEN_SIMILARITY
 
 
@@ -308,11 +296,11 @@ def draw_similarity(rows: Sequence[Mapping[str, Any]]) -> Any:
     `rows` are those of the JSON.
     """
     runs, panels = _by_run(rows), []
-    styles = run_styles(runs)
+    styles = plotting.run_styles(runs)
     for key, title in (("token_similarity", "f(S): tokens"), ("head_similarity", "f(H): heads of a layer")):
-        lines = [Line([(row["iteration"], row[key]) for row in own], styles[run]) for run, own in runs.items()]
-        panels.append(Panel(lines, title, "training step", "mean cosine"))
-    return draw_curves(panels, legend=styles)
+        lines = [plotting.Line([(row["iteration"], row[key]) for row in own], styles[run]) for run, own in runs.items()]
+        panels.append(plotting.Panel(lines, title, "training step", "mean cosine"))
+    return plotting.draw_curves(panels, legend=styles)
 
 
 def _by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -322,19 +310,21 @@ def _by_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float) -> Any:
     """Draw each model's share of sentences with the up-down triangle effect over its layers."""
-    styles = run_styles(f"{run}: last layer {values[-1]:.2%}" for run, values in shares.items())
+    styles = plotting.run_styles(f"{run}: last layer {values[-1]:.2%}" for run, values in shares.items())
     points = [[(layer, 100 * share) for layer, share in enumerate(values, 1)] for values in shares.values()]
     title = f"Up-down triangle effect, threshold {threshold:g}"
-    lines = [Line(own, style) for own, style in zip(points, styles.values(), strict=True)]
-    return draw_curves([Panel(lines, title, "layer", "share of sentences [%]")], size=(8, 4.4), legend=styles)
+    lines = [plotting.Line(own, style) for own, style in zip(points, styles.values(), strict=True)]
+    return plotting.draw_curves(
+        [plotting.Panel(lines, title, "layer", "share of sentences [%]")], size=(8, 4.4), legend=styles
+    )
 
 
 def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int) -> Any:
     """Draw the share of masked places whose piece is among the first guesses of each model, and of frequent pieces."""
     shares = {row["run"]: row["found"] / row["places"] for row in rows}
     shares["most frequent pieces"] = rows[0]["found_by_frequency"] / rows[0]["places"]
-    figure, axis = figure_tools().subplots(figsize=(8, 1.6 + 0.5 * len(shares)))
-    bars = axis.barh(list(shares), [100 * share for share in shares.values()], color=COLORS[0])
+    figure, axis = plotting.figure_tools().subplots(figsize=(8, 1.6 + 0.5 * len(shares)))
+    bars = axis.barh(list(shares), [100 * share for share in shares.values()], color=plotting.COLORS[0])
     axis.bar_label(bars, fmt="%.0f%%", padding=3)
     axis.invert_yaxis()
     axis.set(xlabel=f"masked piece among the first {guesses} [% of {rows[0]['places']} places]", xlim=(0, 105))
@@ -343,18 +333,20 @@ def draw_masked_places(rows: Sequence[Mapping[str, Any]], guesses: int) -> Any:
 
 def draw_direction(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw the probe's accuracy over the distance: per model a solid line for text, a dashed one for shuffled text."""
-    styles = run_styles(row["run"] for row in rows)
+    styles = plotting.run_styles(row["run"] for row in rows)
     lines = [
-        Line([(at["distance"], at[key] and 100 * at[key]) for at in row["distances"]], styles[row["run"]] | look)
+        plotting.Line(
+            [(at["distance"], at[key] and 100 * at[key]) for at in row["distances"]], styles[row["run"]] | look
+        )
         for row in rows
         for key, look in LOOKS.items()
     ]
-    panel = Panel(
+    panel = plotting.Panel(
         lines, "Left or right, told by attention", "distance of both keys [tokens]", "accuracy [%]", levels=[50]
     )
-    grey = {"color": GREY, "marker": "o", "linewidth": 2}
+    grey = {"color": plotting.GREY, "marker": "o", "linewidth": 2}
     texts = {name: grey | look for name, look in zip(("text", "shuffled text"), LOOKS.values(), strict=True)}
-    return draw_curves([panel], size=(8, 4.8), legend=styles | texts | {"chance": LEVEL})
+    return plotting.draw_curves([panel], size=(8, 4.8), legend=styles | texts | {"chance": plotting.LEVEL})
 
 
 def draw_space(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -363,9 +355,9 @@ def draw_space(rows: Sequence[Mapping[str, Any]]) -> Any:
     `rows` are those of the JSON. A model of unknown step is a horizontal line over the steps.
     """
     runs = _by_run(rows)
-    styles = run_styles(runs)
-    over_layers: list[Panel] = []
-    over_steps: list[Panel] = []
+    styles = plotting.run_styles(runs)
+    over_layers: list[plotting.Panel] = []
+    over_steps: list[plotting.Panel] = []
     for key, title in DRAWN.items():
         layers = {run: [(layer["layer"], layer[key]) for layer in own[-1]["layers"]] for run, own in runs.items()}
         steps = {run: [(row["iteration"], row["layers"][-1][key]) for row in own] for run, own in runs.items()}
@@ -373,39 +365,41 @@ def draw_space(rows: Sequence[Mapping[str, Any]]) -> Any:
             (over_layers, layers, "layer of the last checkpoint"),
             (over_steps, steps, "training step, last layer"),
         ):
-            panels.append(Panel([Line(points[run], styles[run]) for run in runs], title, x))
+            panels.append(plotting.Panel([plotting.Line(points[run], styles[run]) for run in runs], title, x))
     has_steps = any(len(own) > 1 for own in runs.values())
-    return draw_curves(over_layers + over_steps * has_steps, len(DRAWN), (4.0, 3.8), styles)
+    return plotting.draw_curves(over_layers + over_steps * has_steps, len(DRAWN), (4.0, 3.8), styles)
 
 
 def draw_throughput(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
-    styles, speeds, memory = run_styles(row["run"] for row in rows), [], []
+    styles, speeds, memory = plotting.run_styles(row["run"] for row in rows), [], []
     for row in rows:
         points = [
             (at["length"], at["tokens_per_second"], at["lower_quartile"], at["upper_quartile"]) for at in row["lengths"]
         ]
-        speeds.append(Line(points, styles[row["run"]]))
+        speeds.append(plotting.Line(points, styles[row["run"]]))
         sizes = [(at["length"], at["memory_bytes"] / 2**20) for at in row["lengths"] if at["memory_bytes"]]
-        memory.append(Line(sizes, styles[row["run"]]))
+        memory.append(plotting.Line(sizes, styles[row["run"]]))
     x = "length of a row [tokens]"
-    left = Panel(speeds, "Inference", x, "tokens per second")
-    figure = draw_curves([left, Panel(memory, "Peak above the loaded encoder", x, "memory [MiB]")], legend=styles)
-    plt, ticks = figure_tools(), sorted({at["length"] for row in rows for at in row["lengths"]})
+    left = plotting.Panel(speeds, "Inference", x, "tokens per second")
+    figure = plotting.draw_curves(
+        [left, plotting.Panel(memory, "Peak above the loaded encoder", x, "memory [MiB]")], legend=styles
+    )
+    plt, ticks = plotting.figure_tools(), sorted({at["length"] for row in rows for at in row["lengths"]})
     for axis in (axis for axis in figure.axes if axis.lines):  # the memory may be unknown
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         lowest, highest = axis.get_ylim()
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)) if highest > 8 * lowest else plt.MaxNLocator(6))
-        axis.yaxis.set_major_formatter(lambda value, _: thousands(value))
+        axis.yaxis.set_major_formatter(lambda value, _: plotting.thousands(value))
         axis.minorticks_off()
     return figure
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str) -> Any:
     """Draw mean attention maps side by side on one logarithmic colour scale."""
-    figure, axes = panel_grid(len(maps), 4, (4.5, 5.0))
+    figure, axes = plotting.panel_grid(len(maps), 4, (4.5, 5.0))
     from matplotlib.colors import LogNorm
 
     values = np.concatenate([panel.map.ravel() for panel in maps])
@@ -417,11 +411,11 @@ def draw_maps(maps: Sequence[AttentionMap], title: str) -> Any:
     for axis, panel in zip(axes, maps, strict=True):
         end = len(panel.map) + 0.5
         image = axis.imshow(panel.map, cmap="cividis", norm=scale, extent=(0.5, end, end, 0.5), interpolation="nearest")
-        axis.set_title(f"{panel.name}\nright {panel.up:.0%}, left {panel.down:.0%}", fontsize=FONT_SIZE)
+        axis.set_title(f"{panel.name}\nright {panel.up:.0%}, left {panel.down:.0%}", fontsize=plotting.FONT_SIZE)
         axis.set(xlabel="key [token]", ylabel="query [token]")
     bar = figure.colorbar(image, ax=axes, label="mean attention probability", extend="both")
     ticks = np.geomspace(lowest, highest, 5)
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
     bar.minorticks_off()
-    figure.suptitle(title, fontsize=FONT_SIZE)
+    figure.suptitle(title, fontsize=plotting.FONT_SIZE)
     return figure

@@ -264,12 +264,6 @@ class Recording:
         steps = sorted(self._consumed)
         return round(np.interp(step, steps, [self._consumed[one] for one in steps]))
 
-    def add_score(self, task: str, cell: Cell) -> None:
-        """Add a task's score, the sizes of its data, and the number of undefined runs."""
-        self.values[task] = cell.median
-        facts = {key: cell.rows[0][key] for key in ("train_examples", "dev_examples")} | {"undefined": cell.undefined}
-        self.more.setdefault("tasks", {})[task] = facts
-
 
 def make_row(work: PlanJobs, run: PlannedRun) -> Row:
     """Return the row of a finished run with the results of those of its jobs that are finished."""
@@ -305,7 +299,9 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
         "seconds": sum(finished[name]["seconds"] for name in jobs),
         "tokens": found.tokens,
         "unigram_loss": stored_level(run.folder) or 0.0,
-        "values": {name: value if _is_finite(value) else None for name, value in found.values.items()},
+        "values": {
+            name: None if value is None or not np.isfinite(value) else value for name, value in found.values.items()
+        },
         "curves": {name: points for name, points in found.curves.items() if points},
     }
 
@@ -338,10 +334,6 @@ def planned_tokens(work: PlanJobs, run: PlannedRun) -> int:
     """Return the tokens of the budget; of steps it is steps x batch x sequence length."""
     of_steps = work.steps[run.model.name] * run.config.training.global_batch_size * run.config.mean_seq_length
     return work.plan.budget.tokens or round(of_steps)
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and bool(np.isfinite(value))
 
 
 def _json(measure: Measure) -> Any:
@@ -406,7 +398,9 @@ def _scores(found: Recording, measure: Measure) -> None:
         found.curves[GLUE] = sorted([*found.curves.get(GLUE, []), point])
         found.values |= {GLUE: average} if is_last else {}
     for task, cell in cells.items() if is_last else ():
-        found.add_score(task, cell)
+        found.values[task] = cell.median
+        sizes = {key: cell.rows[0][key] for key in ("train_examples", "dev_examples")}
+        found.more.setdefault("tasks", {})[task] = sizes | {"undefined": cell.undefined}
 
 
 def _cells(work: PlanJobs, measure: Measure) -> Iterator[tuple[str, Cell]]:
