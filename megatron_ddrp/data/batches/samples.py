@@ -65,9 +65,7 @@ class SampleIndex:
         num_tokens: tokens in all samples, without special ones.
     """
 
-    def __init__(
-        self, dataset: IndexedDataset, document_range: tuple[int, int], seq_length: int, totals: Ints | None = None
-    ) -> None:
+    def __init__(self, dataset: IndexedDataset, document_range: tuple[int, int], seq_length: int) -> None:
         low, high = document_range
         if not 0 <= low <= high <= dataset.num_documents:
             raise ValueError(f"documents [{low}, {high}) of {dataset.prefix}, which has {dataset.num_documents}")
