@@ -94,15 +94,9 @@ class SampleIndex:
         n arrays `[1 … seq_length - 2]`.
         """
         documents, begins, lengths = self._find(np.asarray(indices))
-        firsts = self.dataset.document_indices[documents].tolist()
-        lasts = self.dataset.document_indices[documents + 1].tolist()
-        places = zip(firsts, lasts, begins.tolist(), lengths.tolist(), strict=True)
-        return [
-            self.dataset.get(first, begin, length)
-            if last - first == 1
-            else self._gather(first, last, begin, begin + length)
-            for first, last, begin, length in places
-        ]
+        firsts, behind = self.dataset.document_indices[documents], self.dataset.document_indices[documents + 1]
+        places = zip(*(each.tolist() for each in (firsts, begins, lengths, behind - firsts)), strict=True)
+        return [self.dataset.get(*place) for place in places]
 
     def lengths(self, indices: ArrayLike) -> Ints:
         """Return the number of tokens per sample, including [CLS] and [SEP], in the shape of `indices`."""
@@ -141,20 +135,6 @@ class SampleIndex:
         block, rest = divmod(document, BLOCK)
         tokens = _document_tokens(self.dataset, np.array([block * BLOCK]), rest)  # [1, rest]
         return self._totals[block] + _count(tokens, self._piece_length).sum(axis=(0, 1))
-
-    def _gather(self, first: int, last: int, begin: int, end: int) -> np.ndarray:
-        """Return tokens `[begin, end)` of a document of the sequences `[first, last)`, such as one per sentence."""
-        ends = np.cumsum(self.dataset.sizes[first:last], dtype=np.int64)
-        parts = []
-        sequence = int(np.searchsorted(ends, begin, side="right"))
-        position = begin
-        while position < end:
-            sequence_begin = int(ends[sequence - 1]) if sequence else 0
-            taken = min(int(ends[sequence]), end) - position
-            parts.append(self.dataset.get(first + sequence, position - sequence_begin, taken))
-            position += taken
-            sequence += 1
-        return np.concatenate(parts)
 
 
 def dropped_text(parts: Sequence[SampleIndex]) -> str:

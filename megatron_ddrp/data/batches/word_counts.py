@@ -33,6 +33,7 @@ import hashlib
 import io
 import json
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -269,21 +270,15 @@ def _chunks(parts: Sequence[Part], vocab_size: int) -> Iterator[tuple[Ints, Ints
     """Yield the numbers of some non-empty sequences, the begin of each, and their concatenated ids."""
     base = 0
     for dataset, (low, high) in parts:
-        numbers: list[int] = []
-        rows: list[np.ndarray] = []
-        tokens = 0
-        last = int(dataset.document_indices[high])
-        for sequence in range(int(dataset.document_indices[low]), last):
-            row = dataset[sequence]
-            if len(row):
-                numbers.append(base + sequence)
-                rows.append(row)
-                tokens += len(row)
-            if rows and (tokens >= _CHUNK_TOKENS or sequence == last - 1):
-                begins, ids = np.cumsum([0, *map(len, rows[:-1])]), np.concatenate(rows).astype(np.int64)
-                check_ids(dataset.prefix, ids, vocab_size)
-                yield np.array(numbers), begins, ids
-                numbers, rows, tokens = [], [], 0
+        first, last = (int(dataset.document_indices[document]) for document in (low, high))
+        while first < last:
+            most = int(dataset.pointers[first]) + _CHUNK_TOKENS * dataset.dtype.itemsize
+            behind = max(first + 1, bisect_left(dataset.pointers, most, first, last))
+            ids, sizes = dataset.get(first, count=behind - first).astype(np.int64), dataset.sizes[first:behind]
+            check_ids(dataset.prefix, ids, vocab_size)
+            if filled := np.flatnonzero(sizes).tolist():
+                yield base + first + np.array(filled), (np.cumsum(sizes, dtype=np.int64) - sizes)[filled], ids
+            first = behind
         base += len(dataset)
 
 

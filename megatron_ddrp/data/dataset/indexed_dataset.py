@@ -415,12 +415,17 @@ class IndexedDataset(DatasetIndex):
     def __getitem__(self, index: int) -> np.ndarray:
         return self.get(index)
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return ids `[offset, offset + length)` of a sequence without a copy; up to its end if `length` is None."""
+    def get(self, index: int, offset: int = 0, length: int | None = None, count: int = 1) -> np.ndarray:
+        """Return ids `[offset, offset + length)` of `count` sequences end to end, of which `index` is the first.
+
+        No copy is made. If `length` is None, the ids go up to the end of the sequences.
+        """
         size, pointer = int(self.sizes[index]), int(self.pointers[index])
         begin, rest = divmod(pointer, self.dtype.itemsize)
-        last = index % len(self.sizes) == len(self.sizes) - 1
-        end = self._tokens.nbytes if last else int(self.pointers[index + 1])  # the begin of the next sequence
+        behind = index % len(self.sizes) + count
+        if count > 1:
+            size = int(self.sizes[index:behind].sum(dtype=np.int64))
+        end = self._tokens.nbytes if behind == len(self.sizes) else int(self.pointers[behind])
         if rest or not 0 <= begin <= begin + size or pointer + size * self.dtype.itemsize != end:
             raise UserError(
                 f"{self.prefix}.idx: sequence {index} has {size} tokens from byte {pointer} of a .bin with "

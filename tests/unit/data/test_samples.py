@@ -40,9 +40,10 @@ class FakeDataset:
     def check(self):
         """Sound."""
 
-    def get(self, index, offset, length):
-        assert offset >= 0 and offset + length <= self.sizes[index]
-        return self.sequences[index][offset : offset + length]
+    def get(self, index, offset, length, count):
+        ids = np.concatenate(self.sequences[index : index + count])
+        assert offset >= 0 and offset + length <= len(ids)
+        return ids[offset : offset + length]
 
 
 def documents_of(*lengths):
