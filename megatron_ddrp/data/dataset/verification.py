@@ -152,12 +152,8 @@ def first_documents(
         first, last = (int(i) for i in dataset.document_indices[document : document + 2])
         if not 0 <= first <= last <= len(dataset):
             raise UserError(f"{dataset.prefix}.idx: document {document} is [{first}, {last}): damaged; {MEND}")
-        shown: list[int] = []
-        size = 0
-        for sequence in range(first, last):
-            ids = dataset[sequence]
-            size += len(ids)
-            shown += ids[: max(0, num_tokens - len(shown))].tolist()
+        ids = dataset.get(first, count=last - first) if first < last else np.empty(0, dataset.dtype)
+        size, shown = len(ids), ids[:num_tokens].tolist()
         more = " …" if size > len(shown) else ""
         if tokenizer is None:
             text = " ".join(map(str, shown)) + more

@@ -404,10 +404,8 @@ def predict_file(
     model = load_finetuned(folder, device, texts)
     kind = KINDS[model.task.kind]
     make_writer = _writer(output, [kind])
-    wanted, file = (
-        text_columns(model.columns),
-        None if InputFile(str(source), source.name).is_stream else KnownFile.of(source),
-    )
+    wanted, is_stream = text_columns(model.columns), InputFile(str(source), source.name).is_stream
+    file = None if is_stream else KnownFile.of(source)
     rows = file.rows(wanted) if file else read_rows(str(source), wanted)
     count = cut = lacking = 0
     expected = count_unlabelled(file, kind, model.columns) if file else None
