@@ -42,11 +42,11 @@ def main() -> None:
         return config_of(recipe(shape, seen, 128, options.rows, micro_batch)).with_vocabulary(pieces)
 
     for shape in SHAPES[: options.measured]:
-        step = device.fastest(config_at(shape, 1), 0, options.rows)
+        step = device.fastest(config_at(shape, 1), options.rows)
         print(f"{shape}: measured, {step.seconds:.3f} s per step with micro-batches of {step.micro_batch}", flush=True)
     device.patience = 0
     shape = SHAPES[options.measured]
-    step = device.fastest(config_at(shape, 1), 0, options.rows)
+    step = device.fastest(config_at(shape, 1), options.rows)
     assert not step.is_measured
     print(f"{shape}: expected, {step.seconds:.3f} s per step with micro-batches of {step.micro_batch}", flush=True)
     times = StepTimes(clock)

@@ -18,7 +18,6 @@ from megatron_ddrp.config.reading import COUNT, POSITIVE, Section, option, optio
 from megatron_ddrp.config.run import (
     WARMUP_SHARE,
     WARMUP_STEPS,
-    FromFile,
     config_of,
     idle_settings,
     read_config,
@@ -113,9 +112,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scout.add_argument("--config", nargs="?")
     file = scout.parse_known_args(words)[0].config  # read before the flags, which may have names from its plug-ins
-    from_file = read_config(file) if file else FromFile({})
+    from_file, remark = read_config(file) if file else ({}, "")
     typed = CommandLine(words)
-    settings = Settings(under_flags(from_file.values, typed.given))
+    settings = Settings(under_flags(from_file, typed.given))
     decided = decide_by_deepspeed(settings, typed.invocation.world_size or launched_world_size())
     settings = Settings(under_flags(settings, typed.settle(settings)))
     config, run = config_of(settings), typed.invocation
@@ -123,7 +122,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         if config.data.names_data or config.data.vocab_file or config.data.tokenizer_model:
             refuse("--vocab-size beside data or a vocabulary: these decide it, so leave it out, or leave them out")
         config = config.with_vocabulary(run.vocab_size)
-    remarks = (from_file.remark, *remarks_on(typed.taken, settings, config), decided)
+    remarks = (remark, *remarks_on(typed.taken, settings, config), decided)
     remarks += (idle_remark(settings, config), warmup_remark(config.optimizer, config.training.train_iters))
     return Arguments(config, run.dry_run, run.world_size, run.device_memory, tuple(filter(None, remarks)))
 

@@ -21,12 +21,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from megatron_ddrp.config import flag
-from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.build import deepspeed_settings, names_without_decay
 from megatron_ddrp.engine.layout import Setup, offload_device
 from megatron_ddrp.model import Encoder, on_meta_device
@@ -94,7 +93,7 @@ def cut_up(model: Encoder, setup: Setup) -> list[RankPart]:
     name_parameters(model)
     config, tensor, pipeline = setup.config, setup.ranks.tensor_size, setup.ranks.pipeline_size
     stages = split_stages(model.stages(), pipeline) if pipeline > 1 else [[model]]
-    chosen = OPTIMIZERS.find(config.optimizer.optimizer)
+    chosen = config.optimizer.chosen
     parts = []
     for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
@@ -124,14 +123,14 @@ def memory_of_rank(
     config, zero = setup.config, settings["zero_optimization"]
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
     sums = FP32 if not stage or settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
-    held = held_elements(part, stage, zero, sums != width, data_rank, setup.ranks.data_size)
-    weights, optimizer = (width if stage else FP32) * held.weights, FP32 * held.optimizer
+    weights, gradients, optimizer = held_elements(part, stage, zero, sums != width, data_rank, setup.ranks.data_size)
+    weights, optimizer = (width if stage else FP32) * weights, FP32 * optimizer
     optimizer_on_host = optimizer if stage and offload_device(zero) != "none" else 0
     # The weights that a rank keeps for itself under ZeRO 3 are those of its gradients.
-    weights_on_host = width * held.gradients if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
+    weights_on_host = width * gradients if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
     return Memory(
         weights=weights - weights_on_host,
-        gradients=sums * held.gradients,
+        gradients=sums * gradients,
         optimizer=optimizer - optimizer_on_host,
         activations_estimate=activation_bytes(part, setup, width),
         buffers=buffer_bytes(part, stage, zero, width, sums),
@@ -140,37 +139,28 @@ def memory_of_rank(
     )
 
 
-class Elements(NamedTuple):
-    """Numbers of elements that a rank holds."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    """Elements of the moments and, with ZeRO, of the fp32 weights."""
-
-
 def held_elements(
     part: RankPart, stage: int, zero: Mapping[str, Any], adds_in_fp32: bool, data_rank: int, data_size: int
-) -> Elements:
-    """Return what a data-parallel rank holds at a ZeRO stage, as the table at the top of this file says.
+) -> tuple[int, int, int]:
+    """Return the elements of weights, of gradients, and of the moments with ZeRO's fp32 weights, that a rank holds.
 
-    `adds_in_fp32` means that 16-bit gradients are added up in fp32.
+    They follow the table at the top of this file. `adds_in_fp32` means that 16-bit gradients are added up in fp32.
     """
     whole = sum(part.sizes)
     if stage == 0:
-        return Elements(whole, whole, part.moments)
+        return whole, whole, part.moments
     if stage == 3:
         own = sum(math.ceil(size / data_size) for size in part.sizes)
         persistent = int(zero.get("stage3_param_persistence_threshold", PERSISTENT))
         kept_whole = sum(size for size in part.sizes if size <= persistent)
-        return Elements(own + kept_whole, own, (1 + part.moments_per_element) * own)
+        return own + kept_whole, own, (1 + part.moments_per_element) * own
     flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
     own = sum(flat) // data_size
     gradients = whole if stage == 1 else own
     if stage == 2 and not adds_in_fp32:
         cuts = zip(part.groups, flat, strict=True)
         gradients = sum(_size_in_block(sizes, data_rank, length // data_size) for sizes, length in cuts)
-    return Elements(sum(flat), gradients, (1 + part.moments_per_element) * own)
+    return sum(flat), gradients, (1 + part.moments_per_element) * own
 
 
 def buffer_bytes(part: RankPart, stage: int, zero: Mapping[str, Any], width: int, sums: int) -> int:
@@ -255,7 +245,7 @@ def by_zero_stage(model: Encoder, setup: Setup, notes: int = 0) -> dict[int, lis
     """
     config, data_size = setup.config, setup.ranks.data_size
     least, most = config.training.fp16, 1 if setup.ranks.pipeline_size > 1 else 3
-    stages = [s for s in OPTIMIZERS.find(config.optimizer.optimizer).zero_stages if least <= s <= most]
+    stages = [s for s in config.optimizer.chosen.zero_stages if least <= s <= most]
     parts = cut_up(model, setup)
     settings = [deepspeed_settings(setup, sum(part.sizes)) for part in parts]
     return {

@@ -15,7 +15,7 @@ import torch
 from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.weights import load_notes
 from megatron_ddrp.config import Config
-from megatron_ddrp.config.registry import OPTIMIZERS, code_sum, package_sum, plugin_files
+from megatron_ddrp.config.registry import code_sum, package_sum, plugin_files
 from megatron_ddrp.config.run import settings_of_all_ranks
 from megatron_ddrp.config.translation import flatten_keys
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
@@ -80,7 +80,7 @@ def train(
     data = open_data(setup)
     setup, model = agree(partial(allocate, setup, data.corpus))
     about_model = [introduction(setup, data.corpus, data.loader, count_parameters(model))]
-    about_model += OPTIMIZERS.find(setup.config.optimizer.optimizer).remarks(model)
+    about_model += setup.config.optimizer.chosen.remarks(model)
     with ExitStack() as stack:
         stack.enter_context(allocations_as_user_errors(partial(need_less_memory, setup)))
         engine = build_engine(model, setup)

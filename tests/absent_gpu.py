@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from megatron_ddrp.config import Config
 from megatron_ddrp.engine import build
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.model.attention.gpu import triton_attention
 
 
@@ -84,8 +85,8 @@ def deepspeed_without_gpu() -> Iterator[None]:
     settings, accelerator = build.deepspeed_settings, type(get_accelerator())
     half = [torch.float, torch.half, torch.bfloat16]
 
-    def of_gpu(config: Config, micro_batches: int, data_size: int, parameters: int, _: str) -> dict[str, Any]:
-        return settings(config, micro_batches, data_size, parameters, "cuda")
+    def of_gpu(setup: Setup, parameters: int) -> dict[str, Any]:
+        return settings(replace(setup, ranks=setup.ranks._replace(device=torch.device("cuda"))), parameters)
 
     with (
         mock.patch.object(build, "deepspeed_settings", of_gpu),

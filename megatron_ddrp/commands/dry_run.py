@@ -11,7 +11,7 @@ import torch
 
 from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, concerns, flag
 from megatron_ddrp.config.reading import options_of
-from megatron_ddrp.config.registry import OPTIMIZERS, plugin_files
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.engine.layout import Setup
@@ -100,7 +100,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     for line in [cause + fault for cause, fault in faults.items() if fault]:
         print(f"warning: a run on this machine would be refused: {line}")
     needed = memory_table(needs, parallel.zero_stage)
-    remarks = OPTIMIZERS.find(config.optimizer.optimizer).remarks(model)
+    remarks = config.optimizer.chosen.remarks(model)
     lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)
     print("\n".join(lines))
     print(json.dumps(facts))

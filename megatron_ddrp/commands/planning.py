@@ -65,7 +65,7 @@ class ListedDevice:
         self.name, self.memory = name.upper(), self.like.memory
         self.precision = "bf16" if self.like.is_recent else "fp16"
 
-    def fastest(self, config: Config, parameters: int, most: int) -> Step:
+    def fastest(self, config: Config, most: int) -> Step:
         """Return the step with micro-batches of at most `most` rows, and no more tokens than keep a GPU busy."""
         size = min(most, power_of_two(MICRO_BATCH_TOKENS[self.type] / config.model.seq_length))
         return Step(size, step_seconds(config, self.ranks, self.like))
@@ -117,7 +117,7 @@ class PresentDevice:
         self._seconds: dict[tuple[int, int, int], float] = {}
         """Layers, hidden size and rows per micro-batch → measured seconds of a step of one micro-batch."""
 
-    def fastest(self, config: Config, parameters: int, most: int) -> Step:
+    def fastest(self, config: Config, most: int) -> Step:
         """Return the fastest step of two sizes of micro-batches, of at most `most` rows."""
         large = min(most, max(1, MICRO_BATCH_TOKENS[self.type] // config.model.seq_length))
         steps = [self._step(config, size) for size in sorted({max(1, large // 4), large})]
@@ -227,7 +227,7 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
 
     def run_at(rows: int) -> tuple[Step, float]:
         """Return a step of so many rows per rank, and the tokens that the run sees."""
-        step = device.fastest(config_at(rows), parameters, min(largest, rows))
+        step = device.fastest(config_at(rows), min(largest, rows))
         return step, min(EPOCHS * options.tokens, options.hours * 3600 / step.seconds * rows * ranks * length)
 
     model = on_meta_device(config_at(1).model, config_at(1).objective)

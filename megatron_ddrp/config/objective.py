@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ddrp.config.model import ModelConfig
 from megatron_ddrp.config.reading import (
@@ -25,7 +26,7 @@ from megatron_ddrp.config.reading import (
     own_numbers,
     refuse,
 )
-from megatron_ddrp.config.registry import MASKINGS, OBJECTIVES, objective_class
+from megatron_ddrp.config.registry import MASKINGS, OBJECTIVES
 from megatron_ddrp.config.training import MaskRates, read_rates
 
 
@@ -126,7 +127,7 @@ class ObjectiveConfig(Section):
         super().__post_init__()
         object.__setattr__(self, "mask_prob", self.mask_rates.written)  # equal rates are stored alike
         object.__setattr__(self, "objective_options", as_tuple(self.objective_options))
-        chosen = objective_class(self.objective)
+        chosen = self.chosen
         for name in ("tcd_weight", "hcd_weight", "rtd_weight"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(chosen, name))
@@ -142,6 +143,11 @@ class ObjectiveConfig(Section):
             )
 
     @property
+    def chosen(self) -> Any:
+        """Class of the objective, an `Objective`. Raises `NotRegistered` for an unknown name."""
+        return OBJECTIVES.find(self.objective)
+
+    @property
     def mask_rates(self) -> MaskRates:
         """Masking rate of training at every step."""
         return MaskRates.parse(self.mask_prob)
@@ -149,17 +155,16 @@ class ObjectiveConfig(Section):
     @property
     def generates(self) -> bool:
         """True if a generator replaces tokens and the model itself detects them (ELECTRA)."""
-        return objective_class(self.objective).generates
+        return bool(self.chosen.generates)
 
     def generator_config(self, model: ModelConfig) -> ModelConfig | None:
         """Return the sizes of the generator trained beside a model; None without one."""
-        return objective_class(self.objective)(self).generator_config(model)
+        return self.chosen(self).generator_config(model)
 
     @property
     def mask_shares(self) -> dict[str, float]:
         """Shares of the selected pieces that become [MASK] and a random piece, as arguments of a `Masker`."""
-        chosen = objective_class(self.objective)
-        return {"mask_share": chosen.mask_share, "random_share": chosen.random_share}
+        return {"mask_share": self.chosen.mask_share, "random_share": self.chosen.random_share}
 
     def numbers(self, declared: Mapping[str, Number]) -> dict[str, float]:
         """Return the numbers that an objective declares, with `--objective-options` in place of their defaults."""

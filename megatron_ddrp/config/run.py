@@ -18,12 +18,12 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ddrp.config.model import STARTS, VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import CheckpointConfig, DataConfig, LoggingConfig, ObjectiveConfig
 from megatron_ddrp.config.reading import Place, flag, load_plugins, load_values, options_of, read_settings, refuse
-from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, OPTIMIZERS, PLUGINS, objective_class
+from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, OPTIMIZERS, PLUGINS
 from megatron_ddrp.config.training import (
     LengthPhase,
     OptimizerConfig,
@@ -59,7 +59,7 @@ class Config:
             )
         self._check_layout()
         name, stage = self.optimizer.optimizer, self.parallel.zero_stage
-        allowed = OPTIMIZERS.find(name).zero_stages if name in OPTIMIZERS else (stage,)  # else: a plug-in not loaded
+        allowed = self.optimizer.chosen.zero_stages if name in OPTIMIZERS else (stage,)  # else: a plug-in not loaded
         if stage not in allowed:
             refuse(
                 f"--optimizer {name} with --zero-stage {stage}: it needs whole parameters, and ZeRO cuts them into "
@@ -153,7 +153,7 @@ class Config:
         parallel, objective = self.parallel, self.objective
         tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         # Settings of a run with a plug-in load without the plug-in.
-        made = objective_class(objective.objective)(objective) if objective.objective in OBJECTIVES else None
+        made = objective.chosen(objective) if objective.objective in OBJECTIVES else None
         settings = {
             f"--tensor-model-parallel-size {tensor}": tensor > 1,
             f"--pipeline-model-parallel-size {stages}": stages > 1,
@@ -365,17 +365,8 @@ _OTHER_WARMUP = {WARMUP_STEPS: WARMUP_SHARE, WARMUP_SHARE: WARMUP_STEPS}
 """Length of the warm-up → the other setting of it; the steps win where a run stores both."""
 
 
-class FromFile(NamedTuple):
-    """Settings of a `--config` file."""
-
-    values: dict[str, Any]
-    """Setting → checked value."""
-    remark: str = ""
-    """A line for the user, if any."""
-
-
-def read_config(path: str) -> FromFile:
-    """Return the settings of a file, after loading its plug-ins.
+def read_config(path: str) -> tuple[dict[str, Any], str]:
+    """Return setting → checked value of a file, after loading its plug-ins, and a line for the user, if any.
 
     Raises `UserError` for what cannot be read, by file and key.
     """
@@ -387,7 +378,7 @@ def read_config(path: str) -> FromFile:
     if not isinstance(content, Mapping) or not any(isinstance(value, Mapping) for value in content.values()):
         values = read_settings(options_of(*concerns().values()), content, place, HINTS)
         _refuse_two_warmups(values, place)
-        return FromFile(values)
+        return values, ""
     is_of_a_run = _is_of_a_run(content)
     values = {}
     for concern, given in content.items():
@@ -400,12 +391,12 @@ def read_config(path: str) -> FromFile:
         values |= read_settings(options, given, place.at(concern), HINTS)
     if not is_of_a_run:
         _refuse_two_warmups(values, place)
-        return FromFile(values)
+        return values, ""
     if WARMUP_STEPS in values:
         values.pop(WARMUP_SHARE, None)  # stored beside the steps, without effect
     left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
     remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
-    return FromFile(drop_derived(values), remark)
+    return drop_derived(values), remark
 
 
 def _load(path: Path, place: Place) -> Any:

@@ -272,8 +272,13 @@ class OptimizerConfig(Section):
 
         object.__setattr__(self, "optimizer_options", as_tuple(self.optimizer_options))
         if self.optimizer in OPTIMIZERS:  # settings of a run with a plug-in load without the plug-in
-            numbers = self.numbers(OPTIMIZERS.find(self.optimizer).options)
+            numbers = self.numbers(self.chosen.options)
             object.__setattr__(self, "optimizer_options", as_words(numbers))
+
+    @property
+    def chosen(self) -> Any:
+        """Class of the optimizer, an `Optimizer`. Raises `NotRegistered` for an unknown name."""
+        return OPTIMIZERS.find(self.optimizer)
 
     def numbers(self, declared: Mapping[str, Number]) -> dict[str, float]:
         """Return the numbers that an optimizer declares, with `--optimizer-options` in place of their defaults."""

@@ -12,28 +12,27 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ddrp.config import Config, ModelConfig, ParallelConfig
+from megatron_ddrp.config import Config, ModelConfig
 from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.layout import (
     NEVER,
     GradientClipping,
     Setup,
     ZeroClipping,
-    adds_up_in_fp32,
     build_pipeline,
     forget_offloaded,
     import_quietly,
     lay_over,
     mark_invalid,
     model_parallel_unit,
-    offload_device,
+    offloads,
 )
 from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -208,7 +207,7 @@ def build_engine(model: Encoder, setup: Setup) -> Any:
         module = build_pipeline(model, setup)
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     settings = deepspeed_settings(setup, num_parameters)
-    chosen = OPTIMIZERS.find(config.optimizer.optimizer)
+    chosen = config.optimizer.chosen
     moments, optimizer = chosen.moments_of(module), build_optimizer(module, config, ranks)
     with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory
         engine, *_ = deepspeed.initialize(
@@ -267,7 +266,7 @@ def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.opt
         {"params": [p for name, p in named if name not in spared], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS.find(config.optimizer.optimizer).build(groups, model, config, ranks)
+    return config.optimizer.chosen.build(groups, model, config, ranks)
 
 
 def names_without_decay(model: nn.Module) -> set[str]:
@@ -325,23 +324,17 @@ def deepspeed_settings(setup: Setup, num_parameters: int) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per micro-batch
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    if training.bf16 and adds_up_in_fp32(parallel, from_file):
+    has_pipeline, is_offloaded = parallel.pipeline_model_parallel_size > 1, offloads(parallel, from_file)
+    if training.bf16 and not (has_pipeline and is_offloaded):
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    if clips_on_device(training.bf16, parallel, from_file):
-        settings["bf16"]["check_grad_overflow"] = False
+    if training.bf16 and parallel.zero_stage in (1, 2) and not has_pipeline and not is_offloaded:
+        settings["bf16"]["check_grad_overflow"] = False  # `ZeroClipping` checks on the device
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
     if parallel.zero_stage == 0:
         settings["bf16"]["enabled"] = False  # to DeepSpeed the run is in fp32, see `Encoder.compute_dtype`
     if parallel.zero_stage == 0 or not settings["bf16"].get("check_grad_overflow", True):
         settings["gradient_clipping"] = 0.0  # `GradientClipping` or `ZeroClipping` clips instead
     return settings
-
-
-def clips_on_device(bf16: bool, parallel: ParallelConfig, from_file: Mapping[str, Any]) -> bool:
-    """Return whether `ZeroClipping` can replace DeepSpeed's check of gradients: bf16 at ZeRO 1 and 2 on the device."""
-    offloads = parallel.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
-    has_zero = parallel.zero_stage in (1, 2) and parallel.pipeline_model_parallel_size == 1
-    return bf16 and has_zero and not offloads
 
 
 @contextlib.contextmanager

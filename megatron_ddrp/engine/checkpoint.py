@@ -34,7 +34,6 @@ from megatron_ddrp.config import (
     changed_settings,
     flag,
 )
-from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.data.atomic import make_folder
 from megatron_ddrp.data.dataset.indexed_dataset import TokenizerFlags
 from megatron_ddrp.data.points import point
@@ -202,7 +201,7 @@ class HeldState:
         by_rank = gather_objects((ranks.pipeline_rank, own))
         self.moments = dict(sorted({name: kept for _, names in by_rank for name, kept in names.items()}.items()))
         """Name in the whole model → names of its moments."""
-        self.all_moments: Moments = OPTIMIZERS.find(config.optimizer.optimizer).moments
+        self.all_moments: Moments = config.optimizer.chosen.moments
         """Names of all moments, in the order of checkpoints."""
         earlier = {name for stage, names in by_rank if stage < ranks.pipeline_rank for name in names}
         self.written = [name for name in self.tensors if name not in earlier]

@@ -116,7 +116,8 @@ def read_settings(config: ParallelConfig, device_type: str) -> dict[str, Any]:
     _check_models(path, loaded, config.zero_stage)
     _check_plain_sections(path, loaded)
     sums = loaded.get("data_types")
-    if isinstance(sums, dict) and sums.get("grad_accum_dtype") == "fp32" and not adds_up_in_fp32(config, loaded):
+    in_fp32 = isinstance(sums, dict) and sums.get("grad_accum_dtype") == "fp32"
+    if in_fp32 and config.pipeline_model_parallel_size > 1 and offloads(config, loaded):
         refuse_file(
             path, "data_types.grad_accum_dtype: an offloaded pipeline would lose gradients in fp32; leave it out"
         )
@@ -133,13 +134,13 @@ def offload_device(zero: Mapping[str, Any] | None, name: str = "offload_optimize
     return section.get("device", "none") if isinstance(section, Mapping) else "none"
 
 
-def adds_up_in_fp32(config: ParallelConfig, from_file: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed can add up bf16 gradients in fp32 in this layout.
+def offloads(config: ParallelConfig, from_file: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer's state is offloaded, by flag or by a DeepSpeed file's settings.
 
-    Offloaded, its pipelines would leave out the tied weights' gradients of other stages.
+    In an offloaded pipeline DeepSpeed cannot add up bf16 gradients in fp32: it would leave out the tied weights'
+    gradients of other stages.
     """
-    offloads = config.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
-    return config.pipeline_model_parallel_size == 1 or not offloads
+    return config.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
 
 
 def settings_without_optimizer(config: Config, from_file: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +315,8 @@ def build_pipeline(model: Encoder, setup: Setup) -> Any:
     ranks, recompute = setup.ranks, setup.config.parallel.checkpoint_activations
     all_parts = [nn.ModuleList(part) for part in split_stages(model.stages(), ranks.pipeline_size)]
     held = [{str(whole_name(weight)): name for name, weight in part.named_parameters()} for part in all_parts]
-    tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
+    holders = {name: [number for number, names in enumerate(held) if name in names] for part in held for name in part}
+    tied = sorted(name for name, parts in holders.items() if len(parts) > 1)
     place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
     courier = Courier(setup.objective.travelling, MailOfRanks(ranks))
     make = (PipelinePart, all_parts[place], place == last, recompute, courier, model.compute_dtype)
@@ -330,15 +332,9 @@ def build_pipeline(model: Encoder, setup: Setup) -> Any:
         module = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
     for parameter in module.parameters():
         # DeepSpeed treats a whole part that shares weights as a copy; only the shared weights are copies.
-        copied = whole_name(parameter) in tied and min(_holders(held)[str(whole_name(parameter))]) < place
+        copied = whole_name(parameter) in tied and min(holders[str(whole_name(parameter))]) < place
         parameter.ds_pipe_replicated = copied  # type: ignore[attr-defined]
     return module
-
-
-def _holders(held: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Return parameter → numbers of the parts that hold it, from each part's names."""
-    names = {name for part in held for name in part}
-    return {name: [number for number, part in enumerate(held) if name in part] for name in names}
 
 
 def pipeline_part(engine: Any) -> PipelinePart:

@@ -13,11 +13,12 @@ those without the wait. No step is lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
@@ -158,7 +159,8 @@ class Watch:
 
     def _output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in _floats(output):
+            tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            for tensor in filter(Tensor.is_floating_point, tensors):
                 self._look(tensor, f"output of {name}")
                 if tensor.requires_grad:
                     self._hooks.append(tensor.register_hook(self._gradient_hook(f"gradient of the output of {name}")))
@@ -175,12 +177,3 @@ class Watch:
             self.looked += 1
         else:
             self.found = what
-
-
-def _floats(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from _floats(part)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
@@ -56,7 +57,7 @@ class MicroBatch:
             draws = draws.with_documents(-(-draws.num_documents // DOCUMENT_MULTIPLE) * DOCUMENT_MULTIPLE)
         inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
         if setup.ranks.device.type != "cpu":
-            inputs = _map_tensors(inputs, Tensor.pin_memory)
+            inputs = tree_map_only(Tensor, Tensor.pin_memory, inputs)
         return cls(arrays, inputs, count(setup.objective, [arrays]))
 
     def with_notes(self, notes: NoteDictionary | None) -> tuple[Inputs, Occurrences | None]:
@@ -79,14 +80,7 @@ def move_tensors(value: Any, device: torch.device) -> Any:
         pins = device.type != "cpu" and tensor.device.type == "cpu"
         return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
-    return _map_tensors(value, move)
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to the tensors of nested named tuples; None and numbers stay unchanged."""
-    if isinstance(value, Tensor):
-        return function(value)
-    return type(value)(*(_map_tensors(item, function) for item in value)) if isinstance(value, tuple) else value
+    return tree_map_only(Tensor, move, value)
 
 
 class HostCopy:

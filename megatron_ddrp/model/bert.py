@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig, objective_class
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer, start_at_offsets
@@ -203,7 +203,7 @@ def build_model(
     The objective decides which model class is built; without one it is masked LM.
     """
     settings = objective or ObjectiveConfig(objective="mlm")
-    return objective_class(settings.objective)(settings).build(config, checkpoint_activations)
+    return settings.chosen(settings).build(config, checkpoint_activations)
 
 
 def on_meta_device(config: ModelConfig, objective: ObjectiveConfig | None = None) -> Encoder:

@@ -54,7 +54,7 @@ def sole_writer(folder: Path) -> Iterator[int]:
         os.write(descriptor, _holder())
         os.fsync(descriptor)  # NFS shows it to other hosts only then
         yield descriptor
-        if _is_there(descriptor, path):
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # nobody has replaced it
             path.unlink()
     finally:
         os.close(descriptor)
@@ -90,11 +90,6 @@ def find_unshared(folder: Path | None, resumes: bool, ranks: Ranks) -> list[str]
     if hosts and resumes:
         raise shared_error(line)
     return [line] if hosts else []
-
-
-def _is_there(descriptor: int, path: Path) -> bool:
-    """Return whether a path still names an open file; somebody may have deleted or replaced it."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 class RunFolder:

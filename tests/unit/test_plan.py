@@ -179,7 +179,7 @@ def test_the_median_of_the_steps_after_the_first_counts(monkeypatch: pytest.Monk
     monkeypatch.setattr(PresentDevice, "_random_text", "nowhere")
     device = PresentDevice(200, lambda: next(ticks))
     config = parse_arguments(["--seq-length", "16", "--global-batch-size", "4", "--dry-run"]).config
-    assert device.fastest(config, 0, 1) == (1, 4 * 2.0, True)
+    assert device.fastest(config, 1) == (1, 4 * 2.0, True)
 
 
 def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:

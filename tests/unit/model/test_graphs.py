@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, TrainingConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.engine.layout import WeightedLoss
+from megatron_ddrp.engine.layout import Setup, WeightedLoss
 from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.model import fused, graphs
 from megatron_ddrp.model.attention.logits import spread
@@ -27,6 +27,7 @@ from megatron_ddrp.model.bert import SampleKeys, build_model
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel.process_group import Ranks
 from tests.emulated_graphs import Capture, Emulator, captured_shapes
 from tests.refusals import refused
 from tests.unit.model.tiny import encode, gradients, some_draws, tiny_batch, tiny_model
@@ -56,7 +57,7 @@ def micro_batch(config: Config, step: int, documents: list[list[int]]) -> MicroB
     positions = np.where(document_ids > 0, place - np.maximum.accumulate(begins, axis=1), 0)
     labels = np.where((document_ids > 0) & ((place + step) % 3 == 0), ids, IGNORED_LABEL)
     arrays = Batch(ids, labels, document_ids, positions, ids * 0, document_ids)
-    return MicroBatch.of(arrays, make_objective(config.objective), config, step, CPU)
+    return MicroBatch.of(arrays, Setup(config, Ranks(0, 1, CPU)), step)
 
 
 def training(

@@ -14,7 +14,7 @@ import torch
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.memory import Part, activation_bytes
+from megatron_ddrp.memory import RankPart, activation_bytes
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model import embeddings as similarity
 from megatron_ddrp.model.attention.logits import Attended, Attending
@@ -379,10 +379,11 @@ def test_weights_choose_the_parts_and_nothing_is_computed_without():
 
 
 def test_the_dry_run_counts_the_maps_that_are_kept():
-    part = Part(((0,), (0,)), (12, 12), has_head=True, in_flight=1, moments=0, moments_per_element=2)
+    part = RankPart(((0,), (0,)), (12, 12), has_head=True, in_flight=1, moments=0, moments_per_element=2)
     model, training = tiny_config(), TrainingConfig(micro_batch_size=4)
     of_outputs = Config(model, ObjectiveConfig(objective="head-disagreement"), training=training)
-    less, more = (activation_bytes(part, c, 4) for c in (of_outputs, replace(of_outputs, objective=ALL)))
+    runs = (of_outputs, replace(of_outputs, objective=ALL))
+    less, more = (activation_bytes(part, Setup.planned(c, 1, "cuda"), 4) for c in runs)
     assert more - less == 2 * (4 * 3 * 7 * 7) * 4  # layers x maps x bytes
 
 
