@@ -147,6 +147,8 @@ def test_no_module_of_odds_and_ends():
     [
         "megatron_ddrp.config.registry",
         "megatron_ddrp.arguments",
+        "megatron_ddrp.commands.dataset",
+        "megatron_ddrp.commands.preprocess",
         "megatron_ddrp.tasks.finetune.command",
         "megatron_ddrp.lab.compare.command",
         "megatron_ddrp.data.batches.loader",

@@ -105,6 +105,7 @@ def test_the_gradient_is_that_of_the_position_tables_and_the_run_stops_after_its
         callback.on_step({"consumed_tokens": 500_000, "lm_loss": 5.0})
 
 
-def test_the_rank_correlation_of_equal_orders_is_one_and_seldom_by_chance():
+def test_the_rank_correlation_of_equal_orders_is_one_and_seldom_by_chance(monkeypatch):
+    monkeypatch.setattr(onset_signs, "PERMUTATIONS", 1000)
     rho, chance = onset_signs.rank_correlation([(0.1, 1e6), (0.2, 2e6), (0.4, 3e6), (0.5, 5e6), (0.9, 8e6)])
-    assert rho == "+1.00" and float(chance) == pytest.approx(2 / 120, abs=0.004)
+    assert rho == "+1.00" and float(chance) == pytest.approx(2 / 120, abs=0.01)

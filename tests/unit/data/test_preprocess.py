@@ -364,11 +364,6 @@ def test_a_stopped_command_takes_its_unfinished_files_away(folder):
     assert outputs(folder) == {}
 
 
-def test_command_starts_without_torch():
-    program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
-
-
 def estimate_config(corpus, folder, *files, **changes):
     options = {"vocab_file": str(corpus.vocab_file), "tokenizer_type": "BertWordPieceLowerCase"} | changes
     return PreprocessConfig(input=tuple(map(str, files)), output_prefix=str(folder / "out"), **options)

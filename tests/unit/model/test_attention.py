@@ -106,6 +106,36 @@ def loop_logits(query, key, terms):
     return torch.stack(entries).reshape(BATCH, HEADS, SEQ, SEQ)
 
 
+def problem(kind, side_by_side=False):
+    """Return query, key and value, the terms, and everything that takes a gradient.
+
+    `side_by_side`: the heads are neighbours in memory, as the projections leave them.
+    """
+    if side_by_side:
+        vectors = [random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3)]
+    else:
+        vectors = [random(BATCH, HEADS, SEQ, DIM) for _ in range(3)]
+    terms = make_terms(kind)
+    return vectors, terms, [*vectors, *tensors_of(terms)]
+
+
+def assert_all_close(got, expected, atol=1e-11):
+    """Compare tensors, of which the same may be missing."""
+    for x, y in zip(got, expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
+def assert_equals_eager(backend, kind, heads, window=None):
+    """Compare a backend's context, cosine and gradients with those of eager attention."""
+    vectors, terms, inputs = problem(kind, side_by_side=True)
+    arguments = *vectors, terms, torch.tensor(heads, dtype=torch.long), inputs, DOCUMENT_IDS, window
+    (*got, gradients), (*wanted, expected) = (run_backend(name, *arguments) for name in (backend, "eager"))
+    assert_all_close((*got, *gradients), (*wanted, *expected))
+    assert (got[1] is None) == (not heads)
+
+
 @pytest.mark.parametrize("kind", TERMS)
 def test_logits_equal_the_contract_formula(kind):
     query, key, terms = random(BATCH, HEADS, SEQ, DIM), random(BATCH, HEADS, SEQ, DIM), make_terms(kind)
@@ -138,20 +168,7 @@ def test_backends_equal_eager(backend, block_elements, kind, heads, kept_length,
         monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
         monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", block_elements)
         assert len(list(blocks.cut(DOCUMENT_IDS, HEADS))) == (4 if block_elements == 1 else 2)
-    # Heads side by side in memory, as the projections leave them.
-    query, key, value = (random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3))
-    terms = make_terms(kind)
-    inputs = [query, key, value, *tensors_of(terms)]
-    arguments = query, key, value, terms, torch.tensor(heads, dtype=torch.long), inputs
-    context, cosine, gradients = run_backend(backend, *arguments)
-    expected_context, expected_cosine, expected_gradients = run_backend("eager", *arguments)
-    torch.testing.assert_close(context, expected_context, rtol=0, atol=1e-11)
-    if heads:
-        torch.testing.assert_close(cosine, expected_cosine, rtol=0, atol=1e-11)
-    else:
-        assert cosine is None and expected_cosine is None
-    for got, expected in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    assert_equals_eager(backend, kind, heads)
 
 
 @pytest.mark.parametrize("heads", [[], [0, 2], [0, 1, 2]], ids=str)
@@ -161,14 +178,7 @@ def test_backends_equal_eager(backend, block_elements, kind, heads, kept_length,
 def test_backends_equal_eager_under_a_window(backend, window, kind, heads, monkeypatch):
     monkeypatch.setattr(blocks, "SMALLEST_TILE", 2)
     monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
-    query, key, value = (random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3))
-    terms = make_terms(kind)
-    inputs = [query, key, value, *tensors_of(terms)]
-    arguments = query, key, value, terms, torch.tensor(heads, dtype=torch.long), inputs, DOCUMENT_IDS, window
-    (*got, gradients), (*wanted, expected) = (run_backend(name, *arguments) for name in (backend, "eager"))
-    for x, y in zip((*got, *gradients), (*wanted, *expected), strict=True):
-        if x is not None or y is not None:
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+    assert_equals_eager(backend, kind, heads, window)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -176,10 +186,8 @@ def test_backends_equal_eager_under_a_window(backend, window, kind, heads, monke
     "kind, window", [("content", None), ("all", None), ("all-biases-not-compared", None), ("content", 2), ("all", 1)]
 )
 def test_context_and_cosine_equal_the_twins(backend, kind, window):
-    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
-    terms = make_terms(kind)
+    (query, key, value), terms, inputs = problem(kind)
     heads = torch.tensor([0, 2])
-    inputs = [query, key, value, *tensors_of(terms)]
     attending = Attending(query, key, value, terms, DOCUMENT_IDS, heads, window=window)
     context, _ = BACKENDS[backend](attending)
     context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
@@ -227,43 +235,35 @@ def test_packed_documents_attend_as_if_alone(backend, encoding_name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["content", "all"])
 def test_padding_is_neither_read_nor_given_a_gradient(backend, kind):
-    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
-    terms, heads = make_terms(kind), torch.tensor([0, 1])
-    inputs = [query, key, value]
+    inputs, terms, _ = problem(kind)
+    heads = torch.tensor([0, 1])
     context, cosine, gradients = run_backend(backend, *inputs, terms, heads, inputs)
-    padding = (DOCUMENT_IDS == 0)[:, None, :, None].expand_as(query)
+    padding = (DOCUMENT_IDS == 0)[:, None, :, None].expand_as(inputs[0])
     for gradient in gradients:
         assert gradient[padding].eq(0).all()
     with torch.no_grad():
         for x in inputs:
             x[padding] = 1e6
-    again_context, again_cosine, _ = run_backend(backend, *inputs, terms, heads, inputs)
-    torch.testing.assert_close(again_context, context, rtol=0, atol=1e-12)
-    torch.testing.assert_close(again_cosine, cosine, rtol=0, atol=1e-12)
+    assert_all_close(run_backend(backend, *inputs, terms, heads, inputs)[:2], (context, cosine), atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["content", "all"])
 def test_rows_without_a_token_and_holes_stay_finite(backend, kind):
     document_ids = torch.tensor([[0] * SEQ, [1] + [0] * 6, [0, 1, 1, 0, 1, 1, 0], [2] * SEQ])
-    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
-    terms = make_terms(kind)
-    inputs = [query, key, value, *tensors_of(terms)]
-    arguments = query, key, value, terms, torch.tensor([1, 2]), inputs, document_ids
+    vectors, terms, inputs = problem(kind)
+    arguments = *vectors, terms, torch.tensor([1, 2]), inputs, document_ids
     context, cosine, gradients = run_backend(backend, *arguments)
-    assert context.isfinite().all() and cosine.isfinite().all() and all(g.isfinite().all() for g in gradients)
-    expected_context, expected_cosine, _ = run_backend("eager", *arguments)
-    torch.testing.assert_close(context, expected_context, rtol=0, atol=1e-11)
-    torch.testing.assert_close(cosine, expected_cosine, rtol=0, atol=1e-11)
+    assert all(x.isfinite().all() for x in (context, cosine, *gradients))
+    assert_all_close((context, cosine), run_backend("eager", *arguments)[:2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["query-shared", "key-per-head", "offset-per-head"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_lower_precision_stays_near_float64(backend, kind, dtype, tolerance):
-    vectors = [random(BATCH, HEADS, SEQ, DIM) for _ in range(3)]
-    terms, heads = make_terms(kind), torch.tensor([0, 2])
-    inputs = [*vectors, *tensors_of(terms)]
+    vectors, terms, inputs = problem(kind)
+    heads = torch.tensor([0, 2])
     for x in inputs:
         x.data = x.data.to(torch.bfloat16).double()  # the same numbers in every precision
     exact = run_backend("eager", *vectors, terms, heads, inputs)
@@ -292,14 +292,13 @@ def test_the_window_holds_its_borders(backend):
 
 
 def test_extreme_logits_do_not_overflow():
-    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
+    inputs, terms, _ = problem("content")
     with torch.no_grad():
-        query *= 1e4
-        key *= 1e4
-    inputs = [query, key, value]
+        inputs[0] *= 1e4
+        inputs[1] *= 1e4
     for backend in BACKENDS:
-        results = run_backend(backend, *inputs, make_terms("content"), torch.tensor([0, 1]), inputs)
-        assert all(x.isfinite().all() for x in (*results[:2], *results[2]))
+        context, cosine, gradients = run_backend(backend, *inputs, terms, torch.tensor([0, 1]), inputs)
+        assert all(x.isfinite().all() for x in (context, cosine, *gradients))
 
 
 def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
@@ -344,8 +343,7 @@ def test_every_range_of_offsets_is_served_in_tiles_of_every_size(
         context, cosine = backend(Attending(*inputs, terms, document_ids, torch.arange(2), window=window))
         loss = (context * weight).sum() + (cosine.sum() if num_keys > 1 else 0)
         answers.append((context, cosine, *torch.autograd.grad(loss, learned)))
-    for got, expected in zip(*answers, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    assert_all_close(*answers)
 
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 5])
@@ -373,13 +371,9 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_hea
         loss = (context * (document_ids > 0)[:, None, :, None]).sin().sum()
         if cosine is not None:
             loss = loss + cosine
-        return loss, torch.autograd.grad(loss, inputs)
+        return loss, *torch.autograd.grad(loss, inputs)
 
-    loss, gradients = run(blocked_attention)
-    expected_loss, expected = run(eager_attention)
-    torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-11)
-    for got, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    assert_all_close(run(blocked_attention), run(eager_attention))
 
 
 def test_keys_out_of_reach_are_neither_read_nor_kept():
@@ -410,9 +404,7 @@ def test_a_second_backward_pass_finds_what_the_first_one_used(dropout):
         Attending(query, key, value, terms, document_ids, heads, dropout, torch.ones(2, 2))
     )
     loss = context.sin().sum() + cosine
-    once, again = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
-    for first, second in zip(once, again, strict=True):
-        torch.testing.assert_close(second, first, rtol=0, atol=1e-12)
+    assert_all_close(*(torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2)), atol=1e-12)
 
 
 def test_hcd_keeps_no_pairs_of_its_own():

@@ -343,15 +343,6 @@ def test_labels_elsewhere_change_no_prediction():
     torch.testing.assert_close(model(batch, NOTHING).sums, total, rtol=1e-11, atol=0)
 
 
-def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
-    model, batch = tiny_model(position_encoding="deberta"), tiny_batch(predicted=0)
-    sums = model(batch, NOTHING).sums
-    assert sums.eq(0).all()
-    sums.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.eq(0).all(), name
-
-
 def test_each_absolute_row_moves_the_predictions_at_its_place_alone():
     model, batch = tiny_model(position_encoding="deberta"), uneven_batch()
     before = model(batch, NOTHING).sums[0].detach()

@@ -9,8 +9,6 @@ import gzip
 import json
 import shlex
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from tools import books_to_jsonl, split_sentences
 from tools.books_to_jsonl import body
 from tools.split_sentences import is_whole, sentences
 
-TOOL = Path(dataset.__file__)
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 
 
@@ -164,11 +161,6 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, command, words, exit_code,
     code, out, err = command(*words)
     assert code == exit_code and complaint in err and err.count("\n") == 1 and not out
     assert {path.name for path in tmp_path.iterdir()} == {"empty.bin", "empty.idx", "foreign.bin", "foreign.idx"}
-
-
-def test_starts_without_torch():
-    program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 def test_shuffle_prints_what_it_wrote(tiny_corpus, command, tmp_path):
