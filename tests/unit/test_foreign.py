@@ -23,9 +23,10 @@ from megatron_ddrp.foreign import (
     reading,
     stand_in,
 )
+from tests.sources import Trees
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
-TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
+TREES = Trees({file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")})
 
 READERS = {
     *("json.load", "json.loads", "yaml.load", "yaml.safe_load", "torch.load", "np.load", "numpy.load", "pickle.load"),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 import graphlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.endurance.faults import all_faults
 from tests.endurance.lines import BOUNDS, ROOT, code_lines, part_of, source_files
+from tests.sources import Trees
 
 PACKAGE = "megatron_ddrp"
 FILES = source_files()
-TREES = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES}
+TREES = Trees({file: ROOT / file for file in FILES})
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -57,7 +58,7 @@ def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
     return named & modules
 
 
-def import_graph(trees: dict[Path, ast.Module]) -> dict[str, set[str]]:
+def import_graph(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
     """Return module → modules it imports, of those given."""
     modules = {module_name(file): tree for file, tree in trees.items()}
     return {name: imported_modules(tree, set(modules)) for name, tree in modules.items()}

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES
+from tests.sources import Trees
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+TREES = Trees({file.relative_to(PACKAGE).as_posix(): file for file in FILES})
 
 
 def imported(tree):
