@@ -57,7 +57,7 @@ NO_MEASURES = (TOKENS, STEP_SECONDS)
 """Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
 SMALLER_IS_BETTER = (LOSS, ONSET, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
 _SHOWN = {
-    **dict.fromkeys((LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
+    **dict.fromkeys((LOSS, TRAINING_LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
     **dict.fromkeys(DIRECTION, (1, 3)),
     "effective rank": (1, 1),
     ONSET: (1e-6, 2),
@@ -339,14 +339,18 @@ MOST_WITH_NUMBERS = 24
 """Largest number of columns at which the cells show their numbers."""
 
 
-def draw_heat(
-    tables: Mapping[str, Mapping[str, Sequence[float]]], columns: Sequence[str], after: int, reach: float, label: str
-) -> Any:
+Rows = Mapping[str, Sequence[float]]
+"""Name of a row → its values, one per column."""
+
+
+def draw_heat(tables: Mapping[str, Rows], columns: Sequence[str], after: int, label: str, reach: float = 0.0) -> Any:
     """Return a figure of percentages as coloured cells with numbers, one panel per title and table.
 
-    A table maps the names of its rows to their values, one per column; a cell of nan stays empty. White is 50 %,
-    chance; the colours end at 50 ± `reach`. A line follows the first `after` columns. `label` is that of the colours.
+    A cell of nan stays empty. White is 50 %, chance; the colours end at 50 ± `reach`, by default the largest distance
+    of a value. A line follows the first `after` columns. `label` is that of the colours.
     """
+    values = np.concatenate([list(table.values()) for table in tables.values()])  # [all rows, columns]
+    reach = reach or max(1.0, float(np.nanmax(np.abs(values - 50))))
     heights = [len(table) for table in tables.values()]
     names, heads = (0.08 * max(map(len, texts)) for texts in ([row for t in tables.values() for row in t], columns))
     size = (names + COLUMN * len(columns) + 2, heads + max(1.6, ROW * sum(heights)) + 0.4 * len(tables) + 0.6)

@@ -130,9 +130,7 @@ def draw_pairs(results: ExperimentValues) -> Any:
         for budget, arms in found.items()
         if any(arms.values())
     }
-    values = [value for table in tables.values() for row in table.values() for value in row]
-    widest = max([1.0, *(abs(value - 50) for value in values if not np.isnan(value))])
-    return draw_heat(tables, columns, 1, widest, "pairs right [%]; chance is 50") if tables else None
+    return draw_heat(tables, columns, 1, "pairs right [%]; chance is 50") if tables else None
 
 
 def by_phenomenon(runs: Sequence[RunRow]) -> Mapping[str, float]:
@@ -172,17 +170,16 @@ def draw_over_tokens(results: ExperimentValues, measure: str) -> Any:
     """Draw the baseline's curve over tokens, one line per budget, and panels of the other arms minus the baseline."""
     look, baseline = styles(results), results.baseline
     budgets = {budget: format_budget(budget, tokens) for budget, tokens in results.budgets.items()}
-    factor = 1 if measure == TRAINING_LOSS else factor_of(measure)
     own: list[plotting.Line] = []
     panels: list[plotting.Panel] = []
     for budget, name in budgets.items():
-        base = _curves(results, measure, baseline, budget, factor)
+        base = _curves(results, measure, baseline, budget)
         if not base:
             continue
         style = plotting.run_style(len(own)) | {"markersize": 6}
         own.append(plotting.Line(_band(list(map(_smoothed, base.values()))), style, name if len(budgets) > 1 else ""))
         others = [arm for arm in look if arm != baseline and not arm.half]
-        found = [(arm, _minus(_curves(results, measure, arm, budget, factor), base)) for arm in others]
+        found = [(arm, _minus(_curves(results, measure, arm, budget), base)) for arm in others]
         lines = [plotting.Line(points, look[arm], arm.label) for arm, points in found if points]
         panels += _panels(results, lines, f"minus {baseline.label}, {name}", f"difference{unit_of(measure)}")
     first = _panels(results, own, f"{baseline.label}: {measure}", f"{measure}{unit_of(measure)}")
@@ -192,11 +189,11 @@ def draw_over_tokens(results: ExperimentValues, measure: str) -> Any:
 def draw_losses(results: ExperimentValues) -> Any:
     """Draw the training loss of every arm over the tokens of the largest budget; None if there are no curves."""
     look, (budget, tokens) = styles(results), max(results.budgets.items(), key=lambda item: item[1])
-    found = [(arm, _curves(results, TRAINING_LOSS, arm, budget, 1)) for arm in look if not arm.half]
+    found = [(arm, _curves(results, TRAINING_LOSS, arm, budget)) for arm in look if not arm.half]
     lines = [
         plotting.Line(_band(list(map(_smoothed, own.values()))), look[arm], arm.label) for arm, own in found if own
     ]
-    panels = _panels(results, lines, format_budget(budget, tokens), f"{TRAINING_LOSS} [nats]")
+    panels = _panels(results, lines, format_budget(budget, tokens), f"{TRAINING_LOSS}{unit_of(TRAINING_LOSS)}")
     return plotting.draw_curves(panels, COLUMNS, SIZE) if panels else None
 
 
@@ -260,10 +257,10 @@ def _panels(results: ExperimentValues, lines: Sequence[plotting.Line], title: st
     return [plotting.Panel(share, title, unit, label, size, levels) for share in shares]
 
 
-def _curves(results: ExperimentValues, measure: str, arm: Arm, budget: str, factor: float) -> dict[int, Any]:
-    """Return seed → curve of an arm, `[points, 2]`, for curves of two or more points; values are times a factor."""
+def _curves(results: ExperimentValues, measure: str, arm: Arm, budget: str) -> dict[int, Any]:
+    """Return seed → curve of an arm, `[points, 2]`, for curves of two or more points, in the measure's unit."""
     found = {seed: run.curves.get(measure, ()) for seed, run in results.at(budget, arm).items()}
-    return {seed: np.array(curve) * (1, factor) for seed, curve in found.items() if len(curve) > 1}
+    return {seed: np.array(curve) * (1, factor_of(measure)) for seed, curve in found.items() if len(curve) > 1}
 
 
 def _minus(own: Mapping[int, Any], base: Mapping[int, Any]) -> list[tuple[float, float, float, float]]:

@@ -221,12 +221,13 @@ def write_report(
     tables, tasks = all_tables(encoders, suite, items), task_order(encoders, suite.order)
     text = page(encoders, suite, tables, damage)
     texts = {"table.md": text, "table.json": json.dumps(summary(encoders, suite, items), indent=2) + "\n"}
-    panels = [
-        (task, {name: _spread(cells[task]) for name, cells in encoders.items() if task in cells}) for task in tasks
-    ]
+    panels: dict[str, dict[str, Score]] = {task: {} for task in tasks}
+    for name, cells in encoders.items():
+        for task, cell in cells.items():
+            panels[task][name] = Score(cell.median, min(cell.scores), max(cell.scores))
     figures = {
         "table.png": partial(draw, encoders, tasks, suite.title),
-        CURVES: partial(draw_learning_curves, panels, "lowest to highest seed"),
+        CURVES: partial(draw_learning_curves, panels.items(), "lowest to highest seed"),
     }
     return f"\n{text}\n{write_page(folder, texts, tables, figures)}"
 
@@ -250,11 +251,6 @@ def report_only(folders: Sequence[Path], output: Path, suite: Suite) -> int:
     for sentence in [*left_out, *cut_off]:
         print(f"{suite.program}: warning: {sentence}", file=sys.stderr)
     return FAILURE if left_out else 0
-
-
-def _spread(cell: Cell) -> Score:
-    """Return a cell's median, lowest and highest score."""
-    return Score(cell.median, min(cell.scores), max(cell.scores))
 
 
 def summary(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str, Any]:

@@ -370,7 +370,7 @@ def draw_heat_map(levels: Levels, num_own: int, fields: Mapping[str, str]) -> An
     tables: dict[str, dict[str, list[float]]] = {}
     for uid, field in fields.items():
         tables.setdefault(field, {})[uid] = [100 * level[uid] for level in levels.values()]
-    return draw_heat(tables, short_names(list(levels)), num_own, 50, "accuracy [%] (white: chance)")
+    return draw_heat(tables, short_names(list(levels)), num_own, "accuracy [%] (white: chance)", 50)
 
 
 MOST_WORKERS = 8
