@@ -18,6 +18,9 @@ from megatron_ddrp.pages import markdown
 from megatron_ddrp.pages.markdown import Table, as_csv, as_latex, code, escape, latex, write_tables
 from megatron_ddrp.pages.plotting import (
     FORMATS,
+    Line,
+    Panel,
+    draw_curves,
     figure_tools,
     run_style,
     save_figure,
@@ -109,6 +112,13 @@ def test_the_numbered_files_of_an_earlier_page_go(tmp_path: Path) -> None:
     assert names == {"scores-1.csv", "scores-1.tex", "mine.csv", "mine.tex", "other-1.csv"}
 
 
+def test_a_page_without_matplotlib_lacks_only_its_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(markdown, "find_spec", lambda name: None)
+    written = write_page(tmp_path / "out", {"table.md": "text"}, {"scores": TABLE}, {"table.png": pytest.fail})
+    assert written == f"written to {tmp_path / 'out'}: table.md, tables/; figures need matplotlib"
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*.*")) == ["scores.csv", "scores.tex", "table.md"]
+
+
 @pytest.fixture(autouse=True)
 def coarse_figures() -> None:
     """Take the place of the fixture of this name: figures here are written in full."""
@@ -198,6 +208,22 @@ def test_a_figure_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "losses.pdf").mkdir()
     refused("losses.pdf: cannot be written: it is a folder", save, tmp_path / "losses.png")
     assert [path.name for path in tmp_path.iterdir()] == ["losses.pdf"]
+
+
+def test_the_names_of_lines_stand_in_the_order_of_their_ends() -> None:
+    lines = [
+        Line([(1, 5.0), (2, end)], run_style(0), name) for name, end in (("low", 1.0), ("high", 3.0), ("mid", 2.0))
+    ]
+    first, second = draw_curves([Panel(lines, levels=[2.5]), Panel([Line([(0, 1.0)], run_style(0))])]).axes
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["high", "mid", "low"]
+    assert list(first.lines[-1].get_ydata()) == [2.5, 2.5] and second.get_legend() is None
+
+
+def test_a_curve_leaves_out_points_without_a_value_and_has_a_band_of_its_ends() -> None:
+    points = [(1, 2.0, 1.0, 3.0), (2, None, None, None), (3, 4.0, 3.0, 6.0)]
+    (axis,) = draw_curves([Panel([Line(points, run_style(0))])]).axes
+    assert [list(values) for values in axis.lines[0].get_data()] == [[1, 3], [2, 4]]
+    assert {tuple(at) for at in axis.collections[0].get_paths()[0].vertices} == {(1, 1), (1, 3), (3, 3), (3, 6)}
 
 
 @pytest.mark.parametrize(("found", "end"), [("AVX2", "Some CPU with AVX2"), ("DEFAULT", "Some CPU")])
