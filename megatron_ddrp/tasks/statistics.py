@@ -1,12 +1,14 @@
-"""Measures and their statistics: names and units, intervals over seeds and items, judgements, learning curves.
+"""Measures and their statistics: names and units, intervals over seeds and items, gains, learning curves, heat maps.
 
 Names and units of the measures of a run, in rows, in tables and in results.json.
 
-Means, spreads and paired differences over seeds and over test items; the judgement of a table's gains.
+Means, spreads and paired differences over seeds and over test items; gains of all commands, their table and judgement.
 
 Figure learning_curves.png: scores over training steps, for runs with several scored checkpoints.
 
 The names of the encoders of `--load run/iter_*` are their folders, which give run and step.
+
+Heat maps of shares of pairs that are right, around chance.
 """
 
 from __future__ import annotations
