@@ -13,6 +13,7 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import RankPart, activation_bytes
 from megatron_ddrp.model import build_model

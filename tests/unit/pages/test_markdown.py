@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ddrp.pages import markdown
-from megatron_ddrp.pages.markdown import Table, as_csv, as_latex, code, escape, latex, write_tables
+from megatron_ddrp.pages.markdown import Table, as_csv, as_latex, code, escape, latex, write_page, write_tables
 from megatron_ddrp.pages.plotting import (
     FORMATS,
     Line,
