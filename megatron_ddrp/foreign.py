@@ -236,12 +236,12 @@ def show(value: Any) -> str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is None and isinstance(hint, type):
+    if type(hint) is type:  # first, as rows of metrics have many numbers
         if hint not in (int, float):
             return isinstance(value, hint)
         is_number = isinstance(value, (int, hint)) and not isinstance(value, bool)
         return is_number and (hint is int or abs(value) <= sys.float_info.max)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _fits(value, parts[0]) and (parts[1][0] not in "[(" or _lies_in(value, parts[1]))
     if isinstance(hint, tuple) or origin in (typing.Union, types.UnionType):
@@ -266,9 +266,9 @@ def _lies_in(value: Any, within: str) -> bool:
 
 
 def _words(hint: Any, many: bool = False) -> str:
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is None or (origin is None and isinstance(hint, type)):
+    if hint is None or type(hint) is type:
         return _WORDS[hint or type(None)][many]
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return parts[1] if parts[1][0] not in "[(" else _words(parts[0], many) + _range(*parts)
     if isinstance(hint, tuple) or origin in (typing.Union, types.UnionType):

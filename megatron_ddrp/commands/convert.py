@@ -46,7 +46,6 @@ from megatron_ddrp.data.dataset.indexed_dataset import TokenizerFlags
 from megatron_ddrp.data.preprocess.pipeline import exit_on_sigterm
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_vocabulary
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 BELONGS_TO = {
     **dict.fromkeys(("generator", "tokenizer_type", "vocab_file", "tokenizer_model"), "from_hf"),
@@ -129,8 +128,7 @@ def main(words: Sequence[str] | None = None) -> None:
     exit_on_sigterm()  # so that an unfinished folder is removed
     for name, other in BELONGS_TO.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
-            message = f"{flag(name)} needs {flag(other)}: leave it out"
-            raise UserError(message, WRONG_ARGUMENTS)
+            refuse(f"{flag(name)} needs {flag(other)}: leave it out")
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
         from megatron_ddrp.conversion.tokenizer_files import refuse_other_ids

@@ -97,17 +97,13 @@ def power_of_two(number: float) -> int:
     return 1 << max(0, math.floor(math.log2(number)))
 
 
-def peak_rate(shape: Shape) -> float:
-    """Return a peak learning rate for pre-norm layers and AdamW; the best one differs by recipe, so try three.
-
-    1e-3 is cramming's (arXiv:2212.14034) and that of docs/lab/results.md, 5e-4 MosaicBERT's (arXiv:2312.17482), 8e-4
-    ModernBERT's (arXiv:2412.13663), the last three at a width of 768.
-    """
-    return 1e-3 if shape.hidden_size <= 512 else 5e-4
-
-
 def recipe(shape: Shape, seen: float, length: int, rows: int, micro_batch: int) -> dict[str, Any]:
-    """Return the settings of a run in which a model sees so many tokens, in steps of `rows` rows."""
+    """Return the settings of a run in which a model sees so many tokens, in steps of `rows` rows.
+
+    The peak rate is for pre-norm layers and AdamW; the best one differs by recipe, so try three. 1e-3 is cramming's
+    (arXiv:2212.14034) and that of docs/lab/results.md, 5e-4 MosaicBERT's (arXiv:2312.17482), 8e-4 ModernBERT's
+    (arXiv:2412.13663), the last three at a width of 768.
+    """
     return {
         **shape._asdict(),
         "seq_length": length,
@@ -116,7 +112,7 @@ def recipe(shape: Shape, seen: float, length: int, rows: int, micro_batch: int) 
         "micro_batch_size": micro_batch,
         "global_batch_size": rows,
         "train_iters": max(1, int(seen / (rows * length))),
-        "lr": peak_rate(shape),
+        "lr": 1e-3 if shape.hidden_size <= 512 else 5e-4,
         "lr_warmup_fraction": WARMUP,
     }
 

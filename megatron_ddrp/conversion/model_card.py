@@ -109,7 +109,8 @@ def losses(run: Path, iteration: int) -> Table | None:
     if not columns:
         return None
     names = dict.fromkeys(name for _, found in columns for name in found)
-    table = [[name, *(_number(found.get(name)) for _, found in columns)] for name in names]
+    values = {name: [found.get(name) for _, found in columns] for name in names}
+    table = [[name, *("" if value is None else f"{value:.4f}" for value in row)] for name, row in values.items()]
     return Table(["metric", *(label for label, _ in columns)], table)
 
 
@@ -117,10 +118,6 @@ def _measures(row: MetricsRow, prefix: str) -> dict[str, float | None]:
     """Return the losses and accuracies of a row whose names begin with `prefix`, without the prefix."""
     own = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
     return {key: value for key, value in own.items() if key.endswith(MEASURES) and not key.startswith("valid_")}
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 def command(config: Config) -> list[str]:
@@ -302,17 +299,16 @@ def _example(described: Described, publishing: Publishing) -> str | None:
 
 def _usage(described: Described, publishing: Publishing) -> list[str]:
     """Return lines of Python that load the folder from the hub and use it."""
-    has_code = described.family.has_code
     if described.fills_masks:
         mask = described.tokenizer.pieces[described.tokenizer.mask_id]
         text = json.dumps(_example(described, publishing) or f"YOUR TEXT WITH ONE {mask}", ensure_ascii=False)
         return [
             "from transformers import pipeline",
             "",
-            f'fill = pipeline("fill-mask", model={hub_name(described.name)}{", trust_remote_code=True" * has_code})',
+            f'fill = pipeline("fill-mask", model={hub_name(described.name)}{described.family.trust})',
             f"print(fill({text}))",
         ]
     return [
-        *loading_lines(described.name, "AutoModel", has_code),
+        *loading_lines(described.name, "AutoModel", described.family.has_code),
         'states = model(**tokenizer("A sentence.", return_tensors="pt")).last_hidden_state  # [1, tokens, hidden]',
     ]

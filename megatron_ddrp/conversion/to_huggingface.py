@@ -75,9 +75,7 @@ class Export:
         decoder = "; the mask decoder is in the masked-LM model alone" if model.deberta_emd else ""
         padding = model.padded_vocab_size - model.vocab_size
         upload = shlex.join(["hf", "upload", "USER/NAME", str(self.output)])
-        trust, kind = "", f"a plain {family.class_name}"
-        if family.has_code:
-            trust, kind = ", trust_remote_code=True", "with its own modeling_ddrp.py"
+        kind = "with its own modeling_ddrp.py" if family.has_code else f"a plain {family.class_name}"
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions{table}, "
             f"{model.layernorm_position}-LayerNorm, {model.num_layers} layers x {model.hidden_size}, "
@@ -88,7 +86,7 @@ class Export:
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
             "checked": self.check_line,
-            "wrote": f'{self.output}, {kind}: {loader}.from_pretrained("{self.output}"{trust})',
+            "wrote": f'{self.output}, {kind}: {loader}.from_pretrained("{self.output}"{family.trust})',
             "publish": f"complete {self.output / CARD}, then {upload}",
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
@@ -267,8 +265,7 @@ def write_finetuned(
         write_tokenizer(tokenizer, folder, model_config.seq_length, model_config.num_segments)
         check_export(folder, class_name, model, tokenizer, tuned.scores)
         write_sums(folder)
-    trust = ", trust_remote_code=True" if family.has_code else ""
-    return f'AutoModelFor{tuned.form.name}.from_pretrained("{output}"{trust})'
+    return f'AutoModelFor{tuned.form.name}.from_pretrained("{output}"{family.trust})'
 
 
 def _weights(model: Encoder, family: Family, head: TaskHead, tokenizer: Tokenizer) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ _NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype",
 
 
 @dataclass(frozen=True)
-class Encoder:
+class LoadedEncoder:
     """A loaded encoder; `fresh` gives each run its own copy."""
 
     name: str
@@ -96,7 +96,7 @@ class NoMaskedLM(UserError):
         self.reason = reason
 
 
-def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
+def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> LoadedEncoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
     A training checkpoint always brings its masked-LM head; with `masked_lm` a Hugging Face folder does too.
@@ -122,17 +122,17 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
     return replace(encoder, origin="; ".join((*_remarks(encoder), encoder.origin)))
 
 
-def warn_of(encoder: Encoder) -> None:
+def warn_of(encoder: LoadedEncoder) -> None:
     """Warn, in the name of our caller, of an older checkpoint in place of a damaged one and of the vocabulary."""
     for line in _remarks(encoder):
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
 
 
-def _remarks(encoder: Encoder) -> list[str]:
+def _remarks(encoder: LoadedEncoder) -> list[str]:
     return [*filter(None, [encoder.warning]), *warn_of_vocabulary(encoder.tokenizer)]
 
 
-def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encoder:
+def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> LoadedEncoder:
     from megatron_ddrp.model import build_model
 
     remarks: list[str] = []  # part of the origin: every worker and rank loads, but only one prints it
@@ -145,7 +145,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     names = [name for name, _ in model.named_parameters()]
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
     encoding = config.model.position_encoding
-    return Encoder(
+    return LoadedEncoder(
         with_random_weights(str(folder)) if random_init else str(folder),
         chosen,
         TrainedEncoder(model),
@@ -159,7 +159,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     )
 
 
-def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
+def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> LoadedEncoder:
     found = load_folder(folder, raw_config, masked_lm, random_init)
     segments = num_segments(found.config)
     tokenizer = load_tokenizer(folder, segments)
@@ -185,7 +185,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
         facts = f"{fingerprint} {tokenizer.fingerprint} {tokenizer.rows} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    return Encoder(
+    return LoadedEncoder(
         with_random_weights(str(folder)) if random_init else str(folder),
         folder,
         encoder,

@@ -34,7 +34,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages
 from megatron_ddrp.foreign import quiet_transformers, reading
-from megatron_ddrp.model import Encoder as ModelEncoder
+from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
 
 
@@ -230,7 +230,14 @@ def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool, random_in
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
     with transformers_reading(folder):
-        return _load(folder, values, masked_lm, random_init)
+        config = _read_config(folder, values["model_type"])
+        build = model_builder(values["model_type"], "ForMaskedLM" if masked_lm else "")
+        if values["model_type"] != OWN_MODEL_TYPE:
+            _refuse_other_models(folder, config)
+        model, weights = (build(config), Filled()) if random_init else fill(folder, config, build)
+        pooler = set() if random_init else _pooler_weights(model)  # every run creates its own
+        weights = Filled(weights.missing - pooler, weights.unused | (pooler - weights.missing))
+        return Folder(config, model.float(), build, weights, _longest(config))
 
 
 @contextmanager
@@ -242,21 +249,18 @@ def transformers_reading(folder: Path) -> Iterator[None]:
         yield
 
 
-def _load(folder: Path, values: dict[str, Any], masked_lm: bool, random_init: bool) -> Folder:
-    config = _read_config(folder, values["model_type"])
-    build = model_builder(values["model_type"], "ForMaskedLM" if masked_lm else "")
-    if values["model_type"] != OWN_MODEL_TYPE:
-        if config.model_type == "xlnet":
-            raise UserError(
-                f"--load {folder}: xlnet has <cls> at the end of a row, here it is at the begin; use a BERT"
-            )
-        if _is_decoder(config):
-            raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
-        _check_sizes(folder, config)
-    model, weights = (build(config), Filled()) if random_init else fill(folder, config, build)
-    pooler = set() if random_init else _pooler_weights(model)  # every run creates its own
-    weights = Filled(weights.missing - pooler, weights.unused | (pooler - weights.missing))
-    return Folder(config, model.float(), build, weights, _longest(config))
+def _refuse_other_models(folder: Path, config: Any) -> None:
+    """Raise an error for a decoder, and for impossible sizes before transformers builds a model."""
+    if config.model_type == "xlnet":
+        raise UserError(f"--load {folder}: xlnet has <cls> at the end of a row, here it is at the begin; use a BERT")
+    if _is_decoder(config):
+        raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
+    sizes = {key: getattr(config, key, None) for key in SIZES}
+    for key, size in sizes.items():
+        if size is not None or key in SIZES[:2]:
+            setting(folder / "config.json", sizes, key, whole_number())
+    layers = {"num_hidden_layers": getattr(config, "num_hidden_layers", 1)}
+    setting(folder / "config.json", layers, "num_hidden_layers", whole_number(most=MOST_LAYERS))
 
 
 def _is_decoder(config: Any) -> bool:
@@ -328,16 +332,6 @@ def _pooler_weights(model: Any) -> set[str]:
     return set() if pooler is None else {f"{prefix}pooler.{name}" for name, _ in pooler.named_parameters()}
 
 
-def _check_sizes(folder: Path, config: Any) -> None:
-    """Raise `UserError` for impossible sizes before transformers builds a model."""
-    path = folder / "config.json"
-    found = {key: getattr(config, key) for key in SIZES if getattr(config, key, None) is not None}
-    for key in {*SIZES[:2], *found}:
-        setting(path, found, key, whole_number())
-    layers = {"num_hidden_layers": getattr(config, "num_hidden_layers", 1)}
-    setting(path, layers, "num_hidden_layers", whole_number(most=MOST_LAYERS))
-
-
 def load_tokenizer(folder: Path, segments: int = 0) -> Tokenizer:
     """Load a folder's tokenizer, with rows for a model of so many `segments` if its files describe none.
 
@@ -366,11 +360,11 @@ def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[
     Without `with_heads` the heads are not compared, which saves their logits. Raises `UserError` for an encoder whose
     layers have fewer states than tokens.
     """
-    own = isinstance(model, ModelEncoder)
+    own = isinstance(model, Encoder)
     yield from _own_states(model, batch, with_heads) if own else _foreign_states(model, batch)
 
 
-def _own_states(model: ModelEncoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
+def _own_states(model: Encoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
     num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
     compared = num_heads if with_heads and num_heads > 1 else 0
     heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.preprocess.inputs import refuse_no_list
-from megatron_ddrp.encoders.encoder import Encoder, NoMaskedLM, TrainedEncoder, load_encoder
+from megatron_ddrp.encoders.encoder import LoadedEncoder, NoMaskedLM, TrainedEncoder, load_encoder
 from megatron_ddrp.encoders.rows import Encoded, RowWriter, text_row, whole_length
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import Bert
@@ -34,7 +34,7 @@ SHORTEST = 5
 POOLINGS = ("mean", "cls", "max")
 
 
-def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | None) -> tuple[Encoded, bool]:
+def rows_of(encoder: LoadedEncoder, texts: Text | Sequence[Text], max_length: int | None) -> tuple[Encoded, bool]:
     """Return the rows of the texts, cut to `max_length` pieces, and whether it is a single text.
 
     Warns the caller's caller when texts were cut or have no known piece. Raises `UserError` for anything but texts.
@@ -89,27 +89,23 @@ def check_count(name: str, value: Any) -> None:
         raise UserError(f"{name}={value!r:.60}: expected a whole number of at least 1")
 
 
-def layer_number(layer: Any, num_layers: int) -> list[int] | None:
-    """Return the layers of `layer_numbers` for a single one. Raises `UserError` unless it is one number or None."""
-    if layer is not None and not _is_whole(layer):
-        raise UserError(f"layer={layer!r:.60}: expected one number from 0 to {num_layers}, or -1 for the last layer")
-    return layer_numbers(layer, num_layers, "layer")[0]
-
-
-def layer_numbers(layers: Any, num_layers: int, name: str = "layers") -> tuple[list[int] | None, bool]:
+def layer_numbers(layers: Any, num_layers: int, one: bool = False) -> tuple[list[int] | None, bool]:
     """Return the layers counted from 0, None for the last alone, and whether the result has an axis of layers.
 
-    Raises `UserError` for the argument `name` if it has none of the forms that `TextEncoder.encode` takes.
+    Raises `UserError` if the argument has none of the forms that `TextEncoder.encode` takes, or with `one` if it is not
+    a single layer.
     """
     if layers is None:
         return None, False
     count, is_one = num_layers + 1, _is_whole(layers)
-    if isinstance(layers, str) and layers == "all":
+    if isinstance(layers, str) and layers == "all" and not one:
         return list(range(count)), True
-    wanted = [layers] if is_one else list(layers) if isinstance(layers, Iterable) else []
+    wanted = [layers] if is_one else list(layers) if isinstance(layers, Iterable) and not one else []
     if not wanted or not all(_is_whole(number) and -count <= number < count for number in wanted):
-        expected = f"numbers from 0 to {count - 1} (or -1 for the last)"
-        raise UserError(f"{name}={layers!r:.60}: expected {expected}" + ', at least one, or "all"' * (name == "layers"))
+        if one:
+            raise UserError(f"layer={layers!r:.60}: expected one number from 0 to {num_layers}, or -1 for the last")
+        expected = f"numbers from 0 to {num_layers} (or -1 for the last)"
+        raise UserError(f'layers={layers!r:.60}: expected {expected}, at least one, or "all"')
     return [int(number) % count for number in wanted], not is_one
 
 
@@ -130,7 +126,7 @@ SAME_LOGITS = 1e-3
 """Largest difference between two computations of the same logits."""
 
 
-def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
+def load_masked_lm(folder: Path, random_init: bool = False) -> LoadedEncoder:
     """Load a training checkpoint or Hugging Face folder with its masked-LM head.
 
     Raises:
@@ -208,7 +204,7 @@ class HuggingFaceLogits(nn.Module):
 PieceLogits: TypeAlias = TrainedLogits | HuggingFaceLogits
 
 
-def piece_logits(encoder: Encoder, seed: int, device: torch.device) -> PieceLogits:
+def piece_logits(encoder: LoadedEncoder, seed: int, device: torch.device) -> PieceLogits:
     """Return the logits module of an encoder from `load_masked_lm`, in eval mode on the device.
 
     If the encoder was loaded with `random_init`, `seed` draws its weights.

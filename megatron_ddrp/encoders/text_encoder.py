@@ -32,7 +32,6 @@ from megatron_ddrp.encoders.masked_lm import (
     Text,
     TrainedLogits,
     check_count,
-    layer_number,
     layer_numbers,
     load_masked_lm,
     pool_rows,
@@ -91,13 +90,13 @@ class TextEncoder:
     """An encoder with its tokenizer on one device. Make one with `load_encoder`."""
 
     def __init__(
-        self, encoder: loading.Encoder, device: torch.device, dtype: torch.dtype, plugins: Sequence[Path] = ()
+        self, encoder: loading.LoadedEncoder, device: torch.device, dtype: torch.dtype, plugins: Sequence[Path] = ()
     ):
         """Move `encoder` to `device` in precision `dtype`, in place. `plugins` were loaded for it alone."""
         self._encoder, self.device, self.dtype, self._plugins = encoder, device, dtype, plugins
         self._module = self._ready(encoder)
 
-    def _ready(self, encoder: loading.Encoder) -> Any:
+    def _ready(self, encoder: loading.LoadedEncoder) -> Any:
         for parameter in encoder.module.parameters():  # not its buffers: bf16 would shift rotary frequencies
             parameter.data = parameter.data.to(self.dtype)
         return encoder.module.to(self.device).eval()
@@ -225,7 +224,7 @@ class TextEncoder:
         if how not in POOLINGS:
             raise UserError(f"how={how!r}: expected one of {', '.join(POOLINGS)}")
         rows, is_one = rows_of(self._encoder, texts, max_length)
-        numbers = layer_number(layer, self.num_layers)
+        numbers, _ = layer_numbers(layer, self.num_layers, one=True)
         check_count("batch_size", batch_size)
         found = np.empty((len(rows), self.hidden_size), dtype=np.float32)
         for which, states in self._states(rows, numbers, batch_size, progress and not is_one):

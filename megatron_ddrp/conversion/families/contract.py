@@ -48,10 +48,11 @@ from torch import Tensor
 
 from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config import STARTS, ModelConfig, ObjectiveConfig, flag
+from megatron_ddrp.config.reading import refuse
 from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
 from megatron_ddrp.data.atomic import atomic_folder, file_facts, file_fault
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, need_packages, refusals_as_user_errors
+from megatron_ddrp.errors import UserError, need_packages, refusals_as_user_errors
 from megatron_ddrp.foreign import Name, misfit, quiet_transformers, read_object, show
 from megatron_ddrp.model import Encoder
 
@@ -169,19 +170,15 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
     `replaceable` returns whether `--overwrite` may replace a folder; `kind` describes such folders in words.
     """
     if Path.cwd().is_relative_to(output.resolve()):
-        raise UserError(
-            f"--output {output} is or holds the current folder, which cannot be replaced: give the name of a new one",
-            WRONG_ARGUMENTS,
+        refuse(
+            f"--output {output} is or holds the current folder, which cannot be replaced: give the name of a new one"
         )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:
-        raise UserError(f"--output {output} exists: choose another name, or give --overwrite", WRONG_ARGUMENTS)
+        refuse(f"--output {output} exists: choose another name, or give --overwrite")
     if not replaceable(output):
-        raise UserError(
-            f"--output {output} is not {kind}, and --overwrite replaces nothing else: choose another name",
-            WRONG_ARGUMENTS,
-        )
+        refuse(f"--output {output} is not {kind}, and --overwrite replaces nothing else: choose another name")
 
 
 @contextmanager
@@ -390,6 +387,11 @@ class Family:
     """Settings of `ObjectiveConfig` under which the family's models were trained."""
     has_code = False
     """True if `write_code` writes code, which transformers runs only with `trust_remote_code=True`."""
+
+    @property
+    def trust(self) -> str:
+        """Further argument of `from_pretrained` for its folders, after a comma; often empty."""
+        return ", trust_remote_code=True" if self.has_code else ""
 
     prefix: str
     """Prefix of the names of the encoder's weights, such as "bert."; a folder of a bare encoder has none."""

@@ -65,12 +65,12 @@ from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.encoders.encoder import Encoder, load_encoder
+from megatron_ddrp.encoders.encoder import LoadedEncoder, load_encoder
 from megatron_ddrp.encoders.huggingface import LayerStates, layer_states
 from megatron_ddrp.errors import UserError, lacks_memory
 from megatron_ddrp.lab.analysis.figures import layer_logits
 from megatron_ddrp.lab.analysis.session import Snapshot
-from megatron_ddrp.model import Encoder as ModelEncoder
+from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.embeddings import SMALLEST_NORM, document_mask, token_cosine
 from megatron_ddrp.run.loop import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 
@@ -96,7 +96,7 @@ class Probe:
     """Accuracy from the heads of all layers for k = 1 … `REACH`."""
 
 
-def measure_probe(model: ModelEncoder, batches: Callable[[], Iterable[Batch]]) -> Probe:
+def measure_probe(model: Encoder, batches: Callable[[], Iterable[Batch]]) -> Probe:
     """Fit the readouts on every other sentence and score them on the rest.
 
     `batches` is called twice and must give the same batches, of sentences `[CLS] text [SEP]` on the model's device.
@@ -155,7 +155,7 @@ def text_on_both_sides(lengths: Tensor, seq: int) -> Tensor:
     return (place - k >= 1) & (place + k < lengths[:, None, None] - 1)
 
 
-def _fit(model: ModelEncoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+def _fit(model: Encoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """Return the readouts w `[1 + layers, k, layers · heads]`, of all layers and of each, and the pairs per k `[k]`.
 
     w is 0 for heads of other layers. (M + ridge)⁻¹ m with M = S + m mᵀ has the direction of (S + ridge)⁻¹ m, and sums
@@ -178,7 +178,7 @@ def _fit(model: ModelEncoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]
     return torch.linalg.solve(square + ridge, mean), pairs
 
 
-def _score(model: ModelEncoder, batches: Iterable[Batch], readouts: Tensor) -> tuple[Tensor, Tensor]:
+def _score(model: Encoder, batches: Iterable[Batch], readouts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the right answers `[sentences, 1 + layers, k]` and the number of pairs `[sentences, k]`."""
     hits, pairs = [readouts.new_zeros(0, *readouts.shape[:2])], [readouts.new_zeros(0, REACH)]
     for d, counted in _measured(model, batches):
@@ -188,7 +188,7 @@ def _score(model: ModelEncoder, batches: Iterable[Batch], readouts: Tensor) -> t
     return torch.cat(hits), torch.cat(pairs)
 
 
-def _measured(model: ModelEncoder, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+def _measured(model: Encoder, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield d of all layers `[batch, layers · heads, k, seq]` and the places that count, 0 or 1, `[batch, k, seq]`."""
     for batch in batches:
         d = torch.cat([differences(logits, window) for logits, window in layer_logits(model, batch)], 1)
@@ -416,7 +416,7 @@ class Timed:
     """An encoder and its measurements."""
 
     snapshot: Snapshot
-    encoder: Encoder
+    encoder: LoadedEncoder
     speeds: list[Speed] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
     """Length → the reason why it was not measured."""
@@ -500,7 +500,7 @@ def full_batch(tokenizer: Tokenizer, rows: int, length: int, setting: Setting) -
 
 
 @torch.inference_mode()
-def _forward(encoder: Encoder, batch: Batch, setting: Setting) -> None:
+def _forward(encoder: LoadedEncoder, batch: Batch, setting: Setting) -> None:
     with setting.autocast():
         encoder.module(batch)
     if setting.device.type == "cuda":

@@ -37,7 +37,7 @@ from megatron_ddrp.data.atomic import atomic_file
 from megatron_ddrp.data.preprocess.inputs import InputFile
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.encoders.encoder import Encoder
+from megatron_ddrp.encoders.encoder import LoadedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head, num_segments
 from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, shown_names
@@ -456,7 +456,7 @@ def use_models(sweep: Sweep) -> list[str]:
     return lines
 
 
-def _use_model(sweep: Sweep, data: TaskData, encoder: Encoder) -> list[str]:
+def _use_model(sweep: Sweep, data: TaskData, encoder: LoadedEncoder) -> list[str]:
     """Predict a task's test file with the best model of an encoder; return lines that name model and predictions."""
     name, output = data.task.name, sweep.options.output_dir
     folder = model_folder(output, data.task, encoder, data.fingerprint)

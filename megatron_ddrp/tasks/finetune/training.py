@@ -58,7 +58,7 @@ from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.atomic import Advance, silent, write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
-from megatron_ddrp.encoders.encoder import Encoder, TrainedEncoder
+from megatron_ddrp.encoders.encoder import LoadedEncoder, TrainedEncoder
 from megatron_ddrp.encoders.huggingface import FamilyModel, HuggingFaceEncoder, num_segments
 from megatron_ddrp.encoders.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.errors import UserError
@@ -164,7 +164,7 @@ def output_layer(model: nn.Module) -> nn.Linear | None:
     return found[0] if len(found) == 1 and found[0].bias is not None else None
 
 
-def build_model(encoder: Encoder, task: Task, run: TuningRun, device: torch.device) -> nn.Module:
+def build_model(encoder: LoadedEncoder, task: Task, run: TuningRun, device: torch.device) -> nn.Module:
     """Return a fresh copy of the encoder with a new head on the device. The run's seed determines its weights."""
     module, kind = encoder.fresh(run.seed, device), KINDS[task.kind]
     torch.manual_seed(run.seed_of("fine-tuning head"))
@@ -407,12 +407,12 @@ SHORTEST_ROW = 4
 """Number of special pieces of a pair."""
 
 
-def model_name(task: Task, encoder: Encoder) -> str:
+def model_name(task: Task, encoder: LoadedEncoder) -> str:
     """Return the name of the best model of an encoder on a task, and of the lock of its folders."""
     return f"{task.name}-{encoder.fingerprint[:8]}"
 
 
-def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
+def model_folder(output: Path, task: Task, encoder: LoadedEncoder, data: str) -> Path:
     """Return the folder of the best model of an encoder on a task with the fingerprint `data`.
 
     The first data of a task get OUT/models/NAME, other data OUT/models/NAME-DATA.
@@ -424,7 +424,7 @@ def model_folder(output: Path, task: Task, encoder: Encoder, data: str) -> Path:
 
 
 def keep_if_best(
-    output: Path, encoder: Encoder, data: TaskData, run: TuningRun, model: nn.Module, row: dict[str, Any]
+    output: Path, encoder: LoadedEncoder, data: TaskData, run: TuningRun, model: nn.Module, row: dict[str, Any]
 ) -> None:
     """Write a run's model into OUT = `output` unless there is a better one for the same data. A lock makes others wait.
 
@@ -476,7 +476,7 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
     return facts if not misfit(facts, _FACTS) and facts and facts["task"]["kind"] in KINDS else None
 
 
-def better_run(rows: Iterable[dict[str, Any]], encoder: Encoder, data: TaskData, folder: Path) -> str | None:
+def better_run(rows: Iterable[dict[str, Any]], encoder: LoadedEncoder, data: TaskData, folder: Path) -> str | None:
     """Return the name of the best of `rows` on a task if the model in `folder` is not its own; None otherwise.
 
     A run with --no-keep-models keeps none, and a kept model may have been deleted.
@@ -491,7 +491,9 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
     return facts["score"], [-ord(letter) for letter in facts["run"]]
 
 
-def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> HeadForm | None:
+def write_model(
+    encoder: LoadedEncoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path
+) -> HeadForm | None:
     """Write a fine-tuned model as a Hugging Face folder, and return the form of the head that it has there.
 
     If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head. The
@@ -512,7 +514,7 @@ def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str,
 
 
 def _write_family_model(
-    encoder: Encoder, model: Any, form: HeadForm | None, facts: dict[str, Any], folder: Path
+    encoder: LoadedEncoder, model: Any, form: HeadForm | None, facts: dict[str, Any], folder: Path
 ) -> None:
     setattr(model.config, FINETUNED, facts)
     states = {name: tensor.to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
@@ -529,7 +531,7 @@ def _write_family_model(
 
 
 def finetuned_card(
-    folder: Path, encoder: Encoder, task: Task, form: HeadForm | None, run: TuningRun, row: dict[str, Any]
+    folder: Path, encoder: LoadedEncoder, task: Task, form: HeadForm | None, run: TuningRun, row: dict[str, Any]
 ) -> str:
     """Return the card of the model in `folder`, which `run` gave, with its line of runs.jsonl `row`.
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.encoders.encoder import Encoder, load_encoder
+from megatron_ddrp.encoders.encoder import LoadedEncoder, load_encoder
 from megatron_ddrp.encoders.rows import Encoded
 from megatron_ddrp.engine.build import instead_of_fp16
 from megatron_ddrp.errors import UserError, allocations_as_user_errors, need_packages, shared_error
@@ -164,7 +164,7 @@ class Sweep:
             print(f"{self.options.suite.program}: warning: {task.name}, {file}: {encoded.warning}", file=sys.stderr)
         return encoded
 
-    def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> TuningRun:
+    def _run(self, encoder: LoadedEncoder, task: str, point: Point, seed: int) -> TuningRun:
         options, training = self.options, self.options.training
         world_size = self.ranks.world_size if self.ranks else 1
         parts = world_size if self.device.type == "cuda" else max(2, world_size)
@@ -324,7 +324,7 @@ def second_sweep(sweep: Sweep) -> SweepOptions | None:
     if before.suite.second is None:
         return None
     data, is_dry = sweep.data[before.suite.kept[0]], before.machine.dry_run
-    made: dict[Path, Encoder] = {}
+    made: dict[Path, LoadedEncoder] = {}
     for encoder in sweep.encoders.values():
         folder = model_folder(before.output_dir, data.task, encoder, data.fingerprint)
         made[encoder.folder if is_dry else folder] = encoder

@@ -199,7 +199,7 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
         (lambda e: e.encode("red", layers=1.5), "layers=1.5: expected numbers"),
         (lambda e: e.pool("red", layer="all"), "layer='all': expected one number from 0 to 2, or -1 for the last"),
         (lambda e: e.pool("red", layer=[0, 1]), r"layer=\[0, 1\]: expected one number"),
-        (lambda e: e.pool("red", layer=3), "layer=3: expected numbers from 0 to 2"),
+        (lambda e: e.pool("red", layer=3), "layer=3: expected one number from 0 to 2"),
         (
             lambda e: e.pool(None),
             r"texts=None: expected a string, a tuple of two strings for a pair, or a list",
