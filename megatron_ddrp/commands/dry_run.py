@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,16 +42,6 @@ NOT_GIVEN = {
 """Setting → words that are printed if it is not given; "none" for all others."""
 
 
-class DataFacts(NamedTuple):
-    """Facts about a run's data; empty if no data are named."""
-
-    facts: dict[str, Any] = {}
-    """Entries for the JSON object."""
-    lines: tuple[str, ...] = ()
-    dictionary_bytes: int = 0
-    """Size of the note dictionary."""
-
-
 def dry_run(config: Config, world_size: int | None = None, device_memory: float | None = None) -> None:
     """Print the resolved configuration, parameters, memory and steps; the last line is one JSON object.
 
@@ -62,7 +52,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if launched_rank() != 0:
         return
     world_size = world_size or launched_world_size()
-    config, data = open_data(config)
+    config, of_data, about_data, dictionary_bytes = open_data(config)
     training, parallel = config.training, config.parallel
     setup = Setup.planned(config, world_size, "cuda")
     model = on_meta_device(config.model, config.objective)
@@ -72,7 +62,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         """Return the memory of the rank that needs the most, by ZeRO stage; bf16 implies Triton attention."""
         if training.bf16:
             config = with_chosen_backend(config, DEVICES["a100"])
-        return neediest_by_zero_stage(model, replace(setup, config=config), data.dictionary_bytes)
+        return neediest_by_zero_stage(model, replace(setup, config=config), dictionary_bytes)
 
     needs = needs_of(config)
     memory = needs[parallel.zero_stage]
@@ -91,7 +81,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         "micro_batches_per_step": setup.num_micro_batches,
         "train_iters": training.train_iters,
         "estimates": estimates(config, world_size, needs_of),
-        **data.facts,
+        **of_data,
     }
     if device_memory is not None:
         refuse_too_large(needs, parallel, device_memory)
@@ -101,7 +91,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         print(f"warning: a run on this machine would be refused: {line}")
     needed = memory_table(needs, parallel.zero_stage)
     remarks = config.optimizer.chosen.remarks(model)
-    lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)
+    lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *about_data)
     print("\n".join(lines))
     print(json.dumps(facts))
 
@@ -153,14 +143,17 @@ def columns(rows: list[list[str]]) -> list[str]:
     return ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
-def open_data(config: Config) -> tuple[Config, DataFacts]:
-    """Return the configuration with the tokenizer's vocabulary size, and facts about the data, if they are named."""
+def open_data(config: Config) -> tuple[Config, dict[str, Any], list[str], int]:
+    """Return the configuration with the tokenizer's vocabulary size, and facts about the data, if they are named.
+
+    The facts are entries for the JSON object, lines, and the size of the note dictionary in bytes.
+    """
     data = config.data
     if not data.names_data:
         if data.vocab_file or data.tokenizer_model:
             config = with_tokenizer(config, ())
             config = config.with_vocabulary(tokenizer_flags(config).build().vocab_size)
-        return config, DataFacts()
+        return config, {}, [], 0
     verified = verify_data(config)
     corpus = Corpus.open(config, keep_counts=False)
     config = corpus.config.with_vocabulary(corpus.tokenizer.vocab_size)
@@ -176,7 +169,7 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
             size = NoteDictionary(words, config.model.hidden_size, config.objective).size_bytes
         facts["notes"] = len(words)
         lines.append(f"notes: {line}; dictionary {size / 2**20:,.1f} MiB of host memory per rank")
-    return config, DataFacts(facts, tuple(lines), size)
+    return config, facts, lines, size
 
 
 def refuse_too_large(needs: dict[int, Memory], parallel: ParallelConfig, device_memory: float) -> None:
