@@ -85,18 +85,18 @@ def train(
         stack.enter_context(allocations_as_user_errors(partial(need_less_memory, setup)))
         engine = build_engine(model, setup)
         stack.callback(release, engine)
-        resumed, progress, notes, changes = resume(engine, setup, data.corpus)
-        remarks = remarks_of_ranks(setup, (*data.remarks, *changes, *open_folder(setup, data, stack)))
+        start = resume(engine, setup, data.corpus)
+        remarks = remarks_of_ranks(setup, (*data.remarks, *start.remarks, *open_folder(setup, data, stack)))
         first = ranks.rank == 0
         listeners = Callbacks([PlateauWatch(data.level), *own_callbacks, *callbacks] if first else [], requests)
-        log = agree(lambda: stack.enter_context(open_log(setup.config, resumed, first, listeners)))
-        for line in (*remarks, *about_model, where_we_start(setup.config, resumed)):
+        log = agree(lambda: stack.enter_context(open_log(setup.config, start.resumed, first, listeners)))
+        for line in (*remarks, *about_model, where_we_start(setup.config, start.resumed)):
             log.say(line)
-        agree(lambda: listeners.start(setup.config, progress.iteration, engine.module))
+        agree(lambda: listeners.start(setup.config, start.progress.iteration, engine.module))
         if setup.config.training.gradient_proof:
             GradientProof(engine, setup, log.say)
-        run = TrainingRun(setup, engine, log, setup.config.checkpoint.folders[0], notes)
-        progress, request = run.steps(data.loader, data.validation, progress, requests)
+        run = TrainingRun(setup, engine, log, setup.config.checkpoint.folders[0], start.notes)
+        progress, request = run.steps(data.loader, data.validation, start.progress, requests)
         return Trained(run.end(progress, request), progress.iteration)
 
 
@@ -176,18 +176,24 @@ def allocate(setup: Setup, corpus: Corpus) -> tuple[Setup, Encoder]:
     return replace(setup, config=config), allocate_model(config)
 
 
-def resume(
-    engine: Any, setup: Setup, corpus: Corpus
-) -> tuple[Resumed | None, Progress, NoteDictionary | None, list[str]]:
-    """Fill the engine from the newest checkpoint of `--load`, if there is one; a collective call.
+class Start(NamedTuple):
+    """Place at which a run starts."""
 
-    Return that checkpoint, the progress, the dictionary of `--notes`, and lines about what has changed and the notes.
-    """
+    resumed: Resumed | None
+    progress: Progress
+    notes: NoteDictionary | None
+    """Dictionary of `--notes`."""
+    remarks: list[str]
+    """Lines for the user about what has changed, and about the notes."""
+
+
+def resume(engine: Any, setup: Setup, corpus: Corpus) -> Start:
+    """Fill the engine from the checkpoint of `--load`, if there is one; return where to start. A collective call."""
     load = setup.config.checkpoint.folders[1]
     resumed = load_checkpoint(engine, load, setup) if load else None
-    progress = resumed.progress if resumed else Progress()
 
-    def take_up() -> tuple[NoteDictionary | None, list[str]]:
+    def take_up() -> Start:
+        progress = resumed.progress if resumed else Progress()
         changes = changed_tokenizer(resumed.path, corpus.tokenizer) if resumed else []
         changes += corpus.changes(progress.datasets)
         notes = open_notes(setup.config, corpus)
@@ -196,10 +202,9 @@ def resume(
             changes += [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory per rank"]
             if resumed and not resumed.weights_only:
                 load_notes(notes, resumed.path)
-        return notes, changes
+        return Start(resumed, replace(progress, datasets=corpus.contents), notes, changes)
 
-    notes, changes = agree(take_up)
-    return resumed, replace(progress, datasets=corpus.contents), notes, changes
+    return agree(take_up)
 
 
 def open_folder(setup: Setup, data: Data, stack: ExitStack) -> list[str]:
