@@ -1,15 +1,8 @@
-"""The folder of a run's checkpoints: state.json, complete or absent, the choice of one, and folders of other programs.
+"""Checkpoints in a run's `--save` folder: their names, state.json, the choice of a whole one, and refused folders.
 
-state.json of a checkpoint, and the sum that shows whether it is unchanged.
-
-The sum (`crc32`) covers the other keys, written as JSON with sorted keys and without spaces. So a state that passes
-was written by `write_state`, and its keys need no other check.
-
-Folders that are given in place of a model's: their parents, and models in forms that nobody here reads.
-
-Names in a `--save` folder: the checkpoints in it, those that a reader may choose, and the addition of a new one.
-
-Choice of a checkpoint: the newest whole one. Every reader chooses here, so none of them reads a damaged one.
+Every reader chooses its checkpoint here, so none of them reads a damaged one. A checkpoint is complete or absent: it is
+written as DIR/iter_N.tmp, and `complete` renames it before `latest` names it. `megatron_ddrp/checkpoint/__init__.py`
+lists the files.
 """
 
 from __future__ import annotations
@@ -45,8 +38,9 @@ HEAD_SETTINGS = "head_settings"
 def read_state(path: Path) -> dict[str, Any]:
     """Read state.json of one checkpoint: counts, config, layout, files and their sums, without the state's own sum.
 
-    Raise `UserError` if the file cannot be read, its sum is missing or differs, or another version wrote its
-    configuration; raise `NotRegistered` if it names an objective that no plug-in has registered.
+    A state whose sum is right was written by `write_state`, so its keys need no other check. Raise `UserError` if the
+    file cannot be read, its sum is missing or differs, or another version wrote its configuration; raise
+    `NotRegistered` if it names an objective that no plug-in has registered.
     """
     file = path / STATE
     if not file.is_file():
@@ -70,7 +64,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write state.json of one checkpoint with its own sum."""
+    """Write state.json of one checkpoint with its own sum, as `seal_object` makes it."""
     write_text(path / STATE, json.dumps(seal_object(state), indent=2) + "\n")
 
 

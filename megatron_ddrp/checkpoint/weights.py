@@ -1,16 +1,8 @@
-"""The tensors of a checkpoint, and models read from them on one device, without DeepSpeed.
+"""The tensors of a checkpoint, and models read from them on one device, without DeepSpeed and without running code.
 
-Named tensors in safetensors files, written one at a time and checked by their sums; reading never runs code.
-
-A file has eight bytes with the length of a JSON header (name → type, shape, offsets), the header, and the tensors'
-bytes. Shapes are known before the first tensor, so a file is streamed: one tensor is in memory at a time, never the
-whole model.
-
-The note dictionary inside a checkpoint: tensors beside the model's, equal in every layout, not exported.
-
-notes/words, notes/vectors     numbers of the words met so far, and their notes `[met, hidden]`
-notes/hashes, notes/counts     hashes and counts of all rare words, see `RareWords`
-notes/pieces, notes/ends       the rare words themselves, as pieces
+A safetensors file has eight bytes with the length of a JSON header (name → type, shape, offsets), the header, and the
+tensors' bytes. Shapes are known before the first tensor, so a file is streamed: one tensor is in memory at a time,
+never the whole model.
 """
 
 from __future__ import annotations
@@ -211,7 +203,14 @@ def _header(forms: Mapping[str, Form]) -> bytes:
 
 
 def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:
-    """Return the tensors of a dictionary that a checkpoint stores."""
+    """Return the tensors of a note dictionary that a checkpoint stores beside the model's, equal in every layout.
+
+        notes/words, notes/vectors     numbers of the words met so far, and their notes `[met, hidden]`
+        notes/hashes, notes/counts     hashes and counts of all rare words, see `RareWords`
+        notes/pieces, notes/ends       the rare words themselves, as pieces
+
+    They are never exported.
+    """
     met, words = notes.met.nonzero().squeeze(-1), notes.words
     return {
         "notes/words": met + 1,

@@ -1,17 +1,13 @@
-"""The size of a run for a text, and the options that several commands share.
+"""The size of a run for a text, and the options that several commands share. This module does not import torch.
 
-The size of an encoder for a text: shapes, the worth of repeated text, batch and rate. `megatron-ddrp plan` uses it.
-
-Shapes are ordered by the law of Muennighoff et al. for repeated data (arXiv:2305.16264, with the constants of their
-code); D are the tokens that a model of N weights sees, U of them different:
+Shapes of models are ordered by the law of Muennighoff et al. for repeated data (arXiv:2305.16264, with the constants of
+their code); D are the tokens that a model of N weights sees, U of them different:
 
     loss = A / N'^α + B / D'^α + E        G = (A / B)^(1 / α), the weights that fit a token
     D' = U + U · R_D · (1 − exp(−(D / U − 1) / R_D))        N' likewise from N and G · U with R_N
 
 The law was fitted to decoders, and nobody has fitted one to masked LM on English. So only the order of the shapes is
-used, a difference below `TIE` counts as none, and no loss is printed. This module does not import torch.
-
-Options that several commands share, the input text and the tokenizer, and the command that trains on a dataset.
+used, a difference below `TIE` counts as none, and no loss is printed.
 """
 
 from __future__ import annotations
@@ -170,7 +166,7 @@ class GivenTokenizer(Section):
 
 
 def training_command(prefix: str, tokens: int) -> str:
-    """Return the command that trains a model on a dataset, of a size that fits its tokens (`commands/options.py`).
+    """Return the command that trains a model on a dataset, of a size that fits its tokens (`recipe_for_text`).
 
     It names the tokenizer only where the manifest cannot; `FILE` is for a vocabulary that is not known or has moved.
     """

@@ -1,8 +1,6 @@
-"""The plan for a text: times of a step on a device, shapes, and the commands to run.
+"""The plan of `megatron-ddrp plan`: a run per shape that fits a device, the suggested one, and the commands for it.
 
-Time of a training step on a device: by the table of `run/devices.py`, or measured on this machine.
-
-The plan of `megatron-ddrp plan`: a run per shape, the suggested one, and the commands for it.
+The time of a training step follows from the table of `run/devices.py`, or is measured on this machine.
 """
 
 from __future__ import annotations

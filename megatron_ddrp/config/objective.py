@@ -1,9 +1,4 @@
-"""Settings of the objective, and of the files that a run reads and writes.
-
-Settings of the objective: its terms, their weights and samples, masking, and notes of rare words.
-
-Settings of the files that a run reads and writes: data, checkpoints and logs.
-"""
+"""Settings of the objective, and of the files that a run reads and writes: data, checkpoints and logs."""
 
 from __future__ import annotations
 

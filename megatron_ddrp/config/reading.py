@@ -1,8 +1,6 @@
-"""Fields of dataclasses that are flags: their ranges, errors that name them, and their values from YAML.
+"""Fields of dataclasses that are flags: their ranges, errors that name the flag, and their values from YAML.
 
-The parts of every concern's dataclass: fields that are flags, ranges of numbers, and errors that name the flag.
-
-Reading of settings from YAML, checked against dataclasses of options. Errors are one line with file and key.
+Errors about YAML are one line with file and key.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
     `choices`, `nargs` and `metavar` go to argparse. `within` is the range of a number, such as "[0, 1)" or "(0, inf)";
     every number has one, and no range includes inf or nan. `distinct` refuses a list with equal values. `read` is a
-    function that replaces the usual reading of a value from YAML (`reading.py`) and checks its range. `word` reads one
-    word of the command line in place of the field's type. `positional` is for a word without its flag.
+    function that `read_value` calls in place of its own rules, and that checks the value's range. `word` reads one word
+    of the command line in place of the field's type. `positional` is for a word without its flag.
     """
     return field(default=default, metadata={"help": help, **metadata})
 

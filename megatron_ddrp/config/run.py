@@ -1,12 +1,7 @@
-"""The configuration of a run, its file, and differences between two of them.
+"""The configuration of a run: all concerns in one dataclass, checks across concerns, and files that hold its settings.
 
-The configuration of a run: all concerns in one dataclass, checks across concerns, and config.json.
-
-Settings without effect, and differences between a stored configuration and the run's.
-
-Two ways to write one setting are no difference.
-
-The file of `--config`: flat YAML, YAML nested by concern, or the config.json that a run wrote.
+A run writes its resolved configuration as config.json, and `--config` reads one. The names of changed settings come
+from the comparison of two configurations.
 """
 
 from __future__ import annotations
@@ -310,7 +305,8 @@ def settings_of_all_ranks(config: Config) -> dict[str, str]:
 def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[str]:
     """Return `--lr: 0.001 → 0.002` for each changed setting that affects the result.
 
-    `before` is `to_dict` of the checkpoint's configuration; settings that an older version lacks are skipped.
+    `before` is `to_dict` of the checkpoint's configuration; settings that an older version lacks are skipped. Two ways
+    to write one setting are no difference.
     """
     lines, of_model = [], changed_model(Config.from_dict(before), config)
     for concern, settings in config.to_dict().items():
@@ -368,7 +364,8 @@ _OTHER_WARMUP = {WARMUP_STEPS: WARMUP_SHARE, WARMUP_SHARE: WARMUP_STEPS}
 def read_config(path: str) -> tuple[dict[str, Any], str]:
     """Return setting → checked value of a file, after loading its plug-ins, and a line for the user, if any.
 
-    Raises `UserError` for what cannot be read, by file and key.
+    The file is flat YAML, YAML nested by concern, or the config.json that a run wrote. Raises `UserError` for what
+    cannot be read, by file and key.
     """
     place = Place(f"--config {path}")
     content = _load(Path(path), place)

@@ -1,8 +1,6 @@
-"""Settings of training, and those that change with the optimizer step.
+"""Settings of training: steps and precision, optimizer, layout over ranks, and what changes with the optimizer step.
 
-Settings that change with the optimizer step, as pure functions of the step: resuming needs no stored state.
-
-Settings of training: steps and precision, optimizer, layout over ranks.
+Masking rate and row length are pure functions of the step, so that resuming needs no stored state.
 """
 
 from __future__ import annotations

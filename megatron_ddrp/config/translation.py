@@ -1,15 +1,11 @@
-"""Settings from other programs' words: a `--deepspeed_config` file, and Megatron-LM's flags.
+"""Settings in other programs' words: the file of `--deepspeed_config`, and Megatron-LM's flags on a command line.
 
-Keys of a `--deepspeed_config` file: those that decide settings of ours, and those that a run cannot use.
+A key of DeepSpeed's file decides a setting of ours where neither a flag nor `--config` does. Keys that a run cannot use
+are refused; checks that need DeepSpeed are in the engine.
 
-A key decides a setting where neither a flag nor `--config` does. Checks that need DeepSpeed are in the engine.
-
-Read a command line that was written for Megatron-LM: take its flags out, and say which words of ours stand for them.
-
-The tables hold the flags of Megatron-LM's BERT scripts with our words, and hints for other habits. Names have dashes
-alone. Followed by `=` a flag takes a value. What those of Megatron-LM (2019 to 2026) and of Megatron-DeepSpeed do was
-read in their `arguments.py`; docs/foreign-files.md has the tables. A flag that is in none of them is refused, never
-read in silence.
+The tables of flags hold those of Megatron-LM's BERT scripts with our words, and hints for other habits. What the flags
+of Megatron-LM (2019 to 2026) and of Megatron-DeepSpeed do was read in their `arguments.py`; docs/foreign-files.md has
+the tables. A flag that is in none of them is refused, never read in silence.
 """
 
 from __future__ import annotations
@@ -230,7 +226,8 @@ WITHOUT_EFFECT = {
         make-vocab-size-divisible-by=""",
     "it is for GPT, also in Megatron-LM": "reset-position-ids reset-attention-mask eod-mask-loss",
 }
-"""Reason → flags that change no number of a run here, whatever their value."""
+"""Reason → flags that change no number of a run here, whatever their value. Here and in the tables below, names have
+dashes alone, and a flag followed by `=` takes a value."""
 
 RENAMED = {
     "batch-size=": "--micro-batch-size {}",
