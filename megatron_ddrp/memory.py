@@ -8,11 +8,8 @@ Weights, gradients and optimizer state are counted as DeepSpeed stores them (Raj
              gradient on both sides
     ZeRO 3   the weights too; small ones (`param_persistence_threshold`) also stay whole on every rank
 
-Under bf16 gradients are added up in fp32: 4 bytes per parameter instead of 2.
-
-Activations are an estimate: they depend on the attention backend, on padding and on torch.
-
-Advice for a run that lacks memory: the flags to change, those that cost the least first.
+Under bf16 gradients are added up in fp32: 4 bytes per parameter instead of 2. Activations are an estimate: they depend
+on the attention backend, on padding and on torch. A run that lacks memory gets advice, `need_less_memory`.
 """
 
 from __future__ import annotations
@@ -265,7 +262,7 @@ def neediest_by_zero_stage(model: Encoder, setup: Setup, notes: int = 0) -> dict
 
 
 WORTH_IT = 0.9
-"""RankPart of the memory below which another ZeRO stage is worth a word."""
+"""Share of the memory below which another ZeRO stage is worth a word."""
 
 
 def need_less_memory(setup: Setup) -> str:

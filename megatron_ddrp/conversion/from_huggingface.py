@@ -1,15 +1,9 @@
-"""Reader of a Hugging Face folder of any family as a model of ours: settings, weights and tokenizer, without code.
+"""Import of a Hugging Face folder of any family: settings, weights and tokenizer as ours, without running code.
 
 Hidden states and logits equal those of transformers. Poolers and classifiers are left out; if the folder lacks the head
-that its objective trains, the model gets a new one.
-
-Import of an ELECTRA generator from its own folder, joined to its discriminator.
-
-Import of a Hugging Face folder as a folder for `--load` in pre-training, and the command that resumes from it.
-
-Such folders have no optimizer state, so the checkpoint holds weights only, at iteration 0.
-
-Download of a model by its name on the Hugging Face hub, such as `FacebookAI/roberta-base`.
+that its objective trains, the model gets a new one. `import_folder` writes the model as a folder for `--load` in
+pre-training. The name of a model on the Hugging Face hub, such as `FacebookAI/roberta-base`, stands for its downloaded
+folder.
 """
 
 from __future__ import annotations
@@ -301,8 +295,9 @@ def import_folder(
 ) -> Import:
     """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
 
-    For an ELECTRA discriminator `source`, `generator` is the folder of its generator; without it a new one is drawn.
-    Both may be names on the hub. With a `tokenizer`, the model gets its vocabulary instead of its own.
+    Hugging Face folders have no optimizer state, so the checkpoint holds weights only. For an ELECTRA discriminator
+    `source`, `generator` is the folder of its generator; without it a new one is drawn. Both may be names on the hub.
+    With a `tokenizer`, the model gets its vocabulary instead of its own.
 
     `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
     is missing or does not fit, or if `output` exists and may not be replaced.

@@ -1,11 +1,8 @@
-"""README.md of exports: what the encoder was trained on, by what, and how to load it.
+"""README.md of an exported or fine-tuned folder: a model card with the metadata that the Hugging Face hub reads.
 
-Data, progress, losses, settings and command of a run, for its model card: tables and text without paths.
-
-README.md of an exported or fine-tuned folder: a model card with the metadata that the Hugging Face hub reads.
-
-`render_card` builds every card. All facts in the card of an export come from the checkpoint, metrics.jsonl and the
-manifests of the datasets. A card has only the last part of each path, so it names no folder, host or user.
+`render_card` builds every card. All facts in the card of an export, such as data, losses, settings and command of the
+run, come from the checkpoint, metrics.jsonl and the manifests of the datasets. A card has only the last part of each
+path, so it names no folder, host or user.
 """
 
 from __future__ import annotations

@@ -1,17 +1,6 @@
 """Model code that exports carry, and the names of heads that fine-tuning puts on an encoder.
 
-Heads that fine-tuning puts on an encoder, as transformers names them; no torch, because command lines read this.
-
-Code of an exported model: modeling_ddrp.py and every file of this package that it imports, in one folder.
-
-Exports compute position encodings with the same files as training. transformers copies the files of a folder by their
-relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.tables import` becomes
-`from .positions_ddrp import`. transformers 4 copies only what modeling_ddrp.py itself imports, so that imports every
-file of the folder. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
-
-One process may load several folders, and transformers distinguishes neither modules of the same name nor models of the
-same configuration class. So files of the same name hold the same code in every folder. There are two exceptions:
-modeling_ddrp.py, which is loaded anew, and configuration_ddrp.py, which ends with a sum of all other files.
+Command lines read the names, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +18,7 @@ from megatron_ddrp.errors import UserError
 
 
 class HeadForm(NamedTuple):
-    """Form of a head, with its names in transformers and on the hub."""
+    """Form of a head that fine-tuning puts on an encoder, with its names in transformers and on the hub."""
 
     name: str
     """Suffix of the classes that have it and of the class that loads it, AutoModelFor…"""
@@ -91,7 +80,18 @@ DdrpForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering"
 
 
 def write_model_code(folder: Path, encoding: str) -> None:
-    """Write the code files of a model with a position encoding into a folder.
+    """Write the code of a model with a position encoding into a folder: modeling_ddrp.py and our files that it imports.
+
+    Exports compute position encodings with the same files as training. transformers copies the files of a folder by
+    their relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.tables import`
+    becomes `from .positions_tables import`. transformers 4 copies only what modeling_ddrp.py itself imports, so that
+    imports every file of the folder. encoding_NAME.py replaces the registry of all encodings and has the model's own
+    only.
+
+    One process may load several folders, and transformers distinguishes neither modules of the same name nor models of
+    the same configuration class. So files of the same name hold the same code in every folder. There are two
+    exceptions: modeling_ddrp.py, which is loaded anew, and configuration_ddrp.py, which ends with a sum of all other
+    files.
 
     Raise `UserError` if a file imports a module of this package that cannot be copied.
     """

@@ -1,17 +1,4 @@
-"""Exports for transformers: a training checkpoint, or an encoder with a fine-tuned head.
-
-Export of a training checkpoint as a Hugging Face folder with equal hidden states and logits.
-
-If transformers has an equal model, the export uses it (families/). Any other model is exported with its own model code
-(model_code.py), under the names of training. The vocabulary's padding is cut, a generator and the notes of rare words
-are left out, and the output matrix, which is the token embedding, is written once.
-
-Export of a fine-tuned model as a Hugging Face folder that `AutoModelFor…` loads, with equal scores.
-
-The encoder is exported as its masked LM's family if that family's classes in transformers compute our heads, as those
-of BERT, RoBERTa's relatives and DeBERTa do. ELECTRA pools with a GELU, and ModernBERT adds a dense layer and a norm
-before every classifier, so these are exported as our own family, with our model code.
-"""
+"""Exports for transformers with equal outputs: a training checkpoint, or an encoder with a fine-tuned head."""
 
 from __future__ import annotations
 
@@ -100,6 +87,10 @@ def export_checkpoint(
     publishing: Publishing | None = None,
 ) -> Export:
     """Write the newest checkpoint of `load` (or the one it names) as the Hugging Face folder `output`.
+
+    If transformers has an equal model, the export uses it (families/). Any other model is exported with its own model
+    code (model_code.py), under the names of training. The vocabulary's padding is cut, a generator and the notes of
+    rare words are left out, and the output matrix, which is the token embedding, is written once.
 
     `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the
     model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
@@ -232,10 +223,14 @@ class TunedHead(NamedTuple):
 def write_finetuned(
     model: Encoder, tokenizer: Tokenizer, tuned: TunedHead, output: Path, more_settings: Mapping[str, Any] | None = None
 ) -> str:
-    """Write a fine-tuned model with its head and tokenizer as the folder `output`; return the line that loads it.
+    """Write a fine-tuned model with its head and tokenizer as a Hugging Face folder; return the line that loads it.
 
     `model` comes from `checkpoint.read_model`, with fine-tuned weights, on any device and in any precision. It stays
     unchanged; the folder is fp32. `more_settings` are further keys of config.json.
+
+    The encoder is exported as its masked LM's family if that family's classes in transformers compute our heads, as
+    those of BERT, RoBERTa's relatives and DeBERTa do. ELECTRA pools with a GELU, and ModernBERT adds a dense layer and
+    a norm before every classifier, so these are exported as our own family, with our model code.
 
     `output` is written whole or not at all, and replaces a folder of that name. Before that, transformers loads it and
     its hidden states and scores are compared with the model's. Raise `UserError` if they differ, if a weight is not

@@ -1,33 +1,7 @@
-"""Tokenizers from Hugging Face folders and to them, and a trained model with another vocabulary.
+"""Tokenizers read from Hugging Face folders and written to them, and another vocabulary for a trained encoder.
 
-Reader of a Hugging Face folder's tokenizer as one of ours, without running code.
-
-Export of a run's tokenizer as the files that AutoTokenizer reads: tokenizer.json, its settings, the vocabulary.
-
-One difference comes from transformers: there, "[MASK]" in a text becomes the mask token, which fill-mask needs. In
-training, the name of a special token (or of a byte, "<0x41>") inside a text is plain text.
-
-Conversion of a SentencePiece unigram model to the `tokenizers` library, which all versions of transformers read.
-
-A .model file is a protocol buffer. The sentencepiece library does not return all of its fields, so the others are read
-from the wire format, without a protobuf package: trainer (field 2: model type 3) and normalizer (field 3: name 1,
-character map 2, dummy prefix 3, remove extra whitespace 4).
-
-Another vocabulary for a trained encoder: each new piece begins as the mean of the old pieces that spell it.
-
-A piece that both vocabularies have keeps its row; any other gets the mean of the rows of the pieces into which the old
-tokenizer splits it; a piece that the old one cannot spell gets the mean of all rows (Gee, Zugarini, Rigutini, Torroni:
-Fast Vocabulary Transfer for Language Model Compression, EMNLP 2022 industry track, section 3). Rows are those of the
-token embedding, of E_Δ under replaced-token detection, and of the output bias.
-
-Vocabularies of different kinds are compared by what a piece stands for: its text, and whether a word begins with it.
-WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`. Two
-vocabularies that both mark the ends of words are compared by whether a word ends with a piece. If one of them marks
-begins and the other ends, or one marks nothing, the text alone counts: the other fact cannot be known.
-
-BERT splits text at every punctuation mark and ideograph, so each of them is a word, and no text gives a piece such as
-`##,` or `##中`, whose row is untrained. Such pieces spell nothing: `,` is the old piece of both `▁,` and `,`. In the
-other direction the new `,` is the old `,`: most texts have no space before it, so `▁,` is rare.
+No code in a folder is run. `find_tokenizer` reads, `write_tokenizer` writes the files that AutoTokenizer reads, and
+`plan_transfer` moves an encoder to another vocabulary.
 """
 
 from __future__ import annotations
@@ -269,10 +243,13 @@ BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_segments: int = 2) -> str:
-    """Write the files; return one line that lists them, or the reason why AutoTokenizer cannot load them.
+    """Write the files that AutoTokenizer reads: tokenizer.json, its settings, the vocabulary.
 
-    A copied tokenizer.json stays unchanged, byte for byte, if it already adds the special pieces around texts: datasets
-    made with it store its sum.
+    Return one line that lists them, or the reason why AutoTokenizer cannot load them. A copied tokenizer.json stays
+    unchanged, byte for byte, if it already adds the special pieces around texts: datasets made with it store its sum.
+
+    One difference comes from transformers: there, "[MASK]" in a text becomes the mask token, which fill-mask needs. In
+    training, the name of a special token (or of a byte, "<0x41>") inside a text is plain text.
     """
     tokenizer.save(folder)  # the vocabulary's own file
     (folder / DESCRIPTION_FILE).unlink()
@@ -355,9 +332,14 @@ _COMPOSING = (b"nmt_nfkc", b"nmt_nfkc_cf", b"nfkc", b"nfkc_cf")
 
 
 def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> RustTokenizer | None:
-    """Return a tokenizer with the same pieces and ids, or None for a model other than unigram.
+    """Return a SentencePiece model as a tokenizer of the `tokenizers` library, which all versions of transformers read.
 
-    `pieces` are all pieces of the training tokenizer, including those that it added to the model's own.
+    It has the same pieces and ids; None for a model other than unigram. `pieces` are all pieces of the training
+    tokenizer, including those that it added to the model's own.
+
+    `content`, of a .model file, is a protocol buffer. The sentencepiece library does not return all of its fields, so
+    the others are read from the wire format, without a protobuf package: trainer (field 2: model type 3) and normalizer
+    (field 3: name 1, character map 2, dummy prefix 3, remove extra whitespace 4).
     """
     messages = dict(_fields(content))
     trainer, normalizer = (dict(_fields(messages.get(number, b""))) for number in (2, 3))
@@ -417,7 +399,10 @@ NO_TEXT = "\ufffd"
 
 
 class Surface(NamedTuple):
-    """Text of an ordinary piece, and its place in a word."""
+    """Text of an ordinary piece, and its place in a word: what pieces of different vocabularies are compared by.
+
+    WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`.
+    """
 
     text: str
     has_mark: bool
@@ -462,7 +447,16 @@ class Transfer:
 
 
 def plan_transfer(old: Tokenizer, new: Tokenizer) -> Transfer:
-    """Return the old pieces that make up each piece of a new vocabulary."""
+    """Return the old pieces that make up each piece of a new vocabulary for a trained encoder.
+
+    A piece that both vocabularies have keeps its row; any other gets the mean of the rows of the pieces into which the
+    old tokenizer splits it; a piece that the old one cannot spell gets the mean of all rows (Gee, Zugarini, Rigutini,
+    Torroni: Fast Vocabulary Transfer for Language Model Compression, EMNLP 2022 industry track, section 3). Rows are
+    those of the token embedding, of E_Δ under replaced-token detection, and of the output bias.
+
+    Pieces are the same if their `Surface` is. If one vocabulary marks the begins of words and the other the ends, or
+    one marks nothing, the text alone counts: the other fact cannot be known.
+    """
     same_kind = old.tokenizer_type == new.tokenizer_type
     same_marks = old.word_side == new.word_side != NONE
     old_alone, new_alone = _lone_characters(old), _lone_characters(new)
@@ -533,7 +527,12 @@ def _lone_characters(tokenizer: Tokenizer) -> set[str]:
 
 
 def _unused(tokenizer: Tokenizer, surfaces: Mapping[int, Surface], alone: Set[str]) -> set[int]:
-    """Return the ids of the pieces that no text gives, because they hold a lone character and are not just that."""
+    """Return the ids of the pieces that no text gives, because they hold a lone character and are not just that.
+
+    BERT splits text at every punctuation mark and ideograph, so each of them is a word, and no text gives a piece such
+    as `##,` or `##中`, whose row is untrained. Such pieces spell nothing: `,` is the old piece of both `▁,` and `,`. In
+    the other direction the new `,` is the old `,`: most texts have no space before it, so `▁,` is rare.
+    """
     held = [i for i, surface in surfaces.items() if not alone.isdisjoint(surface.text)]
     return {i for i in held if tokenizer.pieces[i] not in alone}
 

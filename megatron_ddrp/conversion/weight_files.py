@@ -1,8 +1,4 @@
-"""Reader of a Hugging Face folder's weights by name, for every command: tensors only, no code.
-
-The files are those that transformers would read: one file, or the shards that an index names; safetensors first.
-
-A Hugging Face folder's tensors, renamed and copied into a model of ours.
+"""The weights of a Hugging Face folder: read by name, renamed, and copied into a model of ours; tensors only, no code.
 
 Every family ties the output matrix to the word embedding, as our models do.
 """
@@ -41,6 +37,7 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 def read_weights(folder: Path, finite: bool = True) -> dict[str, Tensor]:
     """Return the tensors of a folder by name, without the names of wrappers around the model.
 
+    The files are those that transformers would read: one file, or the shards that an index names; safetensors first.
     Raise `UserError` if the folder has no weights, if a file is missing, damaged or unreadable without running its
     code, if a name occurs twice with different values, if a weight is quantized, or, with `finite`, if a number is not
     finite.

@@ -1,15 +1,7 @@
-"""Encoders of transformers, with the weights that our own reader finds, and hidden states of their layers.
+"""Encoders from Hugging Face folders, with the weights that our own reader finds, and hidden states of their layers.
 
-Models of transformers, filled with the weights that our own reader finds in a folder, in whatever form.
-
-Encoders from Hugging Face folders. Code in a folder is never run, even if its config.json asks for it.
-
-Our classes load folders that megatron-ddrp convert wrote; the classes of transformers load all others.
-
-Hidden states of every layer, for models of this project and for models that transformers runs.
-
-Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model). A layer between
-gives the states that the next layer reads.
+Code in a folder is never run, even if its config.json asks for it: our classes load exports with model code of ours,
+and the classes of transformers load all other folders.
 """
 
 from __future__ import annotations
@@ -357,8 +349,9 @@ class LayerStates(NamedTuple):
 def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[LayerStates]:
     """Yield the states of layers 0 to L. `model` is an `Encoder` or an encoder of transformers.
 
-    Without `with_heads` the heads are not compared, which saves their logits. Raises `UserError` for an encoder whose
-    layers have fewer states than tokens.
+    Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model). A layer
+    between gives the states that the next layer reads. Without `with_heads` the heads are not compared, which saves
+    their logits. Raises `UserError` for an encoder whose layers have fewer states than tokens.
     """
     own = isinstance(model, Encoder)
     yield from _own_states(model, batch, with_heads) if own else _foreign_states(model, batch)

@@ -1,10 +1,6 @@
-"""Texts of Python users as rows of pieces, and logits of masked pieces.
+"""Texts of Python users as rows of pieces, hidden states as one vector per text, and logits of masked pieces.
 
-Arguments of Python users: texts as rows of pieces, numbers of layers, and hidden states as one vector per text.
-
-Logits of masked pieces from a model of this project or from a Hugging Face masked LM.
-
-Both compute logits for only one place per row.
+Logits come from a model of this project or from a masked LM of transformers, for only one place per row.
 """
 
 from __future__ import annotations

@@ -1,18 +1,4 @@
-"""BERT, RoBERTa and its kin, and ELECTRA as in transformers.
-
-BERT (Devlin et al., arXiv:1810.04805) as in transformers: absolute positions, LayerNorm after each block.
-
-RoBERTa (Liu et al., arXiv:1907.11692), XLM-R (arXiv:1911.02116) and CamemBERT (arXiv:1911.03894).
-
-BERT's encoder with one segment and without a pooler. If p is the id of padding, tokens have positions p + 1, p + 2, …
-and padding has position p, so the table has p + 1 rows that no token reads. Import drops them; export writes zeros in
-their place. Our model and theirs are equal if padding is to the right of the text, and if p is the id of padding alone:
-transformers gives any other token with this id the position of padding. So p must be the padding of the tokenizer.
-
-ELECTRA (Clark et al., arXiv:2003.10555) as in transformers: BERT's encoder, possibly with narrower embeddings.
-
-A discriminator's folder has the replaced-token head, a generator's folder the masked-LM head.
-"""
+"""BERT, RoBERTa and its kin, and ELECTRA, as in transformers."""
 
 from __future__ import annotations
 
@@ -74,7 +60,10 @@ SEGMENTS = "embeddings.token_type_embeddings.weight"
 
 
 class BertFamily(Family):
-    """BERT. A model without segment embeddings is exported with one of zeros, since transformers always adds one."""
+    """BERT (Devlin et al., arXiv:1810.04805): absolute positions, LayerNorm after each block.
+
+    A model without segment embeddings is exported with one of zeros, since transformers always adds one.
+    """
 
     model_type, class_name, prefix = "bert", "Bert", "bert."
     defaults = {"vocab_size": 30522, "layer_norm_eps": 1e-12}
@@ -99,7 +88,13 @@ POSITIONS = "embeddings.position_embeddings.weight"
 
 
 class RobertaFamily(Family):
-    """RoBERTa: a byte-level vocabulary."""
+    """RoBERTa (Liu et al., arXiv:1907.11692): BERT's encoder with one segment, no pooler and a byte-level vocabulary.
+
+    If p is the id of padding, tokens have positions p + 1, p + 2, … and padding has position p, so the table has p + 1
+    rows that no token reads. Import drops them; export writes zeros in their place. Our model and theirs are equal if
+    padding is to the right of the text, and if p is the id of padding alone: transformers gives any other token with
+    this id the position of padding. So p must be the padding of the tokenizer.
+    """
 
     model_type, class_name, prefix = "roberta", "Roberta", "roberta."
     defaults = {"vocab_size": 50265, "layer_norm_eps": 1e-12, "pad_token_id": 1}
@@ -153,7 +148,7 @@ class RobertaFamily(Family):
 
 
 class XlmRobertaFamily(RobertaFamily):
-    """XLM-R: a SentencePiece vocabulary."""
+    """XLM-R (arXiv:1911.02116): a SentencePiece vocabulary."""
 
     model_type, class_name = "xlm-roberta", "XLMRoberta"
     defaults = {**RobertaFamily.defaults, "vocab_size": 30522}
@@ -163,7 +158,10 @@ class XlmRobertaFamily(RobertaFamily):
 
 
 class CamembertFamily(XlmRobertaFamily):
-    """CamemBERT: a SentencePiece vocabulary after some names of fairseq's, which no text has. Masks whole words."""
+    """CamemBERT (arXiv:1911.03894): a SentencePiece vocabulary after some names of fairseq's, which no text has.
+
+    It masks whole words.
+    """
 
     model_type, class_name = "camembert", "Camembert"
     training: dict[str, Any] = {}
@@ -173,7 +171,11 @@ class CamembertFamily(XlmRobertaFamily):
 
 
 class ElectraFamily(BertFamily):
-    """ELECTRA's discriminator, or its generator as a masked LM."""
+    """ELECTRA (Clark et al., arXiv:2003.10555): BERT's encoder, possibly with narrower embeddings.
+
+    A discriminator's folder has the replaced-token head; a generator's folder, which is a masked LM, has the masked-LM
+    head.
+    """
 
     model_type, class_name, prefix = "electra", "Electra", "electra."
     sizes = SIZES | {"embedding_size": "embedding_size"}

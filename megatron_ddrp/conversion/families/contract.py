@@ -1,28 +1,7 @@
-"""Contract of a family of encoders of transformers, with the reading and the checks that all families share.
+"""The contract of a family of encoders of transformers, and the reading, writing and checks that all families share.
 
-Check of an exported folder: transformers loads it, and it computes the training model's hidden states.
-
-Sums of the files of this project's exports: a folder that was damaged after its export is refused.
-
-Folders of other programs have no sums, and transformers ignores ours.
-
-Output folder of a conversion: written whole or not at all, and never over other work.
-
-config.json of a Hugging Face folder, read as data: the code that it names never runs, and sizes are checked.
-
-The contract of a family: how a folder of a transformers model stores its settings and weights, in both directions.
-
-A new family is one file here and one line in `__init__.py`. Most of it is five tables:
-
-- `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports;
-- `head_keys`: the keys that act only in heads that fine-tuning adds, which exports have again;
-- `fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model can be
-  exported;
-- `modules` and `head_modules`: names of weights.
-
-Methods do the rest: `settings` and `folder_settings` for config.json, `from_folder` and `to_folder` for tensors that
-folders store differently (fused, split, with more rows). The tests and `benchmarks/parity.py` find every family in the
-registry and compare it with transformers in both directions.
+`Family` says how to add a family. Of a folder, this file reads config.json, and it refuses a damaged export of ours; of
+an export it writes the output folder whole or not at all, and compares the result with the training model.
 """
 
 from __future__ import annotations
@@ -69,9 +48,9 @@ Scores = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Tokenizer, scores: Scores) -> str:
     """Load the class `class_name` from a written folder, compare it with the model, and return a line for the user.
 
-    Scores of tokens are compared outside the padding. Raise `UserError` if the folder cannot be loaded or computes
-    something else. Without transformers, raise it for a plug-in's encoding; other folders are then not checked, since
-    the tests load every built-in encoding.
+    Hidden states and scores of tokens are compared outside the padding. Raise `UserError` if the folder cannot be
+    loaded or computes something else. Without transformers, raise it for a plug-in's encoding; other folders are then
+    not checked, since the tests load every built-in encoding.
     """
     config = model.config
     if ENCODINGS[config.position_encoding] in PLUGINS:
@@ -140,7 +119,10 @@ FACTS: Any = {"bytes": int, "crc32": str}
 
 
 def write_sums(folder: Path) -> None:
-    """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card."""
+    """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card.
+
+    transformers ignores the file of sums.
+    """
     read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
     files = {path.name: file_facts(path) for path in read}
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
@@ -149,7 +131,7 @@ def write_sums(folder: Path) -> None:
 def check_sums(folder: Path, only: str | None = None) -> None:
     """Raise `UserError` if an export, or its file `only`, has changed since it was written.
 
-    Folders without sums are accepted.
+    Folders without sums, as other programs write them, are accepted.
     """
     if not (folder / SUMS).exists():
         return
@@ -220,7 +202,7 @@ OWN_SETTINGS = (
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's config.json.
+    """Return the content of a folder's config.json, read as data: the code that it names never runs.
 
     Raise `UserError` if it cannot be read, if the model needs foreign code or weights in a file of another name, or if
     an export of ours has changed since it was written.
@@ -365,7 +347,21 @@ NOTHING: Table = MappingProxyType({})
 
 
 class Family:
-    """A kind of model that transformers knows by its `model_type`."""
+    """A kind of model that transformers knows by its `model_type`, and how its folders store settings and weights.
+
+    The contract holds in both directions. A new family is one file in this folder and one line in `__init__.py`. Most
+    of it is tables:
+
+    - `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports;
+    - `head_keys`: the keys that act only in heads that fine-tuning adds, which exports have again;
+    - `fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model can be
+      exported;
+    - `modules` and `head_modules`: names of weights.
+
+    Methods do the rest: `settings` and `folder_settings` for config.json, `from_folder` and `to_folder` for tensors
+    that folders store differently (fused, split, with more rows). The tests and `benchmarks/parity.py` find every
+    family in the registry and compare it with transformers in both directions.
+    """
 
     model_type: str
     class_name: str

@@ -1,21 +1,4 @@
-"""DeBERTa, versions 1 to 3, as in transformers.
-
-DeBERTa in its v1 layout (He et al., arXiv:2006.03654) as in transformers, without the enhanced mask decoder.
-
-Query, key and value are fused head by head, and keys have no bias. Folders name the head's weights like BERT's or like
-the original release (`lm_predictions`).
-
-DeBERTa of version 2 and 3 (He et al., arXiv:2111.09543) as in transformers, without the enhanced mask decoder.
-
-The buckets of relative positions depend on the longest sequence; a folder in which they depend on another number is
-refused. Not supported: the convolution of the two largest v2 models, separate projections of the table, and a table
-without LayerNorm.
-
-A masked-LM head has BERT's names or the released `lm_predictions`; exports use the latter, for which transformers needs
-`legacy` to be false. Released folders have `mask_predictions`, the head of replaced-token detection, but transformers
-has no class for it: a model trained so is exported as a plain encoder, together with the head's weights. Training of a
-folder with only that head resumes under `rtd`: its word embedding is E_G, E_Δ is 0, and the generator is new.
-"""
+"""DeBERTa, versions 1 to 3, as in transformers, without the enhanced mask decoder."""
 
 from __future__ import annotations
 
@@ -104,7 +87,11 @@ class Disentangled(Family):
 
 
 class DebertaFamily(Disentangled):
-    """DeBERTa v1."""
+    """DeBERTa v1 (He et al., arXiv:2006.03654).
+
+    Query, key and value are fused head by head, and keys have no bias. Folders name the head's weights like BERT's or
+    like the original release (`lm_predictions`).
+    """
 
     model_type, class_name = "deberta", "Deberta"
     defaults = Disentangled.defaults | {"vocab_size": 50265}
@@ -180,7 +167,18 @@ BERTS_HEAD, RELEASED_HEAD, DETECTOR = "cls.", "lm_predictions.", "mask_predictio
 
 
 class DebertaV2Family(Disentangled):
-    """DeBERTa v2 and v3."""
+    """DeBERTa v2 and v3 (He et al., arXiv:2111.09543).
+
+    The buckets of relative positions depend on the longest sequence; a folder in which they depend on another number is
+    refused. Not supported: the convolution of the two largest v2 models, separate projections of the table, and a table
+    without LayerNorm.
+
+    A masked-LM head has BERT's names or the released `lm_predictions`; exports use the latter, for which transformers
+    needs `legacy` to be false. Released folders have `mask_predictions`, the head of replaced-token detection, but
+    transformers has no class for it: a model trained so is exported as a plain encoder, together with the head's
+    weights. Training of a folder with only that head resumes under `rtd`: its word embedding is E_G, E_Δ is 0, and the
+    generator is new.
+    """
 
     model_type, class_name = "deberta-v2", "DebertaV2"
     sizes = SIZES | {"position_buckets": "relative_distance"}

@@ -1,21 +1,4 @@
-"""ModernBERT as in transformers, and exports that carry their own model code.
-
-ModernBERT (Warner et al., arXiv:2412.13663) as in transformers.
-
-Rotary positions with one θ for layers that attend to whole documents and one for local layers, GEGLU, pre-norm without
-a norm before the first attention. A folder stores query, key and value as one matrix, and the two first maps of the
-feed-forward block as another. A classifier's folder has a `head` of its own, which is left out.
-
-transformers 4 describes local layers and θ with three numbers, transformers 5 with a list of layers and a table. A
-folder may have either, and an export has both. If both exist, the list and the table decide.
-
-Dropout differs: ours acts on the output of both blocks at `mlp_dropout`, theirs on the output of attention at
-`attention_dropout` and inside the feed-forward block.
-
-Our own exports: any model of this project, under the names of training, with the code that transformers runs.
-
-Import never runs that code; it reads settings and weights.
-"""
+"""ModernBERT as in transformers, and exports that carry their own model code."""
 
 from __future__ import annotations
 
@@ -62,7 +45,18 @@ FUSED = {
 
 
 class ModernBertFamily(Family):
-    """ModernBERT, also with a bias in every map and norm, which its configuration allows."""
+    """ModernBERT (Warner et al., arXiv:2412.13663). Its configuration also allows a bias in every map and norm.
+
+    Rotary positions with one θ for layers that attend to whole documents and one for local layers, GEGLU, pre-norm
+    without a norm before the first attention. A folder stores query, key and value as one matrix, and the two first
+    maps of the feed-forward block as another. A classifier's folder has a `head` of its own, which is left out.
+
+    transformers 4 describes local layers and θ with three numbers, transformers 5 with a list of layers and a table. A
+    folder may have either, and an export has both. If both exist, the list and the table decide.
+
+    Dropout differs: ours acts on the output of both blocks at `mlp_dropout`, theirs on the output of attention at
+    `attention_dropout` and inside the feed-forward block.
+    """
 
     model_type, class_name, prefix, layers = "modernbert", "ModernBert", "model.", "layers"
     sizes = {
@@ -270,7 +264,10 @@ OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-repla
 
 
 class OwnFamily(Family):
-    """Family of every model of this project; for models that transformers does not have."""
+    """Family of every model of this project, under the names of training; for models that transformers does not have.
+
+    An export has the code that transformers runs. Import never runs that code; it reads settings and weights.
+    """
 
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
     head_modules = {head: {} for head in HEADS}
