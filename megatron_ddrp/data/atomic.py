@@ -1,17 +1,16 @@
-"""Outputs that exist whole or not at all: files and folders, written under a name of their own, synced, then renamed.
+"""Outputs that exist whole or not at all, and sums that show whether a file has changed.
 
-The name is `.NAME.TOKEN.tmp`, in the output's folder. Half of the token is random, the other half is the sum of NAME
-and the random half, so a name with the right sum is ours. Its writer holds a lock on it, which the system frees when
-the process ends: a second writer of the same output gets one line, and the next writer removes what a killed one left.
-Nothing else is ever deleted. An output behind symbolic links is replaced where it lies; the links stay.
+A file or folder is written under a name of its own, synced, then renamed. The name is `.NAME.TOKEN.tmp`, in the
+output's folder. Half of the token is random, the other half is the sum of NAME and the random half, so a name with the
+right sum is ours. Its writer holds a lock on it, which the system frees when the process ends: a second writer of the
+same output gets one line, and the next writer removes what a killed one left. Nothing else is ever deleted. An output
+behind symbolic links is replaced where it lies; the links stay.
 
-Sums that show whether a file has changed: CRC-32 of objects and files, SHA-256 of datasets.
+Sums are CRC-32, which detects flipped, missing and zeroed bytes and costs about a second per gigabyte, and SHA-256:
 
     object   {…, "crc32": sum}: the sum covers the other keys, as JSON with sorted keys and without spaces
     file     {"bytes": …, "crc32": …}, kept in another file
     dataset  SHA-256 in hexadecimal, kept in the manifest
-
-CRC-32 detects flipped, missing and zeroed bytes, and costs about a second per gigabyte.
 """
 
 from __future__ import annotations

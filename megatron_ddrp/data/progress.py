@@ -1,7 +1,4 @@
-"""The progress bar of every command.
-
-Work done ahead of its use by threads or processes, with the results in the order of the work.
-"""
+"""The progress bar of every command, and work done ahead of its use by threads or processes, with results in order."""
 
 from __future__ import annotations
 

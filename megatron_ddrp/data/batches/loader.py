@@ -1,35 +1,7 @@
-"""Micro-batches from one corpus or several, in an order that a resumed run continues.
+"""Micro-batches from one corpus or several, as a pure function of the number of consumed samples.
 
-Several corpora as one endless stream, addressed by position, whose every prefix follows the weights.
-
-`--data-path 0.7 A 0.3 B`: of the first p samples of the stream, corpus c gives ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and c.
-This is the chairman assignment problem (Tijdeman, 1980). Earliest deadline first over the allowed slots of each corpus'
-j-th sample solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule (the corpus with the largest
-deficit comes next) is similar but has no bound. Integer weights give a pattern that repeats after their sum, so a
-position needs one look-up in one period: nothing is stored per sample, and a run can resume anywhere.
-
-Each corpus has its own epochs, each in a new order. Without weights the corpora count as one: an epoch is all their
-samples in one common order, as if the files had been merged.
-
-Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and takes no time.
-
-Training reads an endless stream: epoch after epoch of the samples of one corpus or of a blend, each epoch
-in its own order. Position p of the stream gives an epoch and a sample, and these give the masks; nothing is stored. A
-global batch is `global_batch_size` consecutive positions: the same samples with the same masks for
-every number of ranks, micro-batch size and resume point.
-
-Within the global batch the samples are sorted by length and distributed so that all ranks have rows of similar length
-at the same time. Each micro-batch is cut to its longest row. Order and cut do not matter: the losses are sums over the
-global batch, divided by its counts.
-
-With packing the same samples share rows, and the rows are distributed instead. Ranks and steps need a fixed number of
-micro-batches, so the micro-batches become smaller: `micro_batch_size` samples lie in fewer rows on average.
-
-Rows may grow longer and the masking rate may change during a run: `reader_at` returns the reader of a step. Positions
-are counted across phases; each phase has its own order over its own samples.
-
-Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation and,
-under `VALIDATION_SEED`, in every run.
+So resuming is exact and takes no time. `Blend` orders the samples of the corpora, `SampleReader` reads and masks them,
+and `BatchLoader` gives each rank its micro-batches.
 """
 
 from __future__ import annotations
@@ -71,6 +43,16 @@ class BlendWords(NamedTuple):
 
 class Blend:
     """Samples of several corpora, numbered one corpus after the other, and the order in which a run visits them.
+
+    The order is an endless stream, addressed by position, whose every prefix follows the weights. `--data-path 0.7 A
+    0.3 B`: of the first p samples of the stream, corpus c gives ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and c. This is the
+    chairman assignment problem (Tijdeman, 1980). Earliest deadline first over the allowed slots of each corpus' j-th
+    sample solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule (the corpus with the largest deficit
+    comes next) is similar but has no bound. Integer weights give a pattern that repeats after their sum, so a position
+    needs one look-up in one period: nothing is stored per sample, and a run can resume anywhere.
+
+    Each corpus has its own epochs, each in a new order. Without weights the corpora count as one: an epoch is all their
+    samples in one common order, as if the files had been merged.
 
     Attributes:
         parts: the corpora.
@@ -337,7 +319,23 @@ ReaderAt = Callable[[int], SampleReader]
 class BatchLoader:
     """Loader whose `step(consumed_samples)` returns this rank's micro-batches of the global batch that starts there.
 
-    `reader` is that of the last step; `reader_at` returns each step's reader, by default `reader`.
+    Training reads an endless stream: epoch after epoch of the samples of one corpus or of a blend, each epoch in its
+    own order. Position p of the stream gives an epoch and a sample, and these give the masks; nothing is stored. A
+    global batch is `global_batch_size` consecutive positions: the same samples with the same masks for every number of
+    ranks, micro-batch size and resume point.
+
+    Within the global batch the samples are sorted by length and distributed so that all ranks have rows of similar
+    length at the same time. Each micro-batch is cut to its longest row. Order and cut do not matter: the losses are
+    sums over the global batch, divided by its counts. With packing the same samples share rows, and the rows are
+    distributed instead. Ranks and steps need a fixed number of micro-batches, so the micro-batches become smaller:
+    `micro_batch_size` samples lie in fewer rows on average.
+
+    Rows may grow longer and the masking rate may change during a run: `reader_at` returns the reader of each step, by
+    default `reader`, which is that of the last step. Positions are counted across phases; each phase has its own order
+    over its own samples.
+
+    In validation `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation
+    and, under `VALIDATION_SEED`, in every run.
     """
 
     def __init__(

@@ -1,27 +1,12 @@
-"""Masks: which words are masked as one, which of them are drawn, and what stands in their place.
+"""Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
 
-Units of masking: which neighbouring words are masked as one.
-
-A masking is a class with a few facts and, if its units join words, a function that gives their lengths. The masker
-(`masking.py`) does all else: words, order, budget, replacements, resuming and layouts.
-
-Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
-
-A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
-- `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
-  pieces is split, each piece its own unit. In vocabularies that mark the ends of words, a word starts after an end.
-- `token`: each piece is a unit.
-- `ngram`: units are runs of one to three neighbouring words, p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942;
-  SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops
-  overlapping ones; here the whole row is first cut into runs of random lengths, from its start, so that runs never
-  overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single. A run
-  that alone exceeds the budget is shortened, word by word. Units of plug-ins are cut in the same way.
-
-Units are visited in random order. A unit is taken if it fits into the rest of the budget
-`max(1, round(mask_prob · n))`, otherwise it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random
-ordinary piece (10 %) or kept (10 %), drawn separately for each piece, unless the masking draws once for each unit.
+A row holds one sample. Its n ordinary tokens fall into units: the words or pieces that `--masking` masks as one. Units
+are visited in random order. A unit is taken if it fits into the rest of the budget `max(1, round(mask_prob · n))`,
+otherwise it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10
+%), drawn separately for each piece, unless the masking draws once for each unit.
 
 The papers leave open:
+
 - If no unit fits (a short row of multi-piece words), the first unit in random order is taken: at least one word is
   always predicted, and a word is never masked in part.
 - A continuation piece without its start (a row that begins inside a word) starts a unit.
@@ -48,7 +33,10 @@ from megatron_ddrp.errors import UserError
 
 
 class Masking:
-    """Base of maskings. Instances hold no state."""
+    """Base of maskings: a few facts and, if its units join words, a function that gives their lengths.
+
+    `Masker` does all else: words, order, budget, replacements, resuming and layouts. Instances hold no state.
+    """
 
     keeps_words: ClassVar[bool] = True
     """False if each piece is a word of its own."""
@@ -68,7 +56,11 @@ class Masking:
 
 
 class WholeWord(Masking):
-    """Single words."""
+    """Single words: a unit is a word, the piece that starts it and the pieces that continue it.
+
+    A word of more than four pieces is split, each piece its own unit. In vocabularies that mark the ends of words, a
+    word starts after an end.
+    """
 
 
 class Token(Masking):
@@ -78,7 +70,13 @@ class Token(Masking):
 
 
 class Ngram(Masking):
-    """Runs of one to three words with p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942)."""
+    """Runs of one to three neighbouring words with p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942).
+
+    SpanBERT draws geometric lengths up to ten. ALBERT draws places and lengths one after the other and drops
+    overlapping ones; here the whole row is first cut into runs of random lengths, from its start, so that runs never
+    overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single. A
+    run that alone exceeds the budget is shortened, word by word. Units of plug-ins are cut in the same way.
+    """
 
     longest = 3
 

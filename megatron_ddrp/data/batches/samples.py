@@ -1,26 +1,7 @@
-"""Samples from documents, and rows that hold one sample or several.
+"""Training samples as an index over documents (section 4.3 of the paper), and rows that hold one sample or several.
 
-Training samples as an index over documents: sample i is some tokens of one document (section 4.3 of the paper).
-
-A sample comes from one document; a longer document gives consecutive pieces of at most `seq_length - 2` tokens, which
-leaves room for [CLS] and [SEP]. Samples are not filled from the next document and not shortened at random. The last
-piece of a document may be short. It is kept: dropping it would lose text, and the loader sorts by length, so it costs
-little.
-
-The index keeps running totals before every 64th document: 3/8 byte per document and nothing per sample. Between two of
-them the samples are counted from the dataset's own index on demand, and must add up to the totals; an index that was
-damaged after the totals were made is refused. The totals belong to a whole dataset and a sequence length, so training
-and validation share them. Every start makes them anew, in about two seconds for 10⁸ documents.
-
-Packing: the samples of a global batch in few full rows, with several documents side by side in a row.
-
-A row of one short document is mostly padding. Packing does not change the tokens and masks of the samples of a global
-batch, only their places. Each document of a row has its own number in `document_ids`, which limits attention, and its
-own positions from 0. So losses and gradients equal those of one document per row, to rounding.
-
-Rows are filled by best fit, longest sample first (best-fit decreasing; Johnson et al., SIAM J. Comput. 1974: at most
-11/9 of the fewest possible rows, plus a constant). Short documents fill the rows almost completely. The layout depends
-only on the lengths, so all ranks find the same one.
+Sample i is some tokens of one document. `SampleIndex` finds it; `pack_rows` and `join_samples` put several samples side
+by side in a row.
 """
 
 from __future__ import annotations
@@ -55,6 +36,16 @@ class NoSample(UserError):
 
 class SampleIndex:
     """Samples of the documents `[low, high)` of a dataset.
+
+    A sample comes from one document; a longer document gives consecutive pieces of at most `seq_length - 2` tokens,
+    which leaves room for [CLS] and [SEP]. Samples are not filled from the next document and not shortened at random.
+    The last piece of a document may be short. It is kept: dropping it would lose text, and the loader sorts by length,
+    so it costs little.
+
+    The index keeps running totals before every 64th document: 3/8 byte per document and nothing per sample. Between two
+    of them the samples are counted from the dataset's own index on demand, and must add up to the totals; an index that
+    was damaged after the totals were made is refused. The totals belong to a whole dataset and a sequence length, so
+    training and validation share them. Every start makes them anew, in about two seconds for 10⁸ documents.
 
     Raises `UserError` if no document is long enough.
 
@@ -248,6 +239,13 @@ Row = list[int]
 def pack_rows(lengths: Ints, row_length: int, min_rows: int = 1) -> list[Row]:
     """Return rows of at most `row_length` tokens for samples of `lengths` `[samples]`, emptiest row first.
 
+    A row of one short document is mostly padding. Packing does not change the tokens and masks of the samples of a
+    global batch, only their places, so losses and gradients equal those of one document per row, to rounding.
+
+    Rows are filled by best fit, longest sample first (best-fit decreasing; Johnson et al., SIAM J. Comput. 1974: at
+    most 11/9 of the fewest possible rows, plus a constant). Short documents fill the rows almost completely. The layout
+    depends only on the lengths, so all ranks find the same one.
+
     There are at least `min_rows` rows, none of them empty, because every micro-batch of every rank needs one;
     `min_rows` is at most the number of samples.
     """
@@ -308,7 +306,7 @@ def join_samples(samples: Batch, documents: Ints, row_length: int, pad_id: int) 
     """Return rows of several documents from rows of one document: `[samples, seq]` → `[rows, row_length]`.
 
     `documents` `[rows]` is the number of samples per row, taken in order. They get the document ids 1, 2, … of their
-    row; positions and all other fields move with their tokens.
+    row, which limit attention, and keep their own positions from 0; all other fields move with their tokens.
     """
     assert documents.sum() == len(samples.input_ids), (documents.sum(), len(samples.input_ids))
     valid = samples.document_ids > 0  # [samples, seq]

@@ -1,28 +1,6 @@
-"""Counts of words and pieces of a corpus: rare words for notes, and the unigram level.
+"""Counts of words and pieces of a corpus: rare words for Taking Notes on the Fly, and the unigram level of a text.
 
-Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466), and their places in a batch.
-
-A word is the piece that starts it and the pieces that continue it, as in whole-word masking, in every vocabulary;
-single pieces are not counted. A special piece, such as [UNK], belongs to no word and ends the word before it. Words are
-identified by a 64-bit hash of their pieces, so a look-up is a binary search.
-
-A word that a sample's end cuts in two is not found: its first half may be another word.
-
-The counting pass of Taking Notes on the Fly: the number of occurrences of each word in the training text.
-
-The pass reads the token ids in memory-mapped chunks and takes about 40 bytes per different word, for any length of
-text. The result is cached beside the data, in a file whose name has a fingerprint of the data, the tokenizer and the
-bounds. The first process that needs it counts, under a lock; the others wait for its file. The arrays of a .npz file
-carry sums, one of them is the file's name, and equal words give equal bytes: a damaged or foreign file is made again.
-
-Frequencies of pieces: the unigram level of a text, and whether the validation text is of the same kind as the rest.
-
-The unigram level is the loss of a model that knows these frequencies and nothing else (`run/metrics.py`). `--split`
-divides documents in order, so the validation text may be of another kind than the training text, or a part of it.
-The shift of a text is how much worse, in nats per piece, the training text's piece frequencies predict it than its own
-do: an estimate of the Kullback-Leibler divergence of the two unigram distributions. Stretches of the training text, as
-long as the validation text, show which shift is usual: 0.01 for articles of an encyclopedia, 0.1 for a few novels.
-Novels after an encyclopedia have 0.5.
+Frequencies of pieces also show whether the validation text is of the same kind as the training text.
 """
 
 from __future__ import annotations
@@ -59,7 +37,11 @@ from megatron_ddrp.foreign import reading
 
 @dataclass(frozen=True)
 class RareWords:
-    """Rare words of a corpus. Word number i, from 1, has row i − 1 in every table; 0 means no word."""
+    """Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466).
+
+    Word number i, from 1, has row i − 1 in every table; 0 means no word. Words are identified by a 64-bit hash of their
+    pieces, so a look-up is a binary search.
+    """
 
     hashes: Hashes
     """Hashes `[words]`, ascending."""
@@ -90,8 +72,10 @@ class RareWords:
 class WordFinder:
     """Finder of whole words in rows of piece ids.
 
-    The tokenizer's special pieces are in no word. Its `word_ends` are False everywhere in a vocabulary that does not
-    mark the ends of words.
+    A word is the piece that starts it and the pieces that continue it, as in whole-word masking, in every vocabulary;
+    it may be a single piece. The tokenizer's special pieces, such as [UNK], are in no word and end the word before
+    them. A word that a sample's end cuts in two is not found: its first half may be another word. The tokenizer's
+    `word_ends` are False everywhere in a vocabulary that does not mark the ends of words.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -225,7 +209,8 @@ def count_rare_words(
 ) -> RareWords:
     """Return the words that occur at least `bounds[0]` and at most `bounds[1]` times in all parts together.
 
-    Calls `advance` with the number of tokens read since the last call. Raises `UserError` for an id outside the
+    The pass reads the token ids in memory-mapped chunks and takes about 40 bytes per different word, for any length of
+    text. Calls `advance` with the number of tokens read since the last call. Raises `UserError` for an id outside the
     vocabulary.
     """
     single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, the most frequent kind, are counted by it
@@ -291,9 +276,12 @@ def open_rare_words(
 ) -> tuple[RareWords, str]:
     """Return (the rare words of a corpus, one line about them), read from the cache, or counted and cached.
 
-    The cache lies in `folder`, by default beside the first dataset. If that folder cannot be written to, the words are
-    counted at every start. A damaged cache is made again, with a line on standard error. Without `keep` nothing is
-    written. Raises `UserError` for a named `folder` that cannot be written to, and if no word lies in the bounds.
+    The cache lies in `folder`, by default beside the first dataset; its name has a fingerprint of the data, the
+    tokenizer and the bounds. The first process that needs it counts, under a lock; the others wait for its file. The
+    arrays of the .npz file carry sums, one array is the file's name, and equal words give equal bytes: a damaged or
+    foreign file is made again, with a line on standard error. If the folder cannot be written to, the words are counted
+    at every start. Without `keep` nothing is written. Raises `UserError` for a named `folder` that cannot be written
+    to, and if no word lies in the bounds.
     """
     index = dataset_path(parts[0][0].prefix, ".idx")
     path = Path(folder or index.parent) / f"{index.stem}.{_fingerprint(parts, tokenizer, bounds)}.words.npz"
@@ -403,10 +391,11 @@ Inputs = dict[tuple[str, Any], str]
 
 
 def unigram_loss(samples: Blend, never_predicted: ArrayLike, seq_length: int) -> float:
-    """Return the entropy in nats of the pieces of some samples, read in the shares in which training reads its corpora.
+    """Return the unigram level of a text: the entropy in nats of its pieces.
 
-    The ids in `never_predicted` do not count. No sample is longer than `seq_length`. The samples are the same for every
-    `--seed`, and are as many as have `MOST_TOKENS` tokens.
+    It is the loss of a model that knows the frequencies of pieces and nothing else (`run/metrics.py`). Samples are read
+    in the shares in which training reads its corpora. The ids in `never_predicted` do not count. No sample is longer
+    than `seq_length`. The samples are the same for every `--seed`, and are as many as have `MOST_TOKENS` tokens.
     """
     read: list[np.ndarray] = []
     step = max(1, MOST_TOKENS // seq_length)
@@ -424,7 +413,11 @@ def entropy(counts: Ints) -> float:
 
 
 def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
-    """Return a line for the user if the validation part of a dataset is of another kind than its training part."""
+    """Return a line for the user if the validation part of a dataset is of another kind than its training part.
+
+    `--split` divides documents in order, so the validation text may be of another kind than the training text, or a
+    part of it.
+    """
     if min(len(training), validation.num_documents - validation.num_dropped_documents) < MIN_DOCUMENTS:
         return None
     shift = shift_of(validation, 0, len(validation), training)
@@ -503,7 +496,11 @@ def _inputs(dataset: IndexedDataset) -> Inputs:
 
 
 def usual_shift(training: SampleIndex, length: int) -> float:
-    """Return the median shift of stretches of the training text, each of `length` samples if there are enough."""
+    """Return the median shift of stretches of the training text, each of `length` samples if there are enough.
+
+    It shows which shift is usual for a text as long as the validation text: 0.01 for articles of an encyclopedia, 0.1
+    for a few novels. Novels after an encyclopedia have 0.5.
+    """
     length = min(length, len(training) // STRETCHES)
     begins = np.linspace(0, len(training) - length, STRETCHES).astype(int).tolist()
     return float(np.median([shift_of(training, begin, begin + length, training) for begin in begins]))
@@ -525,8 +522,9 @@ def shift_of(text: SampleIndex, begin: int, end: int, training: SampleIndex) -> 
 def unigram_shift(predicted: Ints, own: Ints, other: Ints) -> float:
     """Return how much worse piece frequencies of `other` predict `predicted` than those of `own` do, in nats per piece.
 
-    All are ids of pieces, `[n]` each. A frequency is a count plus one. The longer of `own` and `other` is thinned
-    first, so that both know equally many pieces.
+    This estimates the Kullback-Leibler divergence of the two unigram distributions. All are ids of pieces, `[n]` each.
+    A frequency is a count plus one. The longer of `own` and `other` is thinned first, so that both know equally many
+    pieces.
     """
     shorter = min(len(own), len(other))
     own, other = (ids[_spread(0, len(ids), shorter)] for ids in (own, other))

@@ -1,15 +1,11 @@
 """The index of a token dataset in Megatron's format, version 1: read through a memory map, written as a stream.
 
-    PREFIX.idx   b"MMIDIDX\0\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
+    PREFIX.idx   b"MMIDIDX\\0\\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
                  | int32 size of each sequence, in tokens | int64 byte offset of each sequence in PREFIX.bin
                  | int64 document indices: document d is the sequences [indices[d], indices[d + 1])
 
 Opening takes constant time, writing constant memory. Opening checks the header against the file's size, and both ends
 of every list. The other numbers are checked on use (`IndexedDataset`), and all at once by `verification.verify`.
-
-Faults inside an index, in words: negative sizes, sequences with gaps or overlaps, documents out of order.
-
-Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -218,7 +214,11 @@ MOST_LISTED = 10
 
 
 def index_faults(index: DatasetIndex) -> Iterator[str]:
-    """Read a whole index and yield one line per fault; its header must fit the file."""
+    """Read a whole index and yield one line per fault; its header must fit the file.
+
+    Faults are negative sizes, sequences with gaps or overlaps, and documents out of order. Memory does not grow with
+    the dataset.
+    """
     sizes, pointers, indices, width = index.sizes, index.pointers, index.document_indices, index.dtype.itemsize
 
     def gap(i: int) -> str:

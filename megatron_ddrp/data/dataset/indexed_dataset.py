@@ -1,28 +1,11 @@
-"""A dataset: Megatron's two files, their manifest, and the traces of one that is not finished.
-
-PREFIX.json, the manifest of a dataset: counts, the tokenizer, SHA-256 of both files, and its own checksum.
-
-It gives the tokenizer back as flags: `--tokenizer-type`, and the vocabulary where it still lies. The path of the
-vocabulary is relative to the folder of the dataset, so that a tree of both can be moved or copied as a whole, and equal
-runs give equal manifests.
-
-Datasets being written: in PREFIX.unfinished/, until they are complete and appear under their names, the index last.
-
-A kill or a power cut at any moment leaves either no dataset or the whole one. What is left of an unfinished one is
-removed by the next command. A complete one, marked by a file in the folder, gets its names from the next command, which
-then has nothing more to do if it is the same one. A folder with any other file is refused.
-
-Token sequences on disk in Megatron's indexed format, read through a memory map.
+"""A dataset on disk: Megatron's two files, our manifest, and the folder of a dataset that is not finished.
 
     PREFIX.bin   the token ids of all sequences, one after another, little-endian
     PREFIX.idx   the begin of each sequence and document (dataset_index.py)
-    PREFIX.json  the manifest (ours): counts, the tokenizer's fingerprint, SHA-256 of both files; absent for datasets
-                 that other programs wrote
+    PREFIX.json  the manifest (ours): counts, the tokenizer, SHA-256 of both files, and its own checksum; absent for
+                 datasets that other programs wrote
 
-The memory of an open dataset does not grow with its size. The reader refuses, in one line, a header that does not fit
-the files' sizes, and a sequence that does not lie inside `PREFIX.bin` or does not end at the begin of the next one. It
-cannot detect an id that changed into another id, nor a document border that moved from one sequence to another: only
-the SHA-256 in the manifest does (`verification.py`, `--verify-data`).
+`UnfinishedDatasets` writes the files, and `IndexedDataset` reads the first two through a memory map.
 """
 
 from __future__ import annotations
@@ -124,7 +107,10 @@ MOST_LINKS = 40
 
 
 class TokenizerFlags(NamedTuple):
-    """Values of the three flags that name a tokenizer; None for a flag that is not given."""
+    """Values of the three flags that name a tokenizer; None for a flag that is not given.
+
+    The manifest of a dataset gives them back: `--tokenizer-type`, and the vocabulary where it still lies.
+    """
 
     tokenizer_type: str | None = None
     vocab_file: str | None = None
@@ -160,9 +146,10 @@ class TokenizerFlags(NamedTuple):
 
 
 def relative_path(path: AnyPath, prefix: AnyPath) -> str:
-    """Return a vocabulary's path as the manifest of `prefix` records it.
+    """Return a vocabulary's path as the manifest of `prefix` records it: relative to the folder of the dataset.
 
-    Its folder is resolved and its name is kept: where the name is a link, the settings of the vocabulary lie beside it.
+    So a tree of both can be moved or copied as a whole, and equal runs give equal manifests. The vocabulary's folder is
+    resolved and its name is kept: where the name is a link, the settings of the vocabulary lie beside it.
     """
     folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
     has_name = name not in ("", os.curdir, os.pardir)
@@ -250,6 +237,12 @@ NOTHING = np.empty(0, SIZE)
 
 class UnfinishedDatasets:
     """Growing files of some datasets; a context manager. Without `publish`, everything written is removed.
+
+    The files lie in PREFIX.unfinished/ until they are complete and appear under their names, the index last. A kill or
+    a power cut at any moment leaves either no dataset or the whole one. What is left of an unfinished one is removed by
+    the next command. A complete one, marked by a file in the folder, gets its names from the next command; a merge or a
+    shuffle then has nothing more to do if it is the same one, and preprocessing makes it again. A folder with any other
+    file is refused.
 
     Attributes:
         dtype: type of the ids.
@@ -391,8 +384,13 @@ CHUNK_TOKENS = 1 << 22
 class IndexedDataset(DatasetIndex):
     """Dataset whose item `dataset[i]` is sequence i, a read-only numpy view `[size]` of the memory map of `PREFIX.bin`.
 
-    It has the lists of `DatasetIndex`. Raises `UserError` if a file is missing, truncated or not in this format, and on
-    access to a sequence that does not lie inside `PREFIX.bin`. It is pickled as its prefix.
+    It has the lists of `DatasetIndex`. The memory of an open dataset does not grow with its size. It is pickled as its
+    prefix.
+
+    Raises `UserError` if a file is missing or not in this format, for a header that does not fit the files' sizes, and
+    on access to a sequence that does not lie inside `PREFIX.bin` or does not end at the begin of the next one. It
+    cannot detect an id that changed into another id, nor a document border that moved from one sequence to another:
+    only the SHA-256 in the manifest does (`verification.py`, `--verify-data`).
 
     Attributes:
         sample_totals: row length → totals of the sample index (`batches/samples.py`), once they have been asked for.

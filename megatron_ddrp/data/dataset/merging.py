@@ -1,11 +1,6 @@
-"""Merging of indexed datasets into one, as a stream: documents in the order of the inputs, the widest id type.
+"""Indexed datasets made from others, as a stream: several merged into one, and one shuffled.
 
-Shuffling of an indexed dataset: documents in a random order, so that `--split` divides each kind of text alike.
-
-Parts of one partitioned run (`preprocess --partition I/N`): known by their manifests, complete, and in order.
-
-A merge of all parts gives the bytes of one run over the whole input. So a missing, repeated or foreign part is an
-error, and so are parts between which an input file changed.
+The parts of one partitioned run (`preprocess --partition I/N`) are known by their manifests.
 """
 
 from __future__ import annotations
@@ -46,11 +41,11 @@ def merge(
 ) -> IndexedDataset:
     """Write the documents of all inputs, one input after another, as one dataset, which gets its name when complete.
 
-    The parts of a partitioned run are put in order and give the bytes of one run over the whole input.
-    Where every input has a manifest the output has one too. Calls `advance` with the bytes of .bin read since the last
-    call. Raises `UserError` for damaged inputs, also for those that differ from the SHA-256 in their manifest, for
-    inputs of different tokenizers or of which only some have --append-eod, for an input that is given twice, for parts
-    that are not one whole run, and for an output that exists.
+    It has the widest id type of the inputs. The parts of a partitioned run are put in order and give the bytes of one
+    run over the whole input. Where every input has a manifest the output has one too. Calls `advance` with the bytes of
+    .bin read since the last call. Raises `UserError` for damaged inputs, also for those that differ from the SHA-256 in
+    their manifest, for inputs of different tokenizers or of which only some have --append-eod, for an input that is
+    given twice, for parts that are not one whole run, and for an output that exists.
     """
     output_prefix = os.fspath(dataset_path(output_prefix, ""))
     folder, job = f"{output_prefix}.unfinished", _job("merge", list(prefixes), prefixes, output_prefix)
@@ -168,9 +163,9 @@ def shuffle(
 ) -> IndexedDataset:
     """Write the documents of a dataset in an order that `seed` decides, as a dataset that gets its name when complete.
 
-    The sequences of a document stay together and in order. Calls `advance` with the bytes of .bin read since the last
-    call; where there is a manifest they are read twice, first for their SHA-256. Raises `UserError` for a damaged
-    dataset and for an output that exists.
+    `--split` then divides each kind of text alike. The sequences of a document stay together and in order. Calls
+    `advance` with the bytes of .bin read since the last call; where there is a manifest they are read twice, first for
+    their SHA-256. Raises `UserError` for a damaged dataset and for an output that exists.
     """
     output_prefix = os.fspath(dataset_path(output_prefix, ""))
     folder, job = f"{output_prefix}.unfinished", _job("shuffle", [prefix, seed], [prefix], output_prefix)

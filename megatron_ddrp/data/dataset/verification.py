@@ -1,16 +1,6 @@
-"""Summary of a dataset, and the check that its files are whole.
+"""Summary of an indexed dataset, and checks that its files are whole and belong to a tokenizer.
 
-Summary of an indexed dataset: counts, lengths of its documents, and its first documents.
-
-The histogram of lengths has powers of two as borders, and quantiles are exact below `LONGEST_COUNTED` tokens. Memory
-does not grow with the dataset.
-
-All faults of an indexed dataset, in words: those that would stop a reader, and those that a reader cannot detect.
-
-The index is checked alone (dataset_index.py), then against the .bin; then both against the manifest: counts,
-tokenizer, SHA-256. Ids are checked against the vocabulary. Without a SHA-256 in a manifest two faults cannot be
-detected: an id that changed into another valid id, and a border between two documents that moved without crossing
-another. Memory does not grow with the dataset.
+Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -110,7 +100,10 @@ class DatasetSummary:
 
 
 def summarize(dataset: IndexedDataset) -> DatasetSummary:
-    """Count the documents of a dataset by their lengths."""
+    """Count the documents of a dataset by their lengths.
+
+    The histogram of lengths has powers of two as borders, and quantiles are exact below `LONGEST_COUNTED` tokens.
+    """
     counts = np.zeros(LONGEST_COUNTED + 1, np.int64)  # documents of each length, the last entry and beyond
     bins = np.zeros(64, np.int64)  # documents of 0, 1, 2–3, 4–7, … tokens
     shortest, longest = np.iinfo(np.int64).max, 0
@@ -167,9 +160,13 @@ def first_documents(
 def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance = silent) -> Iterator[str]:
     """Yield one line per fault of a dataset: file, place, value found and value expected.
 
-    Ids are checked against `tokenizer`, otherwise against the number of pieces in the manifest, otherwise only for
-    being negative. Calls `advance` with the bytes of the .bin read since the last call. Raises `UserError` if there is
-    no index.
+    These are the faults that would stop a reader, and those that a reader cannot detect. The index is checked alone
+    (dataset_index.py), then against the .bin; then both against the manifest: counts, tokenizer, SHA-256. Ids are
+    checked against `tokenizer`, otherwise against the number of pieces in the manifest, otherwise only for being
+    negative. Without a SHA-256 in a manifest two faults cannot be detected: an id that changed into another valid id,
+    and a border between two documents that moved without crossing another.
+
+    Calls `advance` with the bytes of the .bin read since the last call. Raises `UserError` if there is no index.
     """
     index_path, bin_path, manifest_path = (dataset_path(prefix, suffix) for suffix in (".idx", ".bin", ".json"))
     size = file_size(index_path)

@@ -1,23 +1,11 @@
-"""Documents cut from files, and the part of them that one of several commands takes.
+"""Documents of files of JSON lines, plain text, WikiExtractor or tables, and the part of them that one command takes.
 
-Documents from files of JSON lines, plain text, WikiExtractor or Parquet; errors name file and line.
-
-Cutting and parsing are two steps, so that one process can read and many can parse:
+Errors name file and line. Cutting and parsing are two steps, so that one process can read and many can parse:
 
     iter_chunks(opened, …)   → Chunk: about a megabyte of whole records, not parsed
     parse_chunk(chunk, …)    → the documents' texts, and the records that cannot be read (records.py)
     iter_documents(names, …) → both in one process
     record_start(file, byte) → where the first record at or behind a byte begins, to read a range of a file
-
-Text columns of Parquet files, read by pyarrow (an optional dependency) a few rows at a time to save memory.
-
-Part I of N of the input: decided from the sizes of all files, by each machine on its own.
-
-The files stand end to end, S bytes in all, and part I owns the bytes from S(I − 1)/N to S·I/N. A document that crosses
-the border belongs to the part in which it begins, as in Hadoop's text splits: a part reads behind its last byte until
-the document ends, and skips to the first document that begins in its range. A packed or Parquet file cannot be entered
-in the middle, so the whole of it belongs to the part that owns its first byte. Both sides of a border compute it by
-the same function (`record_start`), so no document is lost or read twice.
 """
 
 from __future__ import annotations
@@ -249,6 +237,13 @@ def parse_partition(text: str) -> Partition:
 
 def own_files(files: Sequence[InputFile], partition: Partition) -> list[InputFile]:
     """Return the files, and ranges of files, that belong to a part, in order; none where it owns no document.
+
+    Each machine decides this on its own, from the sizes of all files. The files stand end to end, S bytes in all, and
+    part I of N owns the bytes from S(I − 1)/N to S·I/N. A document that crosses the border belongs to the part in which
+    it begins, as in Hadoop's text splits: a part reads behind its last byte until the document ends, and skips to the
+    first document that begins in its range. A packed file or a table cannot be entered in the middle, so the whole of
+    it belongs to the part that owns its first byte. Both sides of a border compute it by the same function
+    (`record_start`), so no document is lost or read twice.
 
     Raises `UserError` for standard input and pipes, whose size nobody knows.
     """

@@ -1,16 +1,11 @@
 """Input of preprocessing: files, folders, pipes and texts from Python, plain or compressed, as streams of bytes.
 
-Files as byte streams, hashed and unpacked: gzip, xz, bzip2 and Zstandard by one reader of any number of streams.
+    find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
+    OpenInput(file)                             → uncompressed bytes; the SHA-256 of the file as stored on the disk
 
-A file is read whole or refused. A later stream that is damaged or cut off, and bytes that belong to no stream, are
-errors, although Python's `lzma.LZMAFile` and `bz2.BZ2File` end there without a word.
-
-Texts of a Python program as an input file: JSON lines, made while they are read. No text is stored.
-
-The files of `--input`: names, folders and patterns in a fixed order; files are uncompressed and hashed while read.
-
-find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
-OpenInput(file)                             → uncompressed bytes; the SHA-256 of the file as stored on the disk
+One reader unpacks gzip, xz, bzip2 and Zstandard, with any number of streams in a file. A file is read whole or refused.
+A later stream that is damaged or cut off, and bytes that belong to no stream, are errors, although Python's
+`lzma.LZMAFile` and `bz2.BZ2File` end there without a word.
 """
 
 from __future__ import annotations
@@ -174,8 +169,9 @@ TEXTS: dict[str, HashedStream] = {}
 def texts_as_file(texts: Iterable[Any], keys: Sequence[str]) -> Iterator[str]:
     """Yield the path of a file, to be read once in this process, with the texts as JSON lines.
 
-    A text is a string, for the only key, or a row: a mapping with a string for every key, as `datasets.Dataset` gives.
-    An error of the texts ends the reading and reaches the caller as it is.
+    The lines are made while they are read, and no text is stored. A text is a string, for the only key, or a row: a
+    mapping with a string for every key, as `datasets.Dataset` gives. An error of the texts ends the reading and reaches
+    the caller as it is.
 
     Raises:
         UserError: `texts` is no list or a table, or a text is neither a string nor a row with the keys.

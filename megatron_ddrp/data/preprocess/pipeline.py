@@ -1,22 +1,9 @@
-"""Preprocessing: chunks of text become token ids in worker processes, in the order of the input.
-
-Signals that stop a command: SIGTERM acts like Ctrl-C.
-
-The work of preprocessing on one chunk of the input: parse, split into sentences, tokenize.
-
-Sentences of a text by NLTK's Punkt (Kiss and Strunk, 2006). NLTK is imported only for `--split-sentences`.
-
-Punkt uses its trained English parameters if they are installed (`punkt_tab`), otherwise its untrained defaults; nothing
-is downloaded. The boundaries are NLTK's own, found in the text before any lower-casing.
-
-Estimate of what preprocessing will write: the beginnings of some input files are tokenized; nothing is written.
-
-Text files → Megatron indexed datasets: one reader, many tokenizing processes, one writer.
+"""Preprocessing: text files → Megatron indexed datasets, by one reader, many tokenizing processes and one writer.
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
-processes parse and tokenize (progress.py). So the output's bytes depend neither on the number of workers nor on time.
-The dataset appears whole or not at all. All documents are stored, however short, without special tokens
-([CLS] and [SEP] are added to samples).
+processes parse, split into sentences and tokenize (progress.py). So the output's bytes depend neither on the number of
+workers nor on time. The dataset appears whole or not at all. All documents are stored, however short, without special
+tokens ([CLS] and [SEP] are added to samples).
 """
 
 from __future__ import annotations
@@ -69,7 +56,7 @@ TERMINATED = 143
 
 
 def exit_on_sigterm() -> None:
-    """Turn SIGTERM into `SystemExit`, so that `with` blocks end and keep or remove their work."""
+    """Turn SIGTERM into `SystemExit`, so that it acts like Ctrl-C: `with` blocks end and keep or remove their work."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
@@ -222,7 +209,12 @@ Splitter = Callable[[str], list[int]]
 
 
 def sentence_splitter() -> tuple[str, Splitter]:
-    """Return (name of the parameters, splitter). Raises `UserError` if NLTK is not installed."""
+    """Return (name of the parameters, splitter) of NLTK's Punkt (Kiss and Strunk, 2006).
+
+    NLTK is imported only for `--split-sentences`. Punkt uses its trained English parameters if they are installed
+    (`punkt_tab`), otherwise its untrained defaults; nothing is downloaded. The boundaries are NLTK's own, found in the
+    text before any lower-casing. Raises `UserError` if NLTK is not installed.
+    """
     need_packages("--split-sentences", "nltk")
     from nltk.tokenize import punkt
 
@@ -323,7 +315,7 @@ class Estimate(PreprocessResult):
 
 
 def estimate(config: PreprocessConfig) -> Estimate:
-    """Tokenize the beginnings of some input files.
+    """Estimate what `preprocess` will write: tokenize the beginnings of some input files, and write nothing.
 
     Raises `UserError` for what `preprocess` would refuse, as far as it is read, and for standard input and pipes.
     """

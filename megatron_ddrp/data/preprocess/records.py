@@ -1,16 +1,9 @@
-"""Documents as rows: JSON lines, Parquet and Arrow tables, parsed chunk by chunk.
-
-Rows of tables: Parquet files, and Arrow files, such as `Dataset.save_to_disk` of Hugging Face writes.
-
-Parsing of a chunk of a file into its documents' texts and its unreadable records, each with the reason.
+"""Records of a chunk of a file: their documents' texts, and those that cannot be read, each with the reason.
 
 A record is a JSON object, alone on its line or in a list or over several lines; the lines between two lines of
-whitespace alone, as in google-research/bert, so that its files of one sentence per line work; the text between
-`<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
-
-A line of plain text may end anywhere, so its line breaks are not part of the text, and many SentencePiece models turn
-them into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
-CSS Text (section 4.1.3). Other formats keep their line breaks: there they separate paragraphs.
+whitespace alone, as in google-research/bert, so that its files of one sentence per line work; the text between `<doc
+…>` and `</doc>` (WikiExtractor); or a row of a table. Tables are Parquet files, and Arrow files, such as
+`Dataset.save_to_disk` of Hugging Face writes.
 """
 
 from __future__ import annotations
@@ -43,8 +36,8 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 def table_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator[tuple[list[Row], float]]:
     """Yield parts of about `part_bytes` bytes: rows, and the fraction of the file read.
 
-    Columns that are missing or hold no strings are faults of every row. Raises `UserError` without pyarrow, and for a
-    damaged file.
+    pyarrow, an optional dependency, reads a few rows at a time to save memory. Columns that are missing or hold no
+    strings are faults of every row. Raises `UserError` without pyarrow, and for a damaged file.
     """
     with _open_arrow(path) if path.lower().endswith(".arrow") else _parquet_batches(path) as (schema, batches):
         import pyarrow
@@ -309,7 +302,12 @@ def _find_paragraphs(lines: list[str]) -> Iterator[Span]:
 
 
 def _read_text(lines: list[str], keys: Sequence[str]) -> Text:
-    """Return the lines of a document as running text. Raises `ValueError` for lines that end in `\\r` alone."""
+    """Return the lines of a document as running text. Raises `ValueError` for lines that end in `\\r` alone.
+
+    A line of plain text may end anywhere, so its line breaks are not part of the text, and many SentencePiece models
+    turn them into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese,
+    Japanese), as in CSS Text (section 4.1.3). Other formats keep their line breaks: there they separate paragraphs.
+    """
     text = "\n".join([line.rstrip("\r") for line in lines])
     if text.count("\r") > len(lines):
         raise ValueError(r"its lines end in \r alone and would be one document; convert them: tr '\r' '\n'")

@@ -1,19 +1,4 @@
-"""The tokenizers of each type, by fast libraries: WordPiece, SentencePiece, and the file of Hugging Face models.
-
-BERT's WordPiece (Devlin et al., arXiv:1810.04805) by the Rust `tokenizers` library, with a cache of words.
-
-Words repeat, and looking a word up is faster than tokenizing it again. The table holds the bytes that a dataset
-stores: a text costs one split, one look-up per word and one join. The split is exact for every Unicode text: space,
-tab, newline and carriage return always separate words, ASCII punctuation marks and ideographs are always separate
-words, and BERT's normalization (clean-up, accents, lower case) never depends on characters across such a point.
-
-SentencePiece models (Kudo and Richardson, arXiv:1808.06226) as pre-training tokenizers.
-
-A model's own control pieces ([CLS] or <s>, [SEP] or </s>, …) take the special roles. Pieces for missing roles are
-appended after the model's pieces, so any model can be used without retraining.
-
-A tokenizer.json of the `tokenizers` library, the file of Hugging Face models, as a pre-training tokenizer.
-"""
+"""The tokenizers of each type, by fast libraries: WordPiece, SentencePiece, and the file of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -70,7 +55,8 @@ CACHED_WORD_LENGTH = 64  # characters; a longer word (a URL) hardly repeats
 class WordPieceTokenizer(Tokenizer):
     """Tokenizer of type `BertWordPieceLowerCase` or `BertWordPieceCase`, from a vocab.txt (one piece per line).
 
-    The id of a piece is its line number, from 0.
+    BERT's WordPiece (Devlin et al., arXiv:1810.04805) by the Rust `tokenizers` library, with a cache of words. The id
+    of a piece is its line number, from 0.
     """
 
     library = "tokenizers"
@@ -113,7 +99,13 @@ class WordPieceTokenizer(Tokenizer):
 
 
 class _WordCache(dict[str, bytes]):
-    """Table of word, as written in the text → ids of its pieces, as bytes."""
+    """Table of word, as written in the text → ids of its pieces, as the bytes that a dataset stores.
+
+    Words repeat, and looking a word up is faster than tokenizing it again: a text costs one split, one look-up per word
+    and one join. The split is exact for every Unicode text: space, tab, newline and carriage return always separate
+    words, ASCII punctuation marks and ideographs are always separate words, and BERT's normalization (clean-up,
+    accents, lower case) never depends on characters across such a point.
+    """
 
     def __init__(self, backend: RustTokenizer, lower: bool, ids: np.ndarray):
         super().__init__()
@@ -180,7 +172,11 @@ _DUMMY_PREFIX = {True: b"\x1a\x02\x18\x01", False: b"\x1a\x02\x18\x00"}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer of type `SentencePiece`, from a .model file."""
+    """Tokenizer of type `SentencePiece` (Kudo and Richardson, arXiv:1808.06226), from a .model file.
+
+    A model's own control pieces ([CLS] or <s>, [SEP] or </s>, …) take the special roles. Pieces for missing roles are
+    appended after the model's pieces, so any model can be used without retraining.
+    """
 
     library = "sentencepiece"
     file_name = "tokenizer.model"
@@ -258,7 +254,7 @@ SPARE_IDS = 2**16
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """`HuggingFace` from a folder with tokenizer.json, or that file itself.
+    """Tokenizer of type `HuggingFace`, from the tokenizer.json of a Hugging Face model: a folder with it, or the file.
 
     The special roles come from `named` (role → piece), otherwise from the settings beside the file, otherwise from the
     pieces that it puts around a text, otherwise from the usual names.

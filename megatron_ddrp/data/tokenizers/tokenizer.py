@@ -1,15 +1,8 @@
-"""The tokenizer of a vocabulary: its text rules, the rows it makes, and its description in files.
+"""The tokenizer of a vocabulary, one interface over WordPiece, SentencePiece and Hugging Face, all from local files.
 
-Rows of a vocabulary's tokenizer: special pieces around one text and between two, with the segment of each piece.
-
-Treatment of text for which a vocabulary has no piece: it is spelled by bytes, becomes [UNK], is dropped or fails.
-
-Marks by which the pieces of a vocabulary tell words apart: at their begins, at their ends, or not at all.
-
-One interface over WordPiece, SentencePiece and Hugging Face tokenizers, all from local files.
-
-Besides ids, a tokenizer knows where words begin (for whole-word masking), which ids are special (never a random
-replacement, never produced by text), and a fingerprint that identifies it in a dataset's manifest.
+Besides `Tokenizer` the file has `RowForm`, the rows that a tokenizer makes of texts; the treatment of text for which a
+vocabulary has no piece: it is spelled by bytes, becomes [UNK], is dropped or fails; and `WordMarks`, by which pieces
+tell words apart.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ Parts = tuple[tuple[int, int], ...]
 
 
 class RowForm(NamedTuple):
-    """Form of the rows of one text and of a pair."""
+    """Form of the rows of one text and of a pair: special pieces around and between, with the segment of each piece."""
 
     single: Parts
     pair: Parts
@@ -193,7 +186,7 @@ WORD_END = "</w>"
 
 
 class WordMarks(NamedTuple):
-    """Rule that tells from a piece whether a word begins or ends with it."""
+    """Rule that tells from a piece whether a word begins or ends with it; vocabularies mark one side, or none."""
 
     begins: Callable[[str], bool]
     ends: Callable[[str], bool] = lambda piece: False
@@ -259,6 +252,9 @@ Span = tuple[int, int]
 
 class Tokenizer(ABC):
     """Text ↔ ids of one vocabulary.
+
+    Besides ids, a tokenizer knows where words begin (for whole-word masking), which ids are special (never a random
+    replacement, never produced by text), and a fingerprint that identifies it in a dataset's manifest.
 
     Attributes:
         tokenizer_type: one of `TOKENIZER_TYPES`.

@@ -1,11 +1,6 @@
-"""Vocabularies: how they are learned, and warnings for one that does not fit.
+"""Training of WordPiece (vocab.txt) and SentencePiece unigram (.model) vocabularies, and warnings about unfit ones.
 
-Warnings for a vocabulary that does not fit its text or its tokenizer type.
-
-Training of vocabularies: WordPiece (vocab.txt) and SentencePiece unigram (.model), with reproducible results.
-
-The Rust WordPiece trainer numbers its alphabet in the order of a hash table and breaks ties between merges by these
-numbers, so two runs differ. This module counts the words first and passes the alphabet in a fixed order.
+The same text and flags always give the same vocabulary.
 """
 
 from __future__ import annotations
@@ -174,6 +169,9 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
     The pieces are the special ones, the alphabet, then merges by frequency. There are at most `vocab_size` pieces,
     fewer only if no more pairs of pieces occur twice in the text. Raises `UserError` if there is no text or
     `vocab_size` is too small for the alphabet.
+
+    The Rust WordPiece trainer numbers its alphabet in the order of a hash table and breaks ties between merges by these
+    numbers, so two runs would differ. So words are counted first and the alphabet is given in a fixed order.
     """
     words, stripped, long_words = _count_words(texts, lower)
     if not words:
