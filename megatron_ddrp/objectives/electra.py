@@ -1,43 +1,11 @@
 """ELECTRA, DeBERTaV3's variant of it, and the dictionary of rare words of Taking Notes on the Fly.
 
-ELECTRA (Clark et al., arXiv:2003.10555): masked LM trains a generator, replaced-token detection a discriminator.
+    ReplacedTokenDetection   loss = MLM(generator) + 50 · RTD(discriminator)
+    DisentangledDetection    loss = MLM(generator) + λ · RTD(discriminator),  E_D = sg(E_G) + E_Δ
+    NoteDictionary           input at a rare word's pieces = (1 − λ)(token + position) + λ · NoteDict(w)
 
-    loss = MLM(generator) + 50 · RTD(discriminator)
-
-`model/bert.py` has the model, `model/heads.py` the formulas of sampling and detection.
-
-Replaced-token detection as in DeBERTaV3 (He et al., arXiv:2111.09543, section 3; released code).
-
-    loss = MLM(generator) + λ · RTD(discriminator),  λ = `--rtd-weight`, 10 as in the released code
-    E_D = sg(E_G) + E_Δ,  E_Δ starts at 0
-    masked LM trains E_G and the generator;  replaced-token detection trains E_Δ and the discriminator only
-
-sg stops the gradient. Training never adds the two tables: E_D of a token is the sum of two look-ups.
-`embeddings.token` is E_G, to which the generator's masked-LM head is tied; `embeddings.difference` is E_Δ.
-Checkpoints hold both. The selected pieces always become [MASK].
-
-The generator has half as many layers as the discriminator, of the same width, and shares only E_G with it. Both
-models use the stages of `model/bert.py`.
-
-Departure: one backward pass and one optimizer step train both models. The released code by default steps the generator
-first and the discriminator next. So our E_D uses E_G from before the step.
-
-Taking Notes on the Fly (Wu et al., arXiv:2008.01466): a dictionary of contexts for rare words.
-
-    input at a rare word's pieces:   (1 − λ)(token + position) + λ · NoteDict(w)
-    note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
-    after the step:                  NoteDict(w) ← (1 − γ) NoteDict(w) + γ · (mean note of w in the global batch)
-
-Departure: a word's first note is stored unblended, and before it λ acts as 0. Random
-vectors, blended from the first note on, would put noise into the input.
-
-Where the paper is silent: a window ends with its sequence, including [CLS] and [SEP], and the mean divides by the true
-number of tokens. A note is read only if no piece of its word is selected for masking, since the note would reveal the
-label. Under ELECTRA the discriminator's hidden states make the notes; generator and discriminator read them at the same
-places. No gradient enters a note.
-
-The dictionary is in host memory, not on a GPU and not among the parameters, because a step uses only a few hundred of
-its rows. Every process holds the same copy, because every process applies the same update.
+The classes have the sources and our departures. `model/bert.py` has the models, `model/heads.py` the formulas of
+sampling and detection.
 """
 
 from __future__ import annotations
@@ -67,7 +35,12 @@ from megatron_ddrp.objectives.contract import Objective, Rate, Term, sample_keys
 
 
 class ReplacedTokenDetection(Objective):
-    """The generator's masked LM and the discriminator's detection of replaced tokens."""
+    """The generator's masked LM and the discriminator's detection of replaced tokens: ELECTRA.
+
+        loss = MLM(generator) + 50 · RTD(discriminator)        (Clark et al., arXiv:2003.10555)
+
+    `--rtd-weight` replaces the 50.
+    """
 
     mask_share, random_share = 0.85, 0.0
     rates = (
@@ -158,7 +131,21 @@ def half_as_deep(config: ModelConfig) -> ModelConfig:
 
 
 class DisentangledDetection(ReplacedTokenDetection):
-    """ELECTRA's two losses, for models that share an embedding without training it in two directions."""
+    """ELECTRA's two losses, for models that share an embedding without training it in two directions: DeBERTaV3.
+
+        loss = MLM(generator) + λ · RTD(discriminator),  λ = `--rtd-weight`, 10 as in the released code
+        E_D = sg(E_G) + E_Δ,  E_Δ starts at 0
+        masked LM trains E_G and the generator;  replaced-token detection trains E_Δ and the discriminator only
+
+    (He et al., arXiv:2111.09543, section 3; released code.) sg stops the gradient. Training never adds the two tables:
+    E_D of a token is the sum of two look-ups. `embeddings.token` is E_G, to which the generator's masked-LM head is
+    tied; `embeddings.difference` is E_Δ. Checkpoints hold both. The selected pieces always become [MASK].
+
+    The generator has half as many layers as the discriminator, of the same width, and shares only E_G with it.
+
+    Departure: one backward pass and one optimizer step train both models. The released code by default steps the
+    generator first and the discriminator next. So our E_D uses E_G from before the step.
+    """
 
     mask_share, random_share = 1.0, 0.0
     rtd_weight = 10.0
@@ -179,7 +166,23 @@ def window_places(windows: np.ndarray) -> np.ndarray:
 
 
 class NoteDictionary:
-    """Notes of rare words, in host memory; `objective` gives λ, γ, k and the dtype.
+    """Notes of rare words, contexts in which they occurred: Taking Notes on the Fly (Wu et al., arXiv:2008.01466).
+
+        input at a rare word's pieces:   (1 − λ)(token + position) + λ · NoteDict(w)
+        note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
+        after the step:                  NoteDict(w) ← (1 − γ) NoteDict(w) + γ · (mean note of w in the global batch)
+
+    Departure: a word's first note is stored unblended, and before it λ acts as 0. Random vectors, blended from the
+    first note on, would put noise into the input.
+
+    Where the paper is silent: a window ends with its sequence, including [CLS] and [SEP], and the mean divides by the
+    true number of tokens. A note is read only if no piece of its word is selected for masking, since the note would
+    reveal the label. Under ELECTRA the discriminator's hidden states make the notes; generator and discriminator read
+    them at the same places. No gradient enters a note.
+
+    The dictionary is in host memory, not on a GPU and not among the parameters, because a step uses only a few hundred
+    of its rows. Every process holds the same copy, because every process applies the same update. `objective` gives λ,
+    γ, k and the dtype.
 
     Attributes:
         words: the rare words, numbered from 1.

@@ -1,39 +1,11 @@
 """Masked LM, and the objectives that add a term to it: SimCTG's contrast, head disagreement and MTH.
 
-Masked language modelling (Devlin et al., arXiv:1810.04805): cross entropy on the predicted tokens only.
+    MaskedLM            MLM, cross entropy on the predicted tokens only
+    TokenContrast       MLM + w · contrast of the tokens of a sequence
+    HeadDisagreement    MLM − Σ_parts λ · D, the disagreement of heads
+    Mth                 MLM + α1·TCD + α2·HCD
 
-Masked LM with a contrast of tokens: SimCTG's loss (Su et al., arXiv:2202.06417, eq. 2) on an encoder.
-
-    loss = MLM + w · mean over sequences of  Σ_{i≠j} max(0, ρ − cos(h_i, h_i) + cos(h_i, h_j)) / (n (n − 1))
-
-h_i are the last hidden states of the n tokens of a sequence. cos(h_i, h_i) = 1, so a pair counts if its cosine is above
-1 − ρ. Options: `weight` is w, `margin` is ρ.
-
-Departure: the released code divides by the number of pairs in the whole batch, without padding; ours divides by the
-pairs of each sequence, like TCD, the closest term. TCD has no hinge and so has a closed form; this loss needs n²
-cosines.
-
-Masked LM with heads that disagree (Li et al., arXiv:1810.10183), the published method closest to HCD.
-
-    loss = MLM − Σ_parts λ · D,  D ≤ 0, of h heads with values V^a, probabilities P^a and outputs O^a = P^a V^a
-
-    value       D = −(1/h²) Σ_{a,b} cos(V^a, V^b)            per token
-    output      D = −(1/h²) Σ_{a,b} cos(O^a, O^b)            per token
-    attention   D = −(1/h²) Σ_{a,b} Σ_{i,j} P^a_ij P^b_ij    per document
-
-A cosine is taken per token, then averaged over the tokens of a document. Only documents of at least two tokens count,
-as for TCD and HCD. The sum includes the pairs a = b, which gives D a closed form over all heads: with unit vectors v̂,
-−D = ‖(1/h) Σ_a v̂_a‖², and ‖(1/h) Σ_a P^a‖² for the maps. −D is logged, and its sum over layers is minimised.
-
-HCD is a different term: it compares whole maps of logits, before the softmax, of a few sampled heads, without the pairs
-a = b, and averages over layers. The options `output`, `value` and `attention` are λ; a part of weight 0 is not
-computed.
-
-Open readings: the paper defines D for one layer and one input; we chose how tokens, sequences and layers add up.
-Outputs are those that the output projection reads, after dropout on the probabilities; maps are taken before dropout.
-`attention` computes the maps separately from the attention backend and keeps h · n² probabilities per layer.
-
-MTH = MLM + α1·TCD + α2·HCD ("Better Pre-Training by Reducing Representation Confusion", eq. 17–19).
+The classes have the formulas and sources.
 """
 
 from __future__ import annotations
@@ -56,7 +28,10 @@ from megatron_ddrp.objectives.contract import Objective, Rate, Term
 
 
 class MaskedLM(Objective):
-    """Masked LM and its accuracy; `--tcd-weight` and `--hcd-weight` add the terms of MTH."""
+    """Masked LM (Devlin et al., arXiv:1810.04805) and its accuracy: cross entropy on the predicted tokens only.
+
+    `--tcd-weight` and `--hcd-weight` add the terms of MTH.
+    """
 
     rates = (Rate("lm_accuracy", of="lm_correct", per="predicted"),)
 
@@ -67,7 +42,17 @@ class MaskedLM(Objective):
 
 
 class TokenContrast(MaskedLM):
-    """Masked LM, and the contrast of every two tokens of a sequence."""
+    """Masked LM, and the contrast of every two tokens of a sequence: SimCTG (Su et al., arXiv:2202.06417, eq. 2).
+
+        loss = MLM + w · mean over sequences of  Σ_{i≠j} max(0, ρ − cos(h_i, h_i) + cos(h_i, h_j)) / (n (n − 1))
+
+    h_i are the last hidden states of the n tokens of a sequence, here those of an encoder. cos(h_i, h_i) = 1, so a pair
+    counts if its cosine is above 1 − ρ. Options: `weight` is w, `margin` is ρ.
+
+    Departure: the released code divides by the number of pairs in the whole batch, without padding; ours divides by the
+    pairs of each sequence, like TCD, the closest term. TCD has no hinge and so has a closed form; this loss needs n²
+    cosines.
+    """
 
     options = {"weight": Number(1.0, NOT_NEGATIVE), "margin": Number(0.5, "[0, 2]")}
 
@@ -113,7 +98,27 @@ class Agreement(NamedTuple):
 
 
 class HeadDisagreement(MaskedLM):
-    """Masked LM, and the disagreement of all heads of each layer."""
+    """Masked LM with heads that disagree (Li et al., arXiv:1810.10183), the published method closest to HCD.
+
+        loss = MLM − Σ_parts λ · D,  D ≤ 0, of h heads with values V^a, probabilities P^a and outputs O^a = P^a V^a
+
+        value       D = −(1/h²) Σ_{a,b} cos(V^a, V^b)            per token
+        output      D = −(1/h²) Σ_{a,b} cos(O^a, O^b)            per token
+        attention   D = −(1/h²) Σ_{a,b} Σ_{i,j} P^a_ij P^b_ij    per document
+
+    A cosine is taken per token, then averaged over the tokens of a document. Only documents of at least two tokens
+    count, as for TCD and HCD. The sum includes the pairs a = b, which gives D a closed form over all heads: with unit
+    vectors v̂, −D = ‖(1/h) Σ_a v̂_a‖², and ‖(1/h) Σ_a P^a‖² for the maps. −D is logged, and its sum over layers is
+    minimised. The options `output`, `value` and `attention` are λ; a part of weight 0 is not computed.
+
+    HCD is a different term: it compares whole maps of logits, before the softmax, of a few sampled heads, without the
+    pairs a = b, and averages over layers.
+
+    Open readings: the paper defines D for one layer and one input; we chose how tokens, sequences and layers add up.
+    Outputs are those that the output projection reads, after dropout on the probabilities; maps are taken before
+    dropout. `attention` computes the maps separately from the attention backend and keeps h · n² probabilities per
+    layer.
+    """
 
     options = {part: Number(float(part == "output"), NOT_NEGATIVE) for part in PARTS}
     travelling = (DocumentLengths, Agreement)
@@ -177,6 +182,9 @@ def agreement(part: str, attended: Attended, lengths: Tensor) -> Tensor:
 
 
 class Mth(MaskedLM):
-    """Masked LM with the paper's weights of TCD and HCD (appendix A)."""
+    """Masked LM with the paper's weights of TCD and HCD (appendix A): MLM + α1·TCD + α2·HCD (eq. 17–19).
+
+    The paper is "Better Pre-Training by Reducing Representation Confusion".
+    """
 
     tcd_weight, hcd_weight = 1.0, 0.01
