@@ -1,8 +1,7 @@
 """Checkpoints in a run's `--save` folder: their names, state.json, the choice of a whole one, and refused folders.
 
-Every reader chooses its checkpoint here, so none of them reads a damaged one. A checkpoint is complete or absent: it is
-written as DIR/iter_N.tmp, and `complete` renames it before `latest` names it. `megatron_ddrp/checkpoint/__init__.py`
-lists the files.
+Every reader chooses its checkpoint here, so none of them reads a damaged one. `megatron_ddrp/checkpoint/__init__.py`
+lists the files of a folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The configuration of a run: all concerns in one dataclass, checks across concerns, and files that hold its settings.
 
-A run writes its resolved configuration as config.json, and `--config` reads one. The names of changed settings come
-from the comparison of two configurations.
+A run writes its resolved configuration as config.json, and `--config` reads one. `idle_settings` finds the settings
+without effect, and `changed_settings` compares a stored configuration with the run's.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ NO_TEXT = "\ufffd"
 
 
 class Surface(NamedTuple):
-    """Text of an ordinary piece, and its place in a word: what pieces of different vocabularies are compared by.
+    """Text of an ordinary piece and its place in a word, by which pieces of different vocabularies are compared.
 
     WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`.
     """

@@ -1,1 +1,1 @@
-"""Pre-training objectives: the contract, and one file per objective. `config/registry.py` names them."""
+"""Pre-training objectives: the contract, and one class per objective. `config/registry.py` names them."""

@@ -1,4 +1,4 @@
-"""Model families that can be imported from Hugging Face folders and exported as such: one file and one line each."""
+"""Model families that can be imported from Hugging Face folders and exported as such: one class and one line each."""
 
 from __future__ import annotations
 

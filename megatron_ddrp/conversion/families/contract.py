@@ -349,7 +349,7 @@ NOTHING: Table = MappingProxyType({})
 class Family:
     """A kind of model that transformers knows by its `model_type`, and how its folders store settings and weights.
 
-    The contract holds in both directions. A new family is one file in this folder and one line in `__init__.py`. Most
+    The contract holds in both directions. A new family is one class in this folder and one line in `__init__.py`. Most
     of it is tables:
 
     - `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports;

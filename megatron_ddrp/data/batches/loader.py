@@ -44,12 +44,13 @@ class BlendWords(NamedTuple):
 class Blend:
     """Samples of several corpora, numbered one corpus after the other, and the order in which a run visits them.
 
-    The order is an endless stream, addressed by position, whose every prefix follows the weights. `--data-path 0.7 A
-    0.3 B`: of the first p samples of the stream, corpus c gives ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and c. This is the
-    chairman assignment problem (Tijdeman, 1980). Earliest deadline first over the allowed slots of each corpus' j-th
-    sample solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule (the corpus with the largest deficit
-    comes next) is similar but has no bound. Integer weights give a pattern that repeats after their sum, so a position
-    needs one look-up in one period: nothing is stored per sample, and a run can resume anywhere.
+    The order is an endless stream, addressed by position, whose every prefix follows the weights.
+
+    `--data-path 0.7 A 0.3 B`: of the first p samples of the stream, corpus c gives ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and
+    c. This is the chairman assignment problem (Tijdeman, 1980). Earliest deadline first over the allowed slots of each
+    corpus' j-th sample solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule (the corpus with the
+    largest deficit comes next) is similar but has no bound. Integer weights give a pattern that repeats after their
+    sum, so a position needs one look-up in one period: nothing is stored per sample, and a run can resume anywhere.
 
     Each corpus has its own epochs, each in a new order. Without weights the corpora count as one: an epoch is all their
     samples in one common order, as if the files had been merged.

@@ -1,9 +1,9 @@
 """Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
 
 A row holds one sample. Its n ordinary tokens fall into units: the words or pieces that `--masking` masks as one. Units
-are visited in random order. A unit is taken if it fits into the rest of the budget `max(1, round(mask_prob · n))`,
-otherwise it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10
-%), drawn separately for each piece, unless the masking draws once for each unit.
+are visited in random order. A unit is taken if it fits into the rest of the budget `max(1, round(mask_prob · n))`, or
+skipped otherwise. Every taken piece is replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10 %).
+This is drawn separately for each piece, unless the masking draws once for each unit.
 
 The papers leave open:
 

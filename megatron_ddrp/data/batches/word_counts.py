@@ -499,7 +499,7 @@ def usual_shift(training: SampleIndex, length: int) -> float:
     """Return the median shift of stretches of the training text, each of `length` samples if there are enough.
 
     It shows which shift is usual for a text as long as the validation text: 0.01 for articles of an encyclopedia, 0.1
-    for a few novels. Novels after an encyclopedia have 0.5.
+    for a few novels. A validation text of novels has 0.5 if the training text is an encyclopedia.
     """
     length = min(length, len(training) // STRETCHES)
     begins = np.linspace(0, len(training) - length, STRETCHES).astype(int).tolist()

@@ -241,8 +241,8 @@ class UnfinishedDatasets:
     The files lie in PREFIX.unfinished/ until they are complete and appear under their names, the index last. A kill or
     a power cut at any moment leaves either no dataset or the whole one. What is left of an unfinished one is removed by
     the next command. A complete one, marked by a file in the folder, gets its names from the next command; a merge or a
-    shuffle then has nothing more to do if it is the same one, and preprocessing makes it again. A folder with any other
-    file is refused.
+    shuffle then has nothing more to do if the dataset is its own, and preprocessing makes it again. A folder with any
+    other file is refused.
 
     Attributes:
         dtype: type of the ids.

@@ -1,8 +1,8 @@
 """Records of a chunk of a file: their documents' texts, and those that cannot be read, each with the reason.
 
 A record is a JSON object, alone on its line or in a list or over several lines; the lines between two lines of
-whitespace alone, as in google-research/bert, so that its files of one sentence per line work; the text between `<doc
-…>` and `</doc>` (WikiExtractor); or a row of a table. Tables are Parquet files, and Arrow files, such as
+whitespace alone, as in google-research/bert, so that its files of one sentence per line work; the text of an article
+between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table. Tables are Parquet files, and Arrow files, such as
 `Dataset.save_to_disk` of Hugging Face writes.
 """
 
