@@ -54,6 +54,8 @@ def affected_tests(changed: Collection[str], sources: Mapping[str, str]) -> list
     changed_modules = set(map(_module, changed))
     loose |= {word for *words, place in ON_FIRST_USE if place.partition(":")[0] in changed_modules for word in words}
     reached |= {file for file in tests if needs[file] & loose}
+    others = {Path(file).name for file in changed if not file.endswith(".py")}  # such as templates of pages
+    reached |= {file for file in package if _strings(trees[file]) & others}
     new = reached
     while new:
         names = {name for file in new for name in (file, _module(file))}

@@ -19,6 +19,8 @@ SOURCES = {
     "package/b.py": "",
     "package/c.py": "from package import b",
     "package/__init__.py": "",
+    "megatron_ddrp/page.py": "render('card.md.jinja')",
+    "tests/unit/test_page.py": "import megatron_ddrp.page",
     "tests/conftest.py": "import package.c\ndef corpus(): pass",
     "tests/unit/test_a.py": "def test():\n    from package.a import x",
     "tests/unit/test_b.py": "from package import b",
@@ -41,6 +43,7 @@ SOURCES = {
         ("examples/run.sh", {"names"}),
         ("tests/unit/test_t5.py", {"t5"}),
         ("megatron_ddrp/model/positions/biases.py", {"t5", "encodings"}),
+        ("megatron_ddrp/templates/card.md.jinja", {"page"}),
         ("LICENSE", set()),
     ],
 )
