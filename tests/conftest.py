@@ -31,9 +31,10 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of few tests, which tend to be long ones: at the end all workers but one would be idle."""
+    """Begin with the tests of integration, then with the files of few tests, which tend to be long ones: at the end all
+    workers but one would be idle."""
     count = Counter(item.path for item in items)
-    items.sort(key=lambda item: count[item.path])
+    items.sort(key=lambda item: ("integration" not in item.path.parts, count[item.path]))
 
 
 @pytest.fixture(scope="module", autouse=True)
