@@ -1,7 +1,8 @@
 """Plug-in of pytest for `make test-times`: CPU seconds and waits of each test, in build/test-times.csv.
 
 A busy machine stretches the seconds of the clock; CPU seconds stay about the same. A wait is the rest: sleeps,
-timeouts, and turns of other processes. A fixture counts for the first test that asks for it.
+timeouts, and turns of other processes. A fixture counts for the first test that asks for it. Processes that outlive
+their parents are not counted.
 """
 
 from __future__ import annotations
