@@ -47,8 +47,11 @@ class Times:
     """Sums by test, from the reports of its set-up, call and tear-down, also those of xdist's workers."""
 
     def __init__(self) -> None:
-        self.seen = cpu_seconds()
+        self.seen = 0.0
         self.rows: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def pytest_runtest_logstart(self) -> None:
+        self.seen = cpu_seconds()  # without the collection
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
