@@ -1,20 +1,43 @@
-"""Small indexed datasets, written from lists of ids; samples in memory and a loader of them."""
+"""Small indexed datasets, written from lists of ids or by preprocessing; samples in memory and a loader of them."""
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.batches.loader import BatchLoader, Blend, SampleReader, Share
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig
 
 FAKE_VOCAB = 300
 """Size of the vocabulary of `FakeSamples`."""
+
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def shared_asset(end: str) -> bytes:
+    """Return the shared file whose name has this end, or skip the test where such files are not at hand."""
+    if not (SHARED / "small_assets.tar.xz").exists():
+        pytest.skip(f"{end} is not at hand")
+    with tarfile.open(SHARED / "small_assets.tar.xz") as archive:
+        name = next(name for name in archive.getnames() if name.endswith(end))
+        return archive.extractfile(name).read()  # type: ignore[union-attr]
+
+
+def wordpiece_job(vocab_file: Any, output_prefix: Any, /, *files: Any, **changes: Any) -> PreprocessConfig:
+    """Return the settings that preprocess files by a lower-casing WordPiece."""
+    settings = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(vocab_file)}
+    settings |= {"input": tuple(map(str, files)), "output_prefix": str(output_prefix)} | changes
+    return PreprocessConfig(**settings)
 
 
 def write_dataset(prefix: Any, documents: Sequence, dtype: Any = np.uint16, manifest: Any = None) -> IndexedDataset:

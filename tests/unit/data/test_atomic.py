@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ from megatron_ddrp.data.dataset import indexed_dataset as unfinished
 from megatron_ddrp.data.dataset.indexed_dataset import COMPLETE, UnfinishedDatasets
 from megatron_ddrp.data.dataset.merging import merge, shuffle
 from megatron_ddrp.data.preprocess import pipeline
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.errors import UserError, run_command
-from tests.datasets import write_dataset
+from tests.datasets import wordpiece_job, write_dataset
 from tests.refusals import refused
 
 
@@ -399,16 +400,7 @@ def config(tmp_path, tiny_corpus, monkeypatch):
     """A job in this process, of many chunks."""
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", 20_000)
 
-    def make(**changes):
-        settings = {
-            "input": (str(tiny_corpus.text_file),),
-            "output_prefix": str(tmp_path / "out" / "p"),
-            "tokenizer_type": "BertWordPieceLowerCase",
-            "vocab_file": str(tiny_corpus.vocab_file),
-        }
-        return PreprocessConfig(**(settings | changes))
-
-    return make
+    return partial(wordpiece_job, tiny_corpus.vocab_file, tmp_path / "out" / "p", tiny_corpus.text_file)
 
 
 @pytest.mark.parametrize("kind", ["a file", "a folder", "a link", "a link for a folder"])

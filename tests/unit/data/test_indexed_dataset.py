@@ -27,10 +27,8 @@ from megatron_ddrp.data.dataset.dataset_index import HEADER, token_dtype
 from megatron_ddrp.data.dataset.indexed_dataset import UnfinishedDatasets, read_manifest
 from megatron_ddrp.data.dataset.verification import check_sums, first_documents, open_dataset, verify
 from megatron_ddrp.errors import UserError
-from tests.datasets import write_dataset
+from tests.datasets import shared_asset, write_dataset
 from tests.refusals import refused
-
-SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 
 
 def writing(prefix):
@@ -79,14 +77,8 @@ def test_slices_are_read_only_views_and_pickle_keeps_the_prefix(tmp_path):
 
 @pytest.mark.parametrize("name", ["test_text_document", "fim_text_document", "test_samples_mmap_text_sentence"])
 def test_megatron_files_survive_read_and_rewrite_byte_for_byte(tmp_path, name):
-    if not SHARED_ASSETS.exists():
-        pytest.skip("Megatron's own dataset files are not at hand")
-    import tarfile
-
-    with tarfile.open(SHARED_ASSETS) as archive:
-        for suffix in (".bin", ".idx"):
-            member = next(m for m in archive.getnames() if m.endswith(f"indexed/{name}{suffix}"))
-            (tmp_path / (name + suffix)).write_bytes(archive.extractfile(member).read())
+    for suffix in (".bin", ".idx"):
+        (tmp_path / (name + suffix)).write_bytes(shared_asset(f"indexed/{name}{suffix}"))
     dataset = IndexedDataset(tmp_path / name)
     bounds = dataset.document_indices.tolist()
     documents = [[dataset[i] for i in range(*span)] for span in zip(bounds, bounds[1:], strict=False)]

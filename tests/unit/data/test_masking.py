@@ -5,8 +5,6 @@ Counter-based draws: pure, uniform, independent of how they are asked for; the s
 
 import json
 import lzma
-import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
 from megatron_ddrp.data.tokenizers.libraries import SentencePieceTokenizer, WordPieceTokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
-from tests.datasets import fake_tokenizer
+from tests.datasets import SHARED, fake_tokenizer, shared_asset
 from tests.reference import objectives as twin
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -257,17 +255,15 @@ def test_refuses_impossible_shares(options, message):
         make_masker(**options)
 
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
-ASSETS, TEXT = SHARED / "small_assets.tar.xz", SHARED / "sample.jsonl.xz"
-pytestmark = pytest.mark.skipif(not (ASSETS.exists() and TEXT.exists()), reason=f"no {ASSETS.name}, {TEXT.name}")
-
 LENGTH = 128
 EPOCHS = 4
 
 
 @pytest.fixture(scope="module")
 def texts():
-    with lzma.open(TEXT, "rt", encoding="utf-8") as stream:
+    if not (SHARED / "sample.jsonl.xz").exists():
+        pytest.skip("sample.jsonl.xz is not at hand")
+    with lzma.open(SHARED / "sample.jsonl.xz", "rt", encoding="utf-8") as stream:
         return [json.loads(line)["text"] for line in stream]
 
 
@@ -276,9 +272,7 @@ def corpus(request, texts, tmp_path_factory):
     """(tokenizer, whether each piece starts a word by its spelling, rows of ids `[rows, LENGTH]`)."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "wordpiece":
-        with tarfile.open(ASSETS) as archive:
-            member = archive.extractfile("vocab/bert-base-uncased-vocab.txt")
-            (folder / "vocab.txt").write_bytes(member.read())
+        (folder / "vocab.txt").write_bytes(shared_asset("vocab/bert-base-uncased-vocab.txt"))
         tokenizer = WordPieceTokenizer(folder / "vocab.txt", "BertWordPieceLowerCase")
         begins = np.array([not piece.startswith("##") for piece in tokenizer.pieces])
     else:

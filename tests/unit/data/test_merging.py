@@ -35,10 +35,10 @@ from megatron_ddrp.data.preprocess.documents import (
     partition_entry,
 )
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.preprocess.records import parse_chunk
 from megatron_ddrp.errors import UserError
-from tests.datasets import write_dataset
+from tests.datasets import wordpiece_job, write_dataset
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -287,15 +287,8 @@ def folder(tmp_path):
 
 
 def config(folder, part=None, **changes):
-    settings = {
-        "input": (str(folder / "corpus"),),
-        "output_prefix": str(folder / "out" / "p"),
-        "tokenizer_type": "BertWordPieceLowerCase",
-        "vocab_file": str(folder / "vocab.txt"),
-        "json_keys": KEYS,
-        "partition": part and Partition(*part),
-    }
-    return PreprocessConfig(**(settings | changes))
+    settings = {"json_keys": KEYS, "partition": part and Partition(*part)} | changes
+    return wordpiece_job(folder / "vocab.txt", folder / "out" / "p", folder / "corpus", **settings)
 
 
 def run_parts(folder, of, **changes):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,8 +27,9 @@ from megatron_ddrp.commands import preprocess as preprocess_command
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.preprocess import pipeline
 from megatron_ddrp.data.preprocess.documents import Partition
-from megatron_ddrp.data.preprocess.pipeline import KeyCounts, PreprocessConfig, PreprocessResult, estimate, preprocess
+from megatron_ddrp.data.preprocess.pipeline import KeyCounts, PreprocessResult, estimate, preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from tests.datasets import wordpiece_job
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -46,13 +48,7 @@ def folder(tmp_path):
 
 
 def config(folder, **changes):
-    options = {
-        "input": (str(folder / "in.jsonl"),),
-        "output_prefix": str(folder / "out" / "p"),
-        "tokenizer_type": "BertWordPieceLowerCase",
-        "vocab_file": str(folder / "vocab.txt"),
-    }
-    return PreprocessConfig(**(options | changes))
+    return wordpiece_job(folder / "vocab.txt", folder / "out" / "p", folder / "in.jsonl", **changes)
 
 
 def sequences(prefix):
@@ -364,13 +360,14 @@ def test_a_stopped_command_takes_its_unfinished_files_away(folder):
     assert outputs(folder) == {}
 
 
-def estimate_config(corpus, folder, *files, **changes):
-    options = {"vocab_file": str(corpus.vocab_file), "tokenizer_type": "BertWordPieceLowerCase"} | changes
-    return PreprocessConfig(input=tuple(map(str, files)), output_prefix=str(folder / "out"), **options)
+@pytest.fixture
+def job(tiny_corpus, tmp_path):
+    """Return a function of files and changes: the settings that preprocess them by the tiny corpus's vocabulary."""
+    return partial(wordpiece_job, tiny_corpus.vocab_file, tmp_path / "out")
 
 
-def test_what_is_read_whole_is_counted_exactly(tiny_corpus, tmp_path, capsys):
-    settings = estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file)
+def test_what_is_read_whole_is_counted_exactly(job, tiny_corpus, tmp_path, capsys):
+    settings = job(tiny_corpus.text_file)
     found = estimate(settings)
     assert not list(tmp_path.iterdir())
     assert found.factor == 1 and found.read_bytes == found.total_bytes == tiny_corpus.text_file.stat().st_size
@@ -381,43 +378,44 @@ def test_what_is_read_whole_is_counted_exactly(tiny_corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_part_of_some_files_stands_for_all(tiny_corpus, tmp_path, monkeypatch, packed):
+def test_a_part_of_some_files_stands_for_all(job, tiny_corpus, tmp_path, monkeypatch, packed):
     for name, value in (("BLOCK_BYTES", 1 << 12), ("FILES", 2), ("CHUNKS", 3)):
         monkeypatch.setattr(pipeline, name, value)
     data, files = tiny_corpus.text_file.read_bytes(), []
     for number in range(5):
         files.append(tmp_path / f"{number}.jsonl{'.gz' * packed}")
         files[-1].write_bytes(gzip.compress(data) if packed else data)
-    found = estimate(estimate_config(tiny_corpus, tmp_path, *files))
-    exact = preprocess(estimate_config(tiny_corpus, tmp_path, *files)).total("tokens")
+    found = estimate(job(*files))
+    exact = preprocess(job(*files)).total("tokens")
     assert (found.files, found.read_files) == (5, 2) and 0 < found.by_key[0].tokens < exact / 5
     if not packed:  # of a packed file, whole blocks are read before their text comes out
         assert found.by_key[0].tokens * found.factor == pytest.approx(exact, rel=0.25)
 
 
-def test_parts_take_their_own_bytes(tiny_corpus, tmp_path):
-    parts = [
-        estimate(estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file, partition=Partition(n, 2)))
-        for n in (1, 2)
-    ]
-    whole = estimate(estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file))
+def test_parts_take_their_own_bytes(job, tiny_corpus, tmp_path):
+    parts = [estimate(job(tiny_corpus.text_file, partition=Partition(n, 2))) for n in (1, 2)]
+    whole = estimate(job(tiny_corpus.text_file))
     assert sum(part.by_key[0].tokens for part in parts) == whole.by_key[0].tokens
     assert sum(part.total_bytes for part in parts) == whole.total_bytes
 
 
-def test_faults_are_named_by_their_line_and_stop_unless_skipped(tiny_corpus, tmp_path):
+def test_faults_are_named_by_their_line_and_stop_unless_skipped(job, tiny_corpus, tmp_path):
     lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines()
     broken = tmp_path / "broken.jsonl"
     broken.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
-    refused(r"broken\.jsonl:2: ", estimate, estimate_config(tiny_corpus, tmp_path, broken))
-    found = estimate(estimate_config(tiny_corpus, tmp_path, broken, on_error="skip"))
+    refused(r"broken\.jsonl:2: ", estimate, job(broken))
+    found = estimate(job(broken, on_error="skip"))
     assert found.skipped == 1 and found.first_skipped.startswith(f"{broken}:2: ")
     assert found.by_key[0].documents == 600
 
 
-def test_mistakes_are_refused(tiny_corpus, tmp_path):
-    refused("--dry-run: - can be read only once; give a file", estimate, estimate_config(tiny_corpus, tmp_path, "-"))
-    settings = estimate_config(tiny_corpus, tmp_path, tiny_corpus.text_file)
+def test_mistakes_are_refused(job, tiny_corpus, tmp_path):
+    refused(
+        "--dry-run: - can be read only once; give a file",
+        estimate,
+        job("-"),
+    )
+    settings = job(tiny_corpus.text_file)
     preprocess(settings)
     refused("out_text_document.bin: exists already", estimate, settings)
 

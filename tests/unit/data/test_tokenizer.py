@@ -3,8 +3,6 @@
 import io
 import json
 import pickle
-import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,9 @@ from hypothesis import strategies as st
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible
 from megatron_ddrp.errors import UserError
+from tests.datasets import shared_asset
 from tests.refusals import refused
 
-SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCXYZ0123456789éñöşα中文한\u0301'.,-[]#@ß"
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "mask", "MASK", "the", "un", "##aff", "##able", "cafe"]
 VOCAB += list(dict.fromkeys(LETTERS)) + [f"##{letter}" for letter in dict.fromkeys(LETTERS)]
@@ -31,12 +29,8 @@ def vocab_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
-    if not SHARED_ASSETS.exists():
-        pytest.skip("no SentencePiece model at hand")
     path = tmp_path_factory.mktemp("sp") / "test.model"
-    with tarfile.open(SHARED_ASSETS) as archive:
-        name = next(name for name in archive.getnames() if name.endswith("test_model.model"))
-        path.write_bytes(archive.extractfile(name).read())
+    path.write_bytes(shared_asset("test_model.model"))
     return path
 
 
@@ -269,11 +263,7 @@ def test_pieces_that_no_text_gives_are_counted(tmp_path):
 
 
 def test_the_real_uncased_vocabulary_is_not_doubted(tmp_path):
-    if not SHARED_ASSETS.exists():
-        pytest.skip("BERT's own vocabulary is not at hand")
-    with tarfile.open(SHARED_ASSETS) as archive:
-        member = archive.extractfile("vocab/bert-base-uncased-vocab.txt")
-        (tmp_path / "v.txt").write_bytes(member.read())
+    (tmp_path / "v.txt").write_bytes(shared_asset("vocab/bert-base-uncased-vocab.txt"))
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "v.txt")
     assert tokenizer.vocab_size == 30522 and tokenizer.count_impossible() == 0
     assert warn_of_impossible(tokenizer) is None

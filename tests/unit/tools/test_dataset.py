@@ -17,11 +17,10 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import dataset
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from tests.datasets import shared_asset
 from tools import books_to_jsonl, split_sentences
 from tools.books_to_jsonl import body
 from tools.split_sentences import is_whole, sentences
-
-SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 
 
 @pytest.fixture
@@ -113,14 +112,8 @@ def test_verify_passes_what_is_sound_and_fails_what_is_not(tiny_corpus, command,
 
 @pytest.mark.parametrize("name", ["test_text_document", "fim_text_document", "test_samples_mmap_text_sentence"])
 def test_megatrons_own_files_are_sound(tmp_path, command, name):
-    if not SHARED_ASSETS.exists():
-        pytest.skip("Megatron's own dataset files are not at hand")
-    import tarfile
-
-    with tarfile.open(SHARED_ASSETS) as archive:
-        for suffix in (".bin", ".idx"):
-            member = next(m for m in archive.getnames() if m.endswith(f"indexed/{name}{suffix}"))
-            (tmp_path / (name + suffix)).write_bytes(archive.extractfile(member).read())
+    for suffix in (".bin", ".idx"):
+        (tmp_path / (name + suffix)).write_bytes(shared_asset(f"indexed/{name}{suffix}"))
     code, out, _ = command("verify", tmp_path / name)
     assert code == 0 and "sound" in out
     assert command("merge", "--output-prefix", tmp_path / "again", tmp_path / name)[0] == 0
