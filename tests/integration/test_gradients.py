@@ -345,11 +345,10 @@ def test_objectives_in_every_layout_follow_one_process(flags: Flags, tmp_path: P
         words = flags(objective=name, micro_batch_size=2, train_iters=2, **settings, **layout)
         return [*words, *(("--objective-options", *options) if options else ())]
 
-    expected = dict(
-        zip(OBJECTIVES, train_runs(1, [command_line(name, zero_stage=0) for name in OBJECTIVES]), strict=True)
-    )
+    lines = [command_line(name, zero_stage=0) for name in OBJECTIVES]
+    *whole, _ = train_runs(1, [*lines, command_line("rtd", zero_stage=0, exit_interval=1, save=tmp_path)])
+    expected = dict(zip(OBJECTIVES, whole, strict=True))
     cases = [(layout, name) for layout in OBJECTIVE_LAYOUTS for name in OBJECTIVES]
-    train_runs(1, [command_line("rtd", zero_stage=0, exit_interval=1, save=tmp_path)])
     resumed = command_line("rtd", **OBJECTIVE_LAYOUTS["tensor 2"], load=tmp_path)
     again, *runs = train_runs(
         2, [resumed, *(command_line(name, **OBJECTIVE_LAYOUTS[layout]) for layout, name in cases)]
