@@ -1,4 +1,4 @@
-"""Position encodings: the contract, and one file per encoding. `config/registry.py` names them."""
+"""Position encodings and their contract. `config/registry.py` names them."""
 
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding, PositionTerms, Sizes
 
