@@ -26,7 +26,7 @@ VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint docs test test-times check lock floors docker-steps endurance cluster gpu-report
+.PHONY: help setup quickstart lint docs test test-times check lock floors docker-steps endurance cluster ladder gpu-report
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
