@@ -1,8 +1,8 @@
-"""The device of a run with its choices, and the DeepSpeed engine on it.
+"""The device of a run, with its checks and choices, and the DeepSpeed engine on it.
 
-A run and its device: precisions, checks before the first step, the choices of `auto`, and TF32.
-
-Build a DeepSpeed engine from a model, an optimizer and the configuration.
+`check_device` refuses before the first step what the device cannot do, and `choices` names what the settings `auto`
+became. `build_engine` cuts the model to this rank's part and gives it to DeepSpeed with an optimizer and the flags as
+DeepSpeed's settings.
 """
 
 from __future__ import annotations

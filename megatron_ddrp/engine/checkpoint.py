@@ -1,12 +1,8 @@
-"""Saving and resuming checkpoints of an engine, and what a checkpoint must share with a run that begins from it.
+"""Checkpoints of an engine: saving, resuming, and the check that a run can begin from one.
 
-Comparison of a checkpoint's layout, configuration and tokenizer with those of the run that begins from it.
-
-Save and resume checkpoints: complete or absent, exact, and from any layout to any other.
-
-A checkpoint holds whole fp32 weights and the optimizer's moments by the whole model's names
-(`megatron_ddrp/checkpoint/`). Saving gathers one parameter at a time from the ranks; resuming gives each rank its part.
-Everything else that a run needs is a pure function of the step.
+A checkpoint is complete or absent, and a run resumes from it exactly, in any layout. It holds whole fp32 weights and
+the optimizer's moments by the whole model's names (`megatron_ddrp/checkpoint/`). Saving gathers one parameter at a time
+from the ranks; resuming gives each rank its part. Everything else that a run needs is a pure function of the step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The setup of a run, with DeepSpeed's settings and layout: its file, the grid of ranks, and gradients.
+"""The setup of a run, the file of `--deepspeed_config`, and our layouts in DeepSpeed's terms.
 
-What follows from a run's configuration and its ranks, computed once and handed on (`Setup`).
-
-The file of `--deepspeed_config`, checked by DeepSpeed's own models and laid over the flags.
-
-The layout for DeepSpeed: the grid of ranks, the pipeline, and gradient norms over all ranks.
+DeepSpeed's own models check the file, and its settings are laid over the flags. A layout becomes DeepSpeed's by its
+grid of ranks, its pipeline, and gradient norms over all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ NEVER = 2**62
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration on its ranks, with all that follows from both alone."""
+    """A configuration on its ranks, with all that follows from both alone, computed once and handed on."""
 
     config: Config
     ranks: Ranks

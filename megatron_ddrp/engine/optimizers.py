@@ -1,43 +1,8 @@
-"""Schedules of the learning rate, the contract of an optimizer, AdamW and Muon.
+"""Learning rates, the contract of an optimizer, AdamW and Muon.
 
-The learning rate as a pure function of the step, so that a resumed run needs no scheduler state.
-
-A schedule is a function `(step, warmup, last, config) -> share` of a step after the `warmup` steps: the remaining share
-of the peak's height above `--min-lr`, usually from 1 to 0 at step `last`.
-
-Contract of an optimizer: one class that says what it keeps of each parameter.
-
-    class Lion(Optimizer):
-        moments = ("exp_avg",)
-        options = {"beta1": Number(0.9, "[0, 1)"), "beta2": Number(0.99, "[0, 1)")}
-        def __init__(self, groups, lr, beta1, beta2): …
-        def update(self): …
-
-Checkpoints in every layout, ZeRO's shards, the estimate of memory and `--dry-run` follow from `moments`. At ZeRO 1 to 3
-DeepSpeed gives an optimizer flat fp32 parts of parameters in place of the parameters. That is right for a rule that
-acts on each element alone; any other one has `zero_stages = (0,)`.
-
-AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's fused one.
-
-Muon for the hidden matrices and AdamW for everything else, as one optimizer that DeepSpeed steps at ZeRO 0.
-
-Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a weight matrix by
-approximately the nearest matrix with orthonormal rows or columns, in five steps of a Newton-Schulz iteration, with
-ε = 1e-7 as in the released code:
-
-    B ← μB + (1 − μ)g      U = (1 − μ)g + μB      O = NewtonSchulz(U / (‖U‖ + ε))
-    W ← W(1 − lr·λ) − lr·scale·√max(rows, columns)·O
-
-With the scale 0.2 the update has the size of AdamW's, so one learning rate and one weight decay serve both (Moonlight,
-Liu et al., arXiv:2502.16982); another scale gives the matrices a rate of their own. Newton-Schulz multiplies in bf16,
-as its author does; on CPUs only with `--bf16`, because many of them have no products in bf16.
-
-A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
-first maps. If tensor parallelism cuts a matrix, every rank gathers the whole U, because Newton-Schulz of a part is not
-the part of Newton-Schulz. Data-parallel ranks take turns: each computes O for its share of the matrices. Matrices of
-one shape are stepped as one stack, so a GPU gets few launches.
-
-Optimizers, one file each, and their contract.
+The learning rate is a pure function of the step, so that a resumed run needs no scheduler state. A schedule is a
+function `(step, warmup, last, config) -> share` of a step after the `warmup` steps: the remaining share of the peak's
+height above `--min-lr`, usually from 1 to 0 at step `last`.
 """
 
 from __future__ import annotations
@@ -118,7 +83,18 @@ Groups = list[dict[str, Any]]
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base of optimizers."""
+    """Contract and base class of optimizers: one class that says what it keeps of each parameter.
+
+        class Lion(Optimizer):
+            moments = ("exp_avg",)
+            options = {"beta1": Number(0.9, "[0, 1)"), "beta2": Number(0.99, "[0, 1)")}
+            def __init__(self, groups, lr, beta1, beta2): …
+            def update(self): …
+
+    Checkpoints in every layout, ZeRO's shards, the estimate of memory and `--dry-run` follow from `moments`. At ZeRO 1
+    to 3 DeepSpeed gives an optimizer flat fp32 parts of parameters in place of the parameters. That is right for a rule
+    that acts on each element alone; any other one has `zero_stages = (0,)`.
+    """
 
     moments: ClassVar[tuple[str, ...]]
     """Names of the tensors in a parameter's state, each of the parameter's shape and 0 before the first step. A number
@@ -165,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class AdamW(Optimizer):
-    """AdamW; its numbers have flags of their own."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), torch's fused one; its numbers have flags of their own."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
@@ -199,9 +175,26 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Muon(Optimizer):
-    """Two optimizers as one: the first group is Muon's, the others are AdamW's own, with AdamW's state.
+    """Muon for the hidden matrices and AdamW for everything else, as one optimizer that DeepSpeed steps at ZeRO 0.
 
-    The state of a matrix is its momentum, cut like the matrix.
+    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a weight matrix by
+    approximately the nearest matrix with orthonormal rows or columns, in five steps of a Newton-Schulz iteration, with
+    ε = 1e-7 as in the released code:
+
+        B ← μB + (1 − μ)g      U = (1 − μ)g + μB      O = NewtonSchulz(U / (‖U‖ + ε))
+        W ← W(1 − lr·λ) − lr·scale·√max(rows, columns)·O
+
+    With the scale 0.2 the update has the size of AdamW's, so one learning rate and one weight decay serve both
+    (Moonlight, Liu et al., arXiv:2502.16982); another scale gives the matrices a rate of their own. Newton-Schulz
+    multiplies in bf16, as its author does; on CPUs only with `--bf16`, because many of them have no products in bf16.
+
+    A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
+    first maps. If tensor parallelism cuts a matrix, every rank gathers the whole U, because Newton-Schulz of a part is
+    not the part of Newton-Schulz. Data-parallel ranks take turns: each computes O for its share of the matrices.
+    Matrices of one shape are stepped as one stack, so a GPU gets few launches.
+
+    The first group is Muon's; the others are AdamW's own, with AdamW's state. The state of a matrix is its momentum,
+    cut like the matrix.
     """
 
     moments = (*AdamW.moments, MOMENTUM)

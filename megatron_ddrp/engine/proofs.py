@@ -1,23 +1,4 @@
-"""Two proofs that a run computes what it should: of its first gradients, and of a micro-batch computed again.
-
-Proof of a run's first gradients: DeepSpeed steps with the sums of what the backward passes gave.
-
-Versions of DeepSpeed have lost micro-batches, ranks or precision on the way from the backward passes to the optimizer,
-without a word. So the first step of a run, and of a resumed one, adds up the gradients of a few parameters once more,
-one of each kind, by hooks and in fp32. Just before the optimizer steps, after DeepSpeed has accumulated and reduced and
-before anyone clips, each rank compares its sums with what DeepSpeed is about to step with. Later steps have no trace
-of it.
-
-Replay of a step's first micro-batch, compared bit for bit: a rank that computes wrong is found.
-
-A step with a replay runs as any other, while hooks add up the bits of the loss and of each parameter's gradient in its
-first micro-batch. Just before the optimizer steps, each rank computes this micro-batch again with the same draws, and
-its gradients go nowhere. A part of a pipeline starts from what it received the first time, the input from one side and
-the gradient from the other. So parts do not inherit each other's faults, and all of them replay at once.
-
-One exchange then tells all ranks of all differences. If any rank's sums differ, all ranks drop the step. The exchange
-also compares the bits of weights between ranks that hold the same ones; no dropped step repairs those, so the run ends.
-"""
+"""Two proofs that a run computes what it should: of its first gradients, and of a micro-batch computed again."""
 
 from __future__ import annotations
 
@@ -50,7 +31,13 @@ SAID = 1e-3
 
 
 class GradientProof:
-    """Comparison of the engine's first gradients with sums of our own; it ends by itself after the first finite step.
+    """Proof of the first gradients: DeepSpeed steps with the sums of what the backward passes gave.
+
+    Versions of DeepSpeed have lost micro-batches, ranks or precision on the way from the backward passes to the
+    optimizer, without a word. So the first step of a run, and of a resumed one, adds up the gradients of a few
+    parameters once more, one of each kind, by hooks and in fp32. Just before the optimizer steps, after DeepSpeed has
+    accumulated and reduced and before anyone clips, each rank compares its sums with what DeepSpeed is about to step
+    with. The proof ends by itself after the first finite step; later steps have no trace of it.
 
     On a failure, `engine` raises the same `UserError` on all ranks in the place of its step.
     """
@@ -198,7 +185,16 @@ Sums = dict[str, Tensor]
 
 
 class Replay:
-    """Context of one step with a replay. On an unrepairable difference the step raises the same error on all ranks.
+    """Replay of a step's first micro-batch, compared bit for bit: a rank that computes wrong is found.
+
+    The step runs as any other, while hooks add up the bits of the loss and of each parameter's gradient in its first
+    micro-batch. Just before the optimizer steps, each rank computes this micro-batch again with the same draws, and its
+    gradients go nowhere. A part of a pipeline starts from what it received the first time, the input from one side and
+    the gradient from the other. So parts do not inherit each other's faults, and all of them replay at once.
+
+    One exchange then tells all ranks of all differences. If any rank's sums differ, all ranks drop the step. The
+    exchange also compares the bits of weights between ranks that hold the same ones; no dropped step repairs those, so
+    the run ends with the same error on all ranks.
 
     Attributes:
         fault: the ranks whose two passes differ and the first sum that does, or "". The step was then dropped.

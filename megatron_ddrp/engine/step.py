@@ -1,11 +1,8 @@
-"""One optimizer step, one validation, and their inputs.
+"""Training steps and validations, and the micro-batches that the loader's thread prepares for them.
 
-Prepare a step's micro-batches in the loader's thread: tensors, layout, draws and counts.
-
-One optimizer step, and one validation: sums over the global batch ÷ global counts, in every layout.
-
-Each micro-batch returns sums. The counts of the whole global batch are known before its first micro-batch, so each
-micro-batch's loss is its exact share of the step's loss. No mean of micro-batch means is ever taken.
+In every layout a loss is a sum over the global batch ÷ a count of the global batch. Each micro-batch returns sums. The
+counts of the whole global batch are known before its first micro-batch, so each micro-batch's loss is its exact share
+of the step's loss. No mean of micro-batch means is ever taken.
 """
 
 from __future__ import annotations
