@@ -1,29 +1,7 @@
-"""The encoder as a list of stages, for one head or for ELECTRA's two models.
+"""The encoder as a list of stages: embeddings, layer × L, head; and ELECTRA's two models as such a list.
 
-The encoder as a list of stages: embeddings, layer × L, head. One definition for every layout.
-
-One process runs the list in order; a pipeline cuts the same list into parts. Nothing here knows about ranks.
-
-ELECTRA as stages: generator's embeddings and layers, the sampling stage, discriminator's layers and head.
-
-    ids with [MASK] → generator → sampling → ids with replacements → discriminator → replaced or not
-
-The discriminator is the encoder proper: its parameters have the names of a `Bert`'s, and `encode`, export and
-fine-tuning use it alone. DeBERTaV3's variant (`objectives/electra.py`) uses `Discriminator`, `Generator` and
-`SamplingStage` too.
-
-ELECTRA's generator, under `generator.`, has as many layers as the discriminator, max(1, round(heads · f)) heads (halves
-round to even) of the same head size, feed-forward blocks of 4 × its width, and its own relative position parameters. As
-in the original, the discriminator's token, segment and absolute position embeddings are summed, blended with notes and
-normalised by the discriminator's LayerNorm at the discriminator's width, then projected to the generator's width. The
-output matrix is the same token embedding. Older checkpoints, whose LayerNorm is not shared, have
-`FormerGeneratorEmbeddings`.
-
-Departure: f is 1/3 unless `--generator-size` is given. The original has 1/3 at base size only, and 1/4 in its small and
-large models. With 16 heads, f = 1/3 gives 5 heads, 320 dimensions instead of 256.
-
-The generator is a masked LM, so it has DeBERTa's mask decoder where a `Bert` would have it; the discriminator has none.
-TCD, HCD and notes belong to the discriminator.
+One process runs the list in order; a pipeline cuts the same list into parts. The definition serves every layout:
+nothing here knows about ranks.
 """
 
 from __future__ import annotations
@@ -251,7 +229,18 @@ class OfGenerator(NamedTuple):
 
 
 class Discriminator(Encoder):
-    """An encoder with the generator trained beside it. `config` is the encoder's. Subclasses add head and generator."""
+    """An encoder with the generator trained beside it. `config` is the encoder's. Subclasses add head and generator.
+
+    The stages are the generator's embeddings and layers, the sampling stage, and the discriminator's layers and head:
+
+        ids with [MASK] → generator → sampling → ids with replacements → discriminator → replaced or not
+
+    The discriminator is the encoder proper: its parameters have the names of a `Bert`'s, and `encode`, export and
+    fine-tuning use it alone. DeBERTaV3's variant is in `objectives/electra.py`.
+
+    The generator is a masked LM, so it has DeBERTa's mask decoder where a `Bert` would have it; the discriminator has
+    none. TCD, HCD and notes belong to the discriminator.
+    """
 
     head: ReplacedTokenHead
     generator: Generator
@@ -265,7 +254,18 @@ class Discriminator(Encoder):
 
 
 class Electra(Discriminator):
-    """A discriminator and a narrow generator that share their embeddings."""
+    """A discriminator and a narrow generator that share their embeddings (Clark et al., arXiv:2003.10555).
+
+    The generator, under `generator.`, has as many layers as the discriminator, max(1, round(heads · f)) heads (halves
+    round to even) of the same head size, feed-forward blocks of 4 × its width, and its own relative position
+    parameters. As in the original, the discriminator's token, segment and absolute position embeddings are summed,
+    blended with notes and normalised by the discriminator's LayerNorm at the discriminator's width, then projected to
+    the generator's width. The output matrix is the same token embedding. Older checkpoints, whose LayerNorm is not
+    shared, have `FormerGeneratorEmbeddings`.
+
+    Departure: f is 1/3 unless `--generator-size` is given. The original has 1/3 at base size only, and 1/4 in its small
+    and large models. With 16 heads, f = 1/3 gives 5 heads, 320 dimensions instead of 256.
+    """
 
     def __init__(
         self, config: ModelConfig, settings: ObjectiveConfig, objective: Judge, checkpoint_activations: bool = False

@@ -1,10 +1,9 @@
-"""Embeddings, and the mean cosines of tokens and heads.
+"""Embeddings, and the mean pairwise cosines of tokens and heads.
 
-Mean pairwise cosines of tokens and heads: MTH's terms TCD (eq. 17) and HCD (eq. 18), and the measures f(S), f(H).
-
-TCD is the mean cosine of the last hidden states of n′ sampled tokens, or, ours, the mean squared cosine. HCD is the
-mean cosine of the pre-softmax logits of m′ sampled heads, averaged over layers. Closed forms give the means over pairs
-exactly, without a pairwise matrix:
+The cosines are MTH's terms TCD (eq. 17) and HCD (eq. 18), and the measures f(S) and f(H). TCD is the mean cosine of the
+last hidden states of n′ sampled tokens, or, ours, the mean squared cosine. HCD is the mean cosine of the pre-softmax
+logits of m′ sampled heads, averaged over layers. Closed forms give the means over pairs exactly, without a pairwise
+matrix:
 
     Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
     Σ_{i<j} cos²(h_i, h_j) = (‖ĤᵀĤ‖² − n)/2,  Ĥ the matrix of the ĥ_i, hidden×hidden;
@@ -13,9 +12,8 @@ exactly, without a pairwise matrix:
 A flattened head is the vector of its valid×valid logits; in local layers, of those within the window. Padding never
 enters.
 
-Open reading: HCD compares all learned terms of the logits, including TUPE's bias B, although all layers share one B.
-
-The first stage: token, segment and absolute position embeddings (the last two are optional), then LayerNorm.
+Open reading: HCD compares all learned terms of the logits, including TUPE's bias B, although all layers share one B:
+the paper makes no exception in its "attention weights".
 """
 
 from __future__ import annotations
@@ -161,8 +159,9 @@ def check_length(length: int, longest: int) -> None:
 
 
 class Embeddings(nn.Module):
-    """`Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
+    """First stage, `Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
 
+    The embeddings of tokens, segments and absolute positions (the last two are optional) are added, then normalised.
     Embeddings narrower or wider than the hidden states (`--embedding-size`) are projected after their norm, as in
     ELECTRA. `shared` serves ELECTRA's generator: it lends token, segment and absolute embeddings and their norm, and
     the result is projected to the generator's hidden size.

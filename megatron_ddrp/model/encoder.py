@@ -1,21 +1,6 @@
-"""One Transformer layer, and the start of attention at neighbours.
+"""One Transformer layer: attention, feed-forward, residuals; LayerNorm after each block (BERT) or before it.
 
-One Transformer layer: attention, feed-forward, residuals; LayerNorm after each block (BERT) or before it.
-
-A start at which each head attends to one place beside its own: `--attention-init offsets` (ours).
-
-From random weights, absolute positions need tens of millions of tokens before attention uses them
-(docs/lab/plateau.md). A shift of sinusoids is a linear map (Vaswani et al., arXiv:1706.03762, section 3.5), so
-projections can begin with it:
-
-    p_i[2k], p_i[2k+1] = √2·σ·sin(ω_k i + k), √2·σ·cos(ω_k i + k),    ω_k = π/10^((k + ½)/(D/2)),  0 ≤ k < D/2
-    W^K ← W^K + g·P_h        W^Q ← W^Q + g·R_h P_h        so Q_i·K_j ∝ Σ_k cos(ω_k (i + o_h − j)) + random terms
-
-P_h picks the pairs k = h, h + H, h + 2H, … for head h of H, and R_h turns each by ω_k·o_h, so that the head attends to
-j = i + o_h, with o = −1, 1, −2, 2, −3, … Wavelengths from 2 to 20 places make this maximum one place wide. W^K and W^Q
-on the right are the random ones, σ is `init_method_std`; the phase k keeps the LayerNorm of the sums even. Everything
-is trained as usual. Other starts with a structure set the mean of W^Q(W^K)ᵀ (mimetic initialisation, Trockman and
-Kolter, arXiv:2305.09828).
+`start_at_offsets` begins attention at neighbours (`--attention-init offsets`).
 """
 
 from __future__ import annotations
@@ -253,7 +238,22 @@ GAIN = 1.5
 
 @torch.no_grad()
 def start_at_offsets(positions: nn.Embedding, layers: Iterable[EncoderLayer], config: ModelConfig) -> None:
-    """Set the table of positions, and add the maps that read it to the queries and keys of every layer."""
+    """Set the table of positions, and add the maps that read it to the queries and keys of every layer.
+
+    This is `--attention-init offsets` (ours): each head starts with attention to one place beside its own. From random
+    weights, absolute positions need tens of millions of tokens before attention uses them (docs/lab/plateau.md). A
+    shift of sinusoids is a linear map (Vaswani et al., arXiv:1706.03762, section 3.5), so projections can begin with
+    it:
+
+        p_i[2k], p_i[2k+1] = √2·σ·sin(ω_k i + k), √2·σ·cos(ω_k i + k),    ω_k = π/10^((k + ½)/(D/2)),  0 ≤ k < D/2
+        W^K ← W^K + g·P_h        W^Q ← W^Q + g·R_h P_h        so Q_i·K_j ∝ Σ_k cos(ω_k (i + o_h − j)) + random terms
+
+    P_h picks the pairs k = h, h + H, h + 2H, … for head h of H, and R_h turns each by ω_k·o_h, so that the head attends
+    to j = i + o_h, with o = −1, 1, −2, 2, −3, … Wavelengths from 2 to 20 places make this maximum one place wide. W^K
+    and W^Q on the right are the random ones, σ is `init_method_std`; the phase k keeps the LayerNorm of the sums even.
+    Everything is trained as usual. Other starts with a structure set the mean of W^Q(W^K)ᵀ (mimetic initialisation,
+    Trockman and Kolter, arXiv:2305.09828).
+    """
     places, width = positions.weight.shape
     number = torch.arange(width // 2, device=positions.weight.device)
     frequencies = math.pi * 10 ** (-(number + 0.5) / (width // 2))  # [width/2]

@@ -1,16 +1,12 @@
-"""The GPUs that torch has code for, and point-wise parts of a layer, compiled as a whole.
+"""Point-wise parts of a layer, compiled as a whole, and the devices that torch has code for.
 
-Point-wise parts of a layer: its norms, and regions, functions of tensors and numbers, each compiled as a whole.
-
-As separate torch operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of
-which reads and writes all hidden states; the gradient of a bias before a GELU reads them once more. With `--compile`,
-`torch.compile` fuses them. Each parameter is used in the call of its own module, so ZeRO 3 can gather it and tensor
-parallelism can cut it.
+The parts are the norms, and regions: functions of tensors and numbers. As separate torch operations, dropout, residual
+sum and LayerNorm are three kernels forward and three backward, each of which reads and writes all hidden states; the
+gradient of a bias before a GELU reads them once more. With `--compile`, `torch.compile` fuses them. Each parameter is
+used in the call of its own module, so ZeRO 3 can gather it and tensor parallelism can cut it.
 
 Compiled dropout also draws from torch's generator, so recomputed layers and resumed runs repeat its draws. Its draws
 differ from those of dropout without compilation.
-
-The device of a process, and whether this build of torch has code for a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last stage: passes hidden states to the objective, and computes logits of pieces or of "replaced".
+"""The last stage: heads pass hidden states to the objective, and compute logits of pieces or of "replaced".
 
 ELECTRA's pure functions (Clark et al., arXiv:2003.10555) sample replacements and judge their detection:
 

@@ -3,12 +3,6 @@
 All three are named tuples of tensors, Python numbers, named tuples, tuples and None. DeepSpeed's hooks and torch's
 activation checkpointing look into these types only. One process passes them on in memory; `parallel/pipeline.py` alone
 knows how they travel between ranks.
-
-`NoteInputs` and the functions below it are the model's part of Taking Notes on the Fly (Wu et al., arXiv:2008.01466);
-`objectives/electra.py` keeps the dictionary:
-
-    input at a rare word's pieces:   (1 − λ)(token + position) + λ · NoteDict(w)
-    note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
 """
 
 from __future__ import annotations
@@ -203,7 +197,11 @@ class Judge(Protocol):
 
 
 class NoteInputs(NamedTuple):
-    """Notes that a micro-batch reads, and the windows from which new notes are made."""
+    """Notes that a micro-batch reads, and the windows from which new notes are made.
+
+    With `blend` and `window_means` they are the model's part of Taking Notes on the Fly (Wu et al., arXiv:2008.01466).
+    `objectives/electra.py` has the formula and keeps the dictionary.
+    """
 
     places: Tensor
     """int64 `[m]`: flat places `row · seq + column` of the pieces that read a note."""

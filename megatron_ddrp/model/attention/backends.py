@@ -1,16 +1,12 @@
-"""Attention for every encoding: logits (logits.py), mask, softmax, dropout, value.
+"""Attention for every encoding: the backends that compute it, and the choice among them.
 
-Backends: `eager` stores the logits A and is the reference. `sdpa` passes all terms but Q·K to torch's fused attention
-as a dense bias. `blocked` (cpu.py) works in cache-sized tiles and is the fastest on CPUs. `triton`
-(triton_attention.py) works in tiles on GPUs, with kernels of its own, and recomputes A in the backward pass. Each takes
-an `Attending` and also returns HCD's mean pairwise cosine, by its cheapest method.
+All of them compute logits (`logits.py`), mask, softmax, dropout and the product with the values. `eager` stores the
+logits A and is the reference. `sdpa` passes all terms but Q·K to torch's fused attention as a dense bias. `blocked`
+(cpu.py) works in cache-sized tiles and is the fastest on CPUs. `triton` (triton_attention.py) works in tiles on GPUs,
+with kernels of its own, and recomputes A in the backward pass. Each takes an `Attending` and also returns HCD's mean
+pairwise cosine, by its cheapest method.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
-
-Content-only attention over rows with several documents or padding takes `torch.nn.attention.varlen`: runs of tokens
-laid end to end, each of which attends to itself. So no mask is stored, and no pair of two documents or outside the
-window is computed. Padding is a run of its own, and its output is never read. Limits: no dropout, no bias, half
-precision, GPUs from A100 on.
 """
 
 from __future__ import annotations
@@ -64,7 +60,13 @@ def why_not_varlen(demand: Demand) -> str | None:
 
 
 def varlen_attention(attending: Attending) -> Tensor:
-    """Return the context `[b, h, s, d]` of content-only logits; the layout must be known."""
+    """Return the context `[b, h, s, d]` of content-only logits; the layout must be known.
+
+    It serves rows with several documents or padding as runs of tokens laid end to end, each of which attends to itself
+    (`torch.nn.attention.varlen`). So no mask is stored, and no pair of two documents or outside the window is computed.
+    Padding is a run of its own, and its output is never read. Limits: no dropout, no bias, half precision, GPUs from
+    A100 on.
+    """
     from torch.nn.attention import varlen
 
     layout, (batch, _, seq, head_dim) = attending.layout, attending.query.shape

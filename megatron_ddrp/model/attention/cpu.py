@@ -1,32 +1,13 @@
-"""Blocked attention on CPUs: the blocks and tiles of a batch, position terms within them, and the attention itself.
+"""Blocked attention on CPUs, a few query rows at a time, so that their logits stay in the cache.
 
-Units of work of blocked attention: rows of a batch cut to their longest sequence, and tiles of query rows.
-
-Names as in `megatron_ddrp.model.attention.cpu`.
-
-Position terms of blocked attention: their contribution to a tile of logits, and their gradients.
-
-A table is multiplied with queries or keys once per row of the table, R products per query or key instead of n. A tile
-then gathers the products by the clipped offset of each of its pairs.
-
-Names are those of the whole module.
-
-Attention for CPUs, a few query rows at a time, so that their logits stay in the cache.
-
-Computes the formula of `model/attention/logits.py`, with forward and backward pass written out. Short sequences are
+It computes the formula of `model/attention/logits.py`, with forward and backward pass written out. Short sequences are
 joined into blocks, long ones are cut into tiles of query rows, and padding at the end is cut off first. The
 probabilities of short sequences are kept for the backward pass; those of long ones are recomputed. HCD's inner products
-use a tile's logits before the softmax, and their gradient is added to the softmax's, so HCD needs no second QKᵀ.
-
-Under a window a tile reads only the keys within reach of its queries.
+use a tile's logits before the softmax, and their gradient is added to the softmax's, so HCD needs no second QKᵀ. Under
+a window a tile reads only the keys within reach of its queries.
 
 Names: b = batch, h = heads, g = b·h, s = sequence, d = head size, n = longest sequence of a block, t = rows of a tile,
 c = columns of a tile (n of them without a window), R = rows of a relative table.
-
-For the backward pass a tile keeps one matrix per head: the logits of the m′ heads that HCD compares, and the
-probabilities of all other heads. A softmax turns the kept logits into probabilities again.
-
-Blocked attention for CPUs, in tiles that fit in the cache.
 """
 
 from __future__ import annotations
@@ -150,7 +131,11 @@ Tensors = Sequence[Tensor | None]
 
 
 class BlockPositions:
-    """Position terms of one block, and their gradients in one backward pass."""
+    """Position terms of one block, and their gradients in one backward pass.
+
+    A table is multiplied with queries or keys once per row of the table, R products per query or key instead of n. A
+    tile then gathers the products by the clipped offset of each of its pairs.
+    """
 
     def __init__(self, terms: PositionTerms, block: Block, query: Tensor, key: Tensor, num_heads: int) -> None:
         """Prepare the tables. `query` (times scale) and `key` are `[g, n, d]`."""
@@ -366,7 +351,11 @@ class OffsetBias:
 
 
 class ComparedHeads:
-    """HCD's heads in the tiles of one block: their logits, the inner products, and the gradient."""
+    """HCD's heads in the tiles of one block: their logits, the inner products, and the gradient.
+
+    For the backward pass a tile keeps one matrix per head: the logits of the m′ heads that HCD compares, and the
+    probabilities of all other heads. A softmax turns the kept logits into probabilities again.
+    """
 
     def __init__(self, heads: Tensor, block: Block, num_heads: int) -> None:
         self.heads, self.block, self.num_heads = heads, block, num_heads

@@ -1,21 +1,10 @@
-"""The arguments of attention, its logits for every encoding, and HCD's cosine of them.
-
-The arguments of attention: every backend takes them as one tuple.
-
-Attention logits A of every encoding, and HCD's cosine of these logits (eq. 18).
+"""The arguments of attention, its logits A for every encoding, and HCD's cosine of them (eq. 18).
 
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
-`attention_logits` stores A and is the reference. HCD compares the logits of some heads through their inner products,
-which have a closed form for content-only logits. Names: b = batch, h = heads, s = sequence, d = head size.
-
-`spread` converts relative offsets to pairs without a gather, `[.., n, num_relative]` → `[.., n, n]`. The rows of a
-relative table serve the offsets i − j = highest, …, lowest. Take a buffer of n rows, each n + num_relative − 1 long.
-The offsets of a row are adjacent, and each row's band begins one place to the right of the band above, so the band is a
-strided view, with one clipped bin on its left and one on its right. Spreading offsets over pairs takes two writes, and
-its adjoint one read and two sums, without the atomic additions of a scatter on GPUs. Offsets are differences of *rows*.
-Within a document positions are 0, 1, …, so i − j of the rows equals i − j of the positions; pairs of two documents get
-a value that the attention mask removes.
+Every backend takes the arguments as one tuple, `Attending`. `attention_logits` stores A and is the reference. HCD
+compares the logits of some heads through their inner products, which have a closed form for content-only logits. Names:
+b = batch, h = heads, s = sequence, d = head size.
 """
 
 from __future__ import annotations
@@ -161,7 +150,15 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(per_offset: Tensor, lowest: int, highest: int) -> Tensor:
-    """Spread `[.., n, num_relative]` to `[.., n, n]`: entry (i, j) is column clip(i − j, lowest, highest) − lowest."""
+    """Spread `[.., n, num_relative]` to `[.., n, n]`: entry (i, j) is column clip(i − j, lowest, highest) − lowest.
+
+    It needs no gather. The rows of a relative table serve the offsets i − j = highest, …, lowest. Take a buffer of n
+    rows, each n + num_relative − 1 long. The offsets of a row are adjacent, and each row's band begins one place to the
+    right of the band above, so the band is a strided view, with one clipped bin on its left and one on its right.
+    Spreading offsets over pairs takes two writes, and its adjoint one read and two sums, without the atomic additions
+    of a scatter on GPUs. Offsets are differences of *rows*. Within a document positions are 0, 1, …, so i − j of the
+    rows equals i − j of the positions; pairs of two documents get a value that the attention mask removes.
+    """
     assert lowest <= 0 <= highest, f"offset 0 needs a row of its own, got {lowest} … {highest}"
     assert per_offset.shape[-1] == highest - lowest + 1, (per_offset.shape, lowest, highest)
     return _Spread.apply(per_offset, highest)

@@ -1,49 +1,6 @@
 """Encodings that change embeddings, queries and keys, or add products of positions: BERT's, none, RoPE and TUPE.
 
-BERT's learned absolute positions (Devlin et al., arXiv:1810.04805; eq. 1–2 of the DDRP paper).
-
-    A[i,j] = Q_i·K_j / √d,    where the position embedding of i is added to the input of the first layer.
-
-No departure from the paper.
-
-An encoder without positions.
-
-    A[i,j] = Q_i·K_j / √d
-
-A control: without positions the encoder sees a bag of tokens, so their order changes no hidden state.
-`--relative-distance` is refused, and `--relative-table` changes nothing.
-
-Rotary positions (Su et al., RoFormer, arXiv:2104.09864, eq. 34).
-
-    A[i,j] = (R_i Q_i)·(R_j K_j) / √d
-    R_p rotates the pair (x_t, x_{t + d/2}) by the angle p · θ^(−2t/d),  t = 0, …, d/2 − 1
-
-i = query, j = key. The product of two rotated vectors depends on i − j alone. Values are not rotated. θ is
-`--rope-theta`, 10000 in the paper; layers with `--local-attention` use `--local-rope-theta`. Nothing is learned:
-`--relative-distance` is refused, and `--relative-table` changes nothing.
-
-Departure: the paper pairs neighbours, (x_{2t}, x_{2t+1}). We pair the two halves of a head, as ModernBERT and Llama do
-in transformers. Reordering the rows of W^Q and W^K to 0, 2, 4, …, 1, 3, 5, … per head turns one model into the other.
-
-TUPE: untied absolute positions, plus T5's relative bias (Ke et al., arXiv:2006.15595).
-
-    A[i,j] = (x_i W^Q)(x_j W^K) / √(2d)  +  B[h, i, j]
-    TUPE-A:  B[h,i,j] = (p_{i+1} U^Q)(p_{j+1} U^K) / √(2d),  then [CLS] untied:
-             B[h,i,0] = θ2 = (p_1 U^Q)(p_1 U^K) / √(2d),  B[h,0,j] = θ1 = (p_0 U^Q)(p_0 U^K) / √(2d)
-    TUPE-R:  + T[bucket(j − i), h], with T[32] where j = 0 and T[16] where i = 0
-
-i = query, j = key, both counted from the [CLS] of their own document, so every packed document unties its own [CLS].
-`p` is a learned table of `seq_length + 1` rows, followed by a LayerNorm: the token at position t uses row t + 1, and
-only θ1 uses row 0. `U^Q`, `U^K` are D → D with bias. The first column (θ2) is written before the first row (θ1). B is
-computed once per forward pass and shared by all layers, unless `--relative-table per-layer` is given.
-
-The √(2d) and rows 16 and 32 follow the released code. T5's 32 bidirectional buckets never use rows 16 and 32
-themselves. T is added without the scale. All distances from `--relative-distance` on share one bucket
-per direction; the default is 128, as in the released code.
-
-Open readings: the DDRP paper's footnote 5 (r_s = 64 "for all") may also mean these buckets; `--relative-distance 64`
-reads it so. HCD compares logits that include B, although all layers share one B: the paper makes no exception in its
-"attention weights".
+In the formulas i is the query and j the key.
 """
 
 from __future__ import annotations
@@ -64,7 +21,12 @@ from megatron_ddrp.model.positions.contract import (
 
 
 class Absolute(PositionEncoding):
-    """Encoding without terms in the logits; the embedding stage adds one learned vector per position."""
+    """BERT's learned absolute positions (Devlin et al., arXiv:1810.04805; eq. 1–2 of the DDRP paper).
+
+        A[i,j] = Q_i·K_j / √d,    where the position embedding of i is added to the input of the first layer.
+
+    No departure from the paper.
+    """
 
     in_logits = False
     adds_absolute_embedding = True
@@ -72,7 +34,13 @@ class Absolute(PositionEncoding):
 
 
 class Nope(PositionEncoding):
-    """Encoding without any position information."""
+    """Encoding without positions.
+
+        A[i,j] = Q_i·K_j / √d
+
+    A control: without positions the encoder sees a bag of tokens, so their order changes no hidden state.
+    `--relative-distance` is refused, and `--relative-table` changes nothing.
+    """
 
     any_length = True
     in_logits = False
@@ -118,7 +86,19 @@ def set_theta(model: nn.Module, theta: float) -> None:
 
 
 class Rope(PositionEncoding):
-    """Encoding by a rotation of queries and keys in every layer."""
+    """Rotary positions (Su et al., RoFormer, arXiv:2104.09864, eq. 34).
+
+        A[i,j] = (R_i Q_i)·(R_j K_j) / √d
+        R_p rotates the pair (x_t, x_{t + d/2}) by the angle p · θ^(−2t/d),  t = 0, …, d/2 − 1
+
+    The product of two rotated vectors depends on i − j alone. Values are not rotated. θ is `--rope-theta`, 10000 in the
+    paper; layers with `--local-attention` use `--local-rope-theta`. Nothing is learned: `--relative-distance` is
+    refused, and `--relative-table` changes nothing.
+
+    Departure: the paper pairs neighbours, (x_{2t}, x_{2t+1}). We pair the two halves of a head, as ModernBERT and Llama
+    do in transformers. Reordering the rows of W^Q and W^K to 0, 2, 4, …, 1, 3, 5, … per head turns one model into the
+    other.
+    """
 
     any_length = True
     is_relative = True
@@ -139,7 +119,19 @@ FROM_CLS, TO_CLS = 16, 32
 
 
 class TupeA(PositionEncoding):
-    """Encoding by untied absolute positions."""
+    """TUPE-A: untied absolute positions (Ke et al., arXiv:2006.15595).
+
+        A[i,j] = (x_i W^Q)(x_j W^K) / √(2d)  +  B[h, i, j]
+        B[h,i,j] = (p_{i+1} U^Q)(p_{j+1} U^K) / √(2d),  then [CLS] untied:
+        B[h,i,0] = θ2 = (p_1 U^Q)(p_1 U^K) / √(2d),  B[h,0,j] = θ1 = (p_0 U^Q)(p_0 U^K) / √(2d)
+
+    i and j are counted from the [CLS] of their own document, so every packed document unties its own [CLS]. `p` is a
+    learned table of `seq_length + 1` rows, followed by a LayerNorm: the token at position t uses row t + 1, and only θ1
+    uses row 0. `U^Q`, `U^K` are D → D with bias. The first column (θ2) is written before the first row (θ1). B is
+    computed once per forward pass and shared by all layers, unless `--relative-table per-layer` is given.
+
+    The √(2d) follows the released code.
+    """
 
     limits_length = True
     by_head = PROJECTIONS_BY_HEAD
@@ -183,7 +175,17 @@ class TupeA(PositionEncoding):
 
 
 class TupeR(TupeA):
-    """Encoding by TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`."""
+    """TUPE-R: TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`.
+
+        B[h,i,j] = B of TUPE-A + T[bucket(j − i), h],  with T[32] where j = 0 and T[16] where i = 0
+
+    Rows 16 and 32 follow the released code. T5's 32 bidirectional buckets never use them. T is added without the scale.
+    All distances from `--relative-distance` on share one bucket per direction; the default is 128, as in the released
+    code.
+
+    Open reading: the DDRP paper's footnote 5 (r_s = 64 "for all") may also mean these buckets; `--relative-distance 64`
+    reads it so.
+    """
 
     by_head = {**PROJECTIONS_BY_HEAD, "relative": 1}
     is_relative = True

@@ -1,37 +1,6 @@
 """Encodings that add a number to each logit: T5's, and ALiBi with fixed and with learned slopes.
 
-T5's relative bias (Raffel et al., arXiv:1910.10683, section 2.1).
-
-    A[i,j] = Q_i·K_j / √d + β[bucket(j − i), h]
-
-i = query, j = key. β is `[32, heads]`, 16 buckets per direction; all layers share it unless `--relative-table
-per-layer` is given. Row 16 is never used. Each distance up to 7 has its own bucket. Wider buckets follow up to
-`--relative-distance` (128, as in the released code); all larger distances share the last bucket.
-
-Departures: T5 omits the 1/√d and starts its weights smaller instead. T5 draws its table with a deviation of
-hidden_size^(−1/2), ours uses `--init-method-std`, like every embedding.
-
-ALiBi for encoders (Press et al., arXiv:2108.12409; symmetric, as in the notes of their released code).
-
-    A[i,j] = Q_i·K_j / √d − m_h·|i − j|
-    m_h = 2^(−8(h+1)/H),  h = 0, …, H − 1, for H heads, a power of two
-
-i = query, j = key. For other H, let P be the largest power of two below H: take the slopes of P heads, then every other
-slope of 2P heads, starting with the first, until there are H. Nothing is learned: `--relative-distance` is refused, and
-`--relative-table` changes nothing. HCD compares the logits without this bias: the heads' biases are multiples of one
-another, so their cosine would be near 1 for every model.
-
-ALiBi with separate learned slopes for each direction (variant 3 in the notes of ALiBi's released code).
-
-    A[i,j] = Q_i·K_j / √d − m^L_h·(i − j)₊ − m^R_h·(j − i)₊,    m = softplus(a)
-
-i = query, j = key; x₊ = max(x, 0), so m^L_h acts on keys to the left. a^L and a^R are `[heads]` each; all layers share
-them unless `--relative-table per-layer` is given. `--relative-distance` is refused.
-
-Departures: the notes give no initialisation that keeps slopes positive. Ours start at the symmetric slopes of
-`Alibi` in both directions, and softplus keeps them above 0. Weight decay does not act on a, because a = 0 means a
-slope of ln 2, steeper than every slope that a head starts with. HCD compares logits with this bias, since it is
-learned.
+In the formulas i is the query and j the key.
 """
 
 from __future__ import annotations
@@ -45,7 +14,17 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 
 
 class T5(PositionEncoding):
-    """T5's encoding; `relative` is β."""
+    """T5's relative bias (Raffel et al., arXiv:1910.10683, section 2.1); `relative` is β.
+
+        A[i,j] = Q_i·K_j / √d + β[bucket(j − i), h]
+
+    β is `[32, heads]`, 16 buckets per direction (`relative_bucket`); all layers share it unless
+    `--relative-table per-layer` is given. Row 16 is never used. All distances from `--relative-distance` on (128, as in
+    the released code) share the last bucket.
+
+    Departures: T5 omits the 1/√d and starts its weights smaller instead. T5 draws its table with a deviation of
+    hidden_size^(−1/2), ours uses `--init-method-std`, like every embedding.
+    """
 
     any_length = True
     is_relative = True
@@ -69,7 +48,16 @@ class T5(PositionEncoding):
 
 
 class Alibi(PositionEncoding):
-    """ALiBi's encoding; `heads` holds the numbers of this module's heads."""
+    """ALiBi for encoders (Press et al., arXiv:2108.12409; symmetric, as in the notes of their released code).
+
+        A[i,j] = Q_i·K_j / √d − m_h·|i − j|
+        m_h = 2^(−8(h+1)/H),  h = 0, …, H − 1, for H heads, a power of two
+
+    For other H, let P be the largest power of two below H: take the slopes of P heads, then every other slope of 2P
+    heads, starting with the first, until there are H. Nothing is learned: `--relative-distance` is refused, and
+    `--relative-table` changes nothing. HCD compares the logits without this bias: the heads' biases are multiples of
+    one another, so their cosine would be near 1 for every model. `heads` holds the numbers of this module's heads.
+    """
 
     any_length = True
     is_relative = True
@@ -104,7 +92,18 @@ def slopes(heads: Tensor, num_heads: int) -> Tensor:
 
 
 class AlibiAsym(PositionEncoding):
-    """ALiBi's encoding with learned slopes; `left` is a^L, `right` is a^R."""
+    """ALiBi with separate learned slopes for each direction (variant 3 in the notes of ALiBi's released code).
+
+        A[i,j] = Q_i·K_j / √d − m^L_h·(i − j)₊ − m^R_h·(j − i)₊,    m = softplus(a)
+
+    x₊ = max(x, 0), so m^L_h acts on keys to the left. `left` is a^L, `right` is a^R, `[heads]` each; all layers share
+    them unless `--relative-table per-layer` is given. `--relative-distance` is refused.
+
+    Departures: the notes give no initialisation that keeps slopes positive. Ours start at the symmetric slopes of
+    `Alibi` in both directions, and softplus keeps them above 0. Weight decay does not act on a, because a = 0 means a
+    slope of ln 2, steeper than every slope that a head starts with. HCD compares logits with this bias, since it is
+    learned.
+    """
 
     any_length = True
     is_relative = True

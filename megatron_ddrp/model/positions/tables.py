@@ -1,62 +1,6 @@
 """Encodings with tables of relative positions: BERT-R, DDRP and DeBERTa, versions 1 and 2.
 
-BERT-R: relative positions on the keys (Shaw et al., arXiv:1803.02155), eq. 4–5 of the DDRP paper.
-
-    A[i,j] = Q_i · (K_j + K^r[σ(i,j)]) / √d,    σ(i,j) = clip(i − j, −r_s, r_s − 1) + r_s
-
-i = query, j = key. `K^r` is `[2·r_s, d]`; all heads share it, and all layers too unless `--relative-table per-layer` is
-given.
-
-Departures: Shaw et al. also add a table to the values, which the DDRP paper omits for every model. They index by j − i
-and clip at ±k, which gives 2·k + 1 rows. With the DDRP paper's 2·r_s rows, offsets with the key to the left are clipped
-one step earlier.
-
-Decoupled directional relative position encoding ("Better Pre-Training by Reducing Representation Confusion").
-
-    A[i,j]  = Q_i · (K_j + D[ρ(i,j)] ⊙ K^rd[δ(i,j)]) / √d                                     (eq. 9, 10)
-    ρ(i,j)  = 0 for i = j, 1 for i < j (the key is to the right), 2 for i > j                  (eq. 11)
-    δ(i,j)  = |clip(i − j, −(r_s−1), r_s−1)|                                                   (eq. 12)
-
-i = query, j = key. `D` is `[3, d]` and `K^rd` is `[r_s, d]`; all heads share both, and all layers too unless
-`--relative-table per-layer` is given. That is 3·d + r_s·d parameters, 4,288 for a base model, as in section 5.4.
-
-Closed gaps: eq. 12 leaves the clip's bounds open; with r_s − 1, δ uses exactly the r_s rows that the paper counts. The
-paper gives no initialisation. Departures: `D` is drawn around 1 with a deviation of 0.5 (`--direction-init spread`),
-and weight decay, which pulls towards 0, does not act on it; `K^rd` is drawn like every embedding. If both start around
-0 (`embedding`), their product is too small to learn from, and stays so for thousands of steps. If `D` starts close to 1
-(`ones`), the rows for +k and −k start equal and stay equal. docs/lab/measurements.md has the measurements.
-
-Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count "compared
-with BERT" holds literally only if it stays. Ours omits it; `--absolute-embedding` adds it.
-
-DeBERTa's disentangled attention (He et al., arXiv:2006.03654), as in the released v1 code.
-
-    A[i,j] = ( Q_i·K_j + Q_i·(P W^{K,r})[δ(i,j)] + K_j·(P W^{Q,r})[δ(i,j)] ) / √(3d)
-    δ(i,j) = clip(i − j + k, 0, 2k − 1)
-
-i = query, j = key. `P` is `[2k, D]`; all layers share it unless `--relative-table per-layer` is given. Each layer has
-its own projections, `W^{K,r}` without a bias and `W^{Q,r}` with one. The keys K have no bias (`--key-bias`), because it
-would meet the last term. k is `--relative-distance`, 64 in the DDRP paper's
-comparison.
-
-Departures: the paper indexes the last term (position to content) by δ(j,i). The released code and Hugging Face's port
-use δ(i,j), and so do we. Absolute positions are added in the enhanced mask decoder (`model/heads.py`), not here. As in
-the released code, dropout acts on P in every layer.
-
-DeBERTa's attention from version 2 on (He et al., arXiv:2111.09543, and the released code of v2 and v3).
-
-    A[i,j] = ( Q_i·K_j + Q_i·(R̃ W^K + b^K)[δ(i,j)] + K_j·(R̃ W^Q + b^Q)[δ(i,j)] ) / √(3d)
-    R̃ = LayerNorm(R),    δ(i,j) = clip(bucket(i − j) + b, 0, 2b − 1)
-    bucket(x) = x for |x| ≤ b/2, else sign(x)·( ⌈ ln(|x| / (b/2)) / ln((M − 1) / (b/2)) · (b/2 − 1) ⌉ + b/2 )
-
-i = query, j = key; R is `[2b, D]`. b is `--relative-distance`, 256 by default, and M is `--seq-length`; the buckets
-depend on both. W^K, b^K, W^Q and b^Q are the layer's own content projections (`share_att_key`), so only the table and
-the LayerNorm are learned here. All layers share both unless `--relative-table per-layer` is given. Dropout acts on R̃
-in every layer, before the projection. Distances above M − 1 have the bucket of M − 1, as in the released code; Hugging
-Face's port reads other rows there.
-
-Departures: the enhanced mask decoder is off unless `--deberta-emd` is given, since ELECTRA's objective needs none and
-Hugging Face's port has none. The convolution of the two largest v2 models is left out.
+In the formulas i is the query and j the key.
 """
 
 from __future__ import annotations
@@ -80,7 +24,17 @@ from megatron_ddrp.model.positions.contract import (
 
 
 class BertR(PositionEncoding):
-    """BERT-R's encoding; `relative` is K^r."""
+    """BERT-R: relative positions on the keys (Shaw et al., arXiv:1803.02155), eq. 4–5 of the DDRP paper.
+
+        A[i,j] = Q_i · (K_j + K^r[σ(i,j)]) / √d,    σ(i,j) = clip(i − j, −r_s, r_s − 1) + r_s
+
+    `relative` is K^r, `[2·r_s, d]`; all heads share it, and all layers too unless `--relative-table per-layer` is
+    given.
+
+    Departures: Shaw et al. also add a table to the values, which the DDRP paper omits for every model. They index by
+    j − i and clip at ±k, which gives 2·k + 1 rows. With the DDRP paper's 2·r_s rows, offsets with the key to the left
+    are clipped one step earlier.
+    """
 
     any_length = True
     is_relative = True
@@ -112,7 +66,25 @@ DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 class Ddrp(PositionEncoding):
-    """DDRP's encoding; `direction` is D, `distance` is K^rd."""
+    """DDRP: decoupled directional relative positions ("Better Pre-Training by Reducing Representation Confusion").
+
+        A[i,j]  = Q_i · (K_j + D[ρ(i,j)] ⊙ K^rd[δ(i,j)]) / √d                                 (eq. 9, 10)
+        ρ(i,j)  = 0 for i = j, 1 for i < j (the key is to the right), 2 for i > j              (eq. 11)
+        δ(i,j)  = |clip(i − j, −(r_s−1), r_s−1)|                                               (eq. 12)
+
+    `direction` is D, `[3, d]`, and `distance` is K^rd, `[r_s, d]`; all heads share both, and all layers too unless
+    `--relative-table per-layer` is given. That is 3·d + r_s·d parameters, 4,288 for a base model, as in section 5.4.
+
+    Closed gaps: eq. 12 leaves the clip's bounds open; with r_s − 1, δ uses exactly the r_s rows that the paper counts.
+    The paper gives no initialisation. Departures: `D` is drawn around 1 with a deviation of 0.5 (`--direction-init
+    spread`), and weight decay, which pulls towards 0, does not act on it; `K^rd` is drawn like every embedding. If both
+    start around 0 (`embedding`), their product is too small to learn from, and stays so for thousands of steps. If `D`
+    starts close to 1 (`ones`), the rows for +k and −k start equal and stay equal. docs/lab/measurements.md has the
+    measurements.
+
+    Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count
+    "compared with BERT" holds literally only if it stays. Ours omits it; `--absolute-embedding` adds it.
+    """
 
     any_length = True
     is_relative = True
@@ -165,7 +137,19 @@ class RelativeProjections(LayerPositions):
 
 
 class Deberta(PositionEncoding):
-    """DeBERTa's encoding; `relative` is P."""
+    """DeBERTa's disentangled attention (He et al., arXiv:2006.03654), as in the released v1 code.
+
+        A[i,j] = ( Q_i·K_j + Q_i·(P W^{K,r})[δ(i,j)] + K_j·(P W^{Q,r})[δ(i,j)] ) / √(3d)
+        δ(i,j) = clip(i − j + k, 0, 2k − 1)
+
+    `relative` is P, `[2k, D]`; all layers share it unless `--relative-table per-layer` is given. Each layer has its own
+    projections, `W^{K,r}` without a bias and `W^{Q,r}` with one. The keys K have no bias (`--key-bias`), because it
+    would meet the last term. k is `--relative-distance`, 64 in the DDRP paper's comparison.
+
+    Departures: the paper indexes the last term (position to content) by δ(j,i). The released code and Hugging Face's
+    port use δ(i,j), and so do we. Absolute positions are added in the enhanced mask decoder (`model/heads.py`), not
+    here. As in the released code, dropout acts on P in every layer.
+    """
 
     any_length = True
     is_relative = True
@@ -215,7 +199,21 @@ class SharedProjections(LayerPositions):
 
 
 class DebertaV2(PositionEncoding):
-    """DeBERTa's encoding from version 2 on; `relative` is R."""
+    """DeBERTa's attention from version 2 on (He et al., arXiv:2111.09543, and the released code of v2 and v3).
+
+        A[i,j] = ( Q_i·K_j + Q_i·(R̃ W^K + b^K)[δ(i,j)] + K_j·(R̃ W^Q + b^Q)[δ(i,j)] ) / √(3d)
+        R̃ = LayerNorm(R),    δ(i,j) = clip(bucket(i − j) + b, 0, 2b − 1)
+        bucket(x) = x for |x| ≤ b/2, else sign(x)·( ⌈ ln(|x| / (b/2)) / ln((M − 1) / (b/2)) · (b/2 − 1) ⌉ + b/2 )
+
+    `relative` is R, `[2b, D]`. b is `--relative-distance`, 256 by default, and M is `--seq-length`; the buckets depend
+    on both. W^K, b^K, W^Q and b^Q are the layer's own content projections (`share_att_key`), so only the table and the
+    LayerNorm are learned here. All layers share both unless `--relative-table per-layer` is given. Dropout acts on R̃
+    in every layer, before the projection. Distances above M − 1 have the bucket of M − 1, as in the released code;
+    Hugging Face's port reads other rows there.
+
+    Departures: the enhanced mask decoder is off unless `--deberta-emd` is given, since ELECTRA's objective needs none
+    and Hugging Face's port has none. The convolution of the two largest v2 models is left out.
+    """
 
     is_relative = True
     relative_distance = 256

@@ -1,28 +1,14 @@
-"""Attention in Triton as torch functions, and the plan of its kernels.
+"""Attention for GPUs without stored logits: flash attention with learned position terms, in Triton.
 
-Plan of a call of the Triton kernels: offsets, tiles and constants, equal for all layers of a micro-batch.
-
-`Offsets` describes the tensors that the kernels index by offset i − j: P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their
-gradients. The offsets are compile-time constants of the kernels. Encodings with an offset for every pair of the row
-(ALiBi, DeBERTa's buckets) would need a new compilation for each length. So rows of zeros, which no pair reads, give all
-lengths up to the next multiple of 128 the same offsets.
-
-Tiles, warps and pipeline stages are chosen by the registers, spilled bytes and shared memory that the compiler reports
-(`benchmarks/kernels.py`). They are fixed, not tuned at start-up, so every rank and every run sums in the same order.
-
-Names: b = batch, h = heads, s = sequence, d = head size, n = offsets of the encoding, rows = n plus the rows of zeros.
-
-Attention for GPUs without stored logits: flash attention with learned position terms, in Triton.
-
-Computes the formula of `megatron_ddrp.model.attention.logits`. Torch computes P^q = Q·T^qᵀ and P^k = K·T^kᵀ outside the
-kernels (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients T^q′ = P^q′ᵀQ, Q′ +=
+It computes the formula of `megatron_ddrp.model.attention.logits`. Torch computes P^q = Q·T^qᵀ and P^k = K·T^kᵀ outside
+the kernels (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients T^q′ = P^q′ᵀQ, Q′ +=
 P^q′·T^q; P is recomputed in the backward pass. The kernels read v `[h, rows]` in fp32. If v is learned, they also write
 P^q′ when there is no table, since v′ = Σ P^q′/scale. Results repeat to the last bit.
 
 Triton is imported at the first call, so the package works without it. Queries that may attend to nothing (padding)
 output 0 and get no gradient.
 
-Names: b = batch, h = heads, s = sequence, d = head size.
+Names: b = batch, h = heads, s = sequence, d = head size, n = offsets of the encoding, rows = n plus the rows of zeros.
 """
 
 from __future__ import annotations
@@ -57,7 +43,12 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of each kind of kernel."""
+    """Tiles of each kind of kernel.
+
+    They are chosen by the registers, spilled bytes and shared memory that the compiler reports
+    (`benchmarks/kernels.py`). They are fixed, not tuned at start-up, so every rank and every run sums in the same
+    order.
+    """
 
     forward: Tile
     query_gradient: Tile
@@ -144,7 +135,13 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 class Offsets:
-    """Offsets of an encoding as the kernels see them, and the tensors with one row per offset."""
+    """Offsets of an encoding as the kernels see them, and the tensors with one row per offset.
+
+    The tensors are P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their gradients. The offsets are compile-time constants of the
+    kernels. Encodings with an offset for every pair of the row (ALiBi, DeBERTa's buckets) would need a new compilation
+    for each length. So rows of zeros, which no pair reads, give all lengths up to the next multiple of 128 the same
+    offsets.
+    """
 
     def __init__(self, lowest: int, highest: int, seq: int) -> None:
         """Choose the offsets for rows of `seq` tokens; `lowest` and `highest` are those of `PositionTerms`."""
@@ -206,7 +203,7 @@ match."""
 
 
 class KernelPlan(NamedTuple):
-    """Arguments of the kernels that contain no tensor."""
+    """Arguments of the kernels that contain no tensor, equal for all layers of a micro-batch."""
 
     offsets: Offsets
     tiles: Tiles

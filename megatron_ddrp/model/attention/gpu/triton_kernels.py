@@ -1,29 +1,26 @@
-"""The Triton kernels of attention, and the tiles that they are made of.
+"""The Triton kernels of attention: forward pass, and the gradients of queries, keys and the bias.
 
-Tiles of the attention in `triton_kernels.py`: logits, dropout and gradients, as Triton functions.
+This is flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions/contract.py`:
 
     A[i,j] = (Q_i·K_j + P^q[i, r(i,j)] + P^k[j, r(i,j)] + v[r(i,j)]/scale) · scale + B[i,j]
     P^q = Q·T^qᵀ,  P^k = K·T^kᵀ
 
+Each kernel owns a block of queries (or of keys) of one head of one sequence and walks over the tiles of its row (or
+column) of A. It skips tiles that the block cannot reach: other documents before or after its own, and places outside
+the window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit.
+
 A tile of A is computed in registers and never stored. r(i,j) = clip(i − j, lowest, highest) − lowest depends on i − j
-alone, so a row of tiles falls into three runs. Before the band every pair is in the bin of the largest offset, so one
-value per row is broadcast. In the band each pair looks up its own value. After the band every pair is in the bin of the
-smallest offset. The gradient of P needs no atomics: between the bins a cell (row, offset) has one pair, hence one
-writer; the bins are summed in registers.
+alone, so a row of tiles falls into three runs, of which kernels take the band first. Before the band every pair is in
+the bin of the largest offset, so one value per row is broadcast. In the band each pair looks up its own value. After
+the band every pair is in the bin of the smallest offset. The gradient of P needs no atomics: between the bins a cell
+(row, offset) has one pair, hence one writer; the bins are summed in registers.
 
 The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so tiles of any
 shape agree.
 
-Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; v/scale
-`[h, TABLE_ROWS]`, fp32; row statistics `[h, b, s]`.
-
-Kernels of `triton_attention.py`: the forward pass, and the gradients of queries, keys and the bias.
-
-Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; the first half of this
-file computes the tiles, their position terms and dropout. Each kernel owns a block of queries (or of keys) of one
-head of one sequence and walks over the tiles of its row (or column) of A in three runs: the band, then each clipped
-bin. It skips tiles that the block cannot reach: other documents before or after its own, and places outside the
-window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit."""
+Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; v/scale `[h, TABLE_ROWS]`,
+fp32; row statistics `[h, b, s]`.
+"""
 
 from __future__ import annotations
 
