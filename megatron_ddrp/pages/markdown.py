@@ -1,16 +1,9 @@
-"""Pages as Markdown and HTML: text, tables, templates, and the machine that made them.
+"""Pages as Markdown and HTML: text, tables, generated blocks, templates, and the machine that made them.
 
-Markdown for our pages. Names (folders, models, log lines) are escaped, so that they appear unchanged.
-
-Generated blocks of Markdown files. Each stands between lines `<!-- NAME -->` and `<!-- end of NAME -->`.
-
-Tables of a page as files: .csv for other programs, .tex for papers (LaTeX with the package booktabs).
-
-Pages from templates: Markdown, and the same page as one self-contained HTML file.
-
-The templates are the files in `templates/`. They only show values; Python computes them.
-
-Hardware and package versions, as recorded in pages and in finished jobs.
+Names (folders, models, log lines) are escaped, so that they appear unchanged. A generated block of a Markdown file
+stands between lines `<!-- NAME -->` and `<!-- end of NAME -->`. Tables also become files: .csv for other programs, .tex
+for papers (LaTeX with the package booktabs). The templates are the files in `templates/`; they only show values, Python
+computes them. A page becomes Markdown and one self-contained HTML file.
 """
 
 from __future__ import annotations

@@ -1,44 +1,14 @@
-"""Exchange between ranks: collectives, shards of weights, and the pipeline's messages.
+"""Exchange between ranks: collectives inside of autograd, the cut of weights, and the pipeline's messages.
 
-Exchange between tensor-parallel ranks inside of autograd: f and g of arXiv:1909.08053, and linear maps with f.
+f and g are those of arXiv:1909.08053: g is a sum over the tensor-parallel ranks (`sum_of_ranks`); f has such a sum as
+its gradient (`enter`).
 
-g is a sum over the ranks (`sum_of_ranks`); f has such a sum as its gradient (`enter`). A linear map of which this rank
-has some rows exchanges its gradient beside the weights' gradients:
-
-    forward     x → whole rows (f, or an all-gather) → x Wᵢᵀ + bᵢ           for all maps i of one input
-    backward    dx = Σᵢ gᵢ Wᵢ;  start to sum dx over the ranks;  dWᵢ = gᵢᵀ x, dbᵢ = Σ gᵢ;  wait for dx
-
-Maps that share an input, such as query, key and value, are one node of the graph, so their dx is one tensor that is
-exchanged once. On GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
-
-Seeds of torch's random draws: dropout of a micro-batch, of a rank, of a fine-tuning step.
-
-HCD over heads of all tensor-parallel ranks (eq. 18): exact, with the same draw of heads in every layout.
-
-If HCD samples heads, they are exchanged: each rank contributes the queries and keys of its own, `[2, b, m′, s, d]` in
-total, and their part of the tables or of the bias if these are per head; then every rank computes the same cosine. If
-HCD compares all heads, Σ_a A_a/‖A_a‖ is exchanged instead, one `[b, s, s]` sum for any number of heads.
-
-Gradients need no communication: the result is replicated, so each rank's part of its gradient is the slice of its own
-heads. Tables that all heads share are replicated already. `tensor_parallel` sums their gradient over the ranks, so only
-one rank may count the cosine's share of it.
-
-Tensor parallelism's cut of each parameter, and the conversion between parts and whole tensors.
-
-One table names the cut parameters of the layers that every model has; `by_head` of an encoding names its own parameters
-and buffers. Every tensor-parallel rank holds all others whole. Rank t of T holds block t of T equal blocks along the
-cut dimension. The vocabulary is padded to a multiple of 128 first, in every layout.
+One table, `SPLIT`, names the cut parameters of the layers that every model has; `by_head` of an encoding names its own
+parameters and buffers. Every tensor-parallel rank holds all others whole. Rank t of T holds block t of T equal blocks
+along the cut dimension. The vocabulary is padded to a multiple of 128 first, in every layout.
 
 Parameters are known by their names in the whole model on one device: `layers.3.attention.query.weight`. A pipeline
 stage holds a part of the model under other names; `local_parameters` returns them by the names of the whole.
-
-One rank's part of the pipeline: consecutive stages of the model's one list, and the messages between two parts.
-
-`Inputs` and `State` are nested named tuples (`model/stages.py`). They travel between ranks as two flat tensors: the
-floats that receive gradients (`LEARNED`), bit for bit, and the bytes of all the rest. With one float tensor, a part
-runs one backward pass; DeepSpeed would run one per float tensor of a tuple, each through layers that all of them came
-from. A header describes the nesting, types and shapes, and holds Python's numbers. It travels from host to host
-(`Mail`), so no rank has to ask its GPU for it.
 """
 
 from __future__ import annotations
@@ -168,7 +138,16 @@ def column_map(x: Tensor, entrance: Entrance, weight: Tensor, bias: Tensor | Non
 
 
 def column_maps(x: Tensor, entrance: Entrance, maps: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Return this rank's part of the outputs of maps that share an input."""
+    """Return this rank's part of the outputs of maps that share an input.
+
+    The maps exchange the gradient of their input beside the weights' gradients:
+
+        forward     x → whole rows (f, or an all-gather) → x Wᵢᵀ + bᵢ           for all maps i of one input
+        backward    dx = Σᵢ gᵢ Wᵢ;  start to sum dx over the ranks;  dWᵢ = gᵢᵀ x, dbᵢ = Σ gᵢ;  wait for dx
+
+    They are one node of the graph (query, key and value, for example), so dx is one tensor that is exchanged once. On
+    GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
+    """
     if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights only for a module's own call
         entered = enter(x, entrance)
         return tuple(each(entered) for each in maps)
@@ -187,7 +166,16 @@ def seed_draws(seed: int, device: torch.device) -> None:
 
 
 class CosineOfAllRanks:
-    """Mean pairwise cosine of some heads' logits, for heads on any rank."""
+    """HCD over heads of all tensor-parallel ranks (eq. 18): exact, with the same draw of heads in every layout.
+
+    If HCD samples heads, they are exchanged: each rank contributes the queries and keys of its own, `[2, b, m′, s, d]`
+    in total, and their part of the tables or of the bias if these are per head; then every rank computes the same
+    cosine. If HCD compares all heads, Σ_a A_a/‖A_a‖ is exchanged instead, one `[b, s, s]` sum for any number of heads.
+
+    Gradients need no communication: the result is replicated, so each rank's part of its gradient is the slice of its
+    own heads. Tables that all heads share are replicated already. `tensor_parallel` sums their gradient over the ranks,
+    so only one rank may count the cosine's share of it.
+    """
 
     def __init__(self, ranks: Ranks, terms_by_head: bool) -> None:
         """Keep `terms_by_head`: true if the position terms have a part per head, false if all heads share one."""
@@ -446,7 +434,14 @@ class MailOfRanks(Mail):
 
 
 class Courier:
-    """Converter between `Inputs` or `State` and two flat tensors."""
+    """Converter between `Inputs` or `State` and two flat tensors.
+
+    `Inputs` and `State` are nested named tuples (`model/stages.py`). Both travel between ranks as two flat tensors: the
+    floats that receive gradients (`LEARNED`), bit for bit, and the bytes of all the rest. With one float tensor, a part
+    runs one backward pass; DeepSpeed would run one per float tensor of a tuple, each through layers that all of them
+    came from. A header describes the nesting, types and shapes, and holds Python's numbers. It travels from host to
+    host (`Mail`), so no rank has to ask its GPU for it.
+    """
 
     def __init__(self, travelling: tuple[type, ...] = (), mail: Mail | None = None) -> None:
         """Keep `travelling`, the objective's named tuples (equal on all ranks), and `mail`, which carries headers."""

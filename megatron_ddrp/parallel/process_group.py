@@ -1,13 +1,4 @@
-"""Ranks and their groups, and the agreement of all ranks.
-
-Agreement of all ranks: one error for all of them, and the same settings and data on each.
-
-Ranks: this process's place in the grid of layouts, and sums over all ranks.
-
-The grid has three axes. Tensor-parallel ranks share every layer, pipeline ranks pass layers' outputs on, and
-data-parallel ranks hold the same weights and see other samples. Ranks count along tensor first, then data, then
-pipeline, like DeepSpeed's `PipeModelDataParallelTopology`: ranks that exchange most have neighbouring numbers.
-"""
+"""Place of this process among the ranks, sums over ranks, and their agreement on errors, settings and data."""
 
 from __future__ import annotations
 
@@ -107,7 +98,12 @@ DEFAULTS = dist.distributed_c10d
 
 
 class Ranks(NamedTuple):
-    """Place of this process in the run, and the groups that it communicates with (None in a run of one rank)."""
+    """Place of this process in the run, and the groups that it communicates with (None in a run of one rank).
+
+    The grid has three axes. Tensor-parallel ranks share every layer, pipeline ranks pass layers' outputs on, and
+    data-parallel ranks hold the same weights and see other samples. Ranks count along tensor first, then data, then
+    pipeline, like DeepSpeed's `PipeModelDataParallelTopology`: ranks that exchange most have neighbouring numbers.
+    """
 
     rank: int
     world_size: int

@@ -1,8 +1,7 @@
 """Meeting of a run's ranks: variables of launchers, and the connection.
 
-Variables by which launchers tell a process its rank and where the ranks meet.
-
-Connection of a run's processes. docs/launching.md, "Ports", says where each process listens.
+The variables tell a process its rank and where the ranks meet. docs/launching.md, "Ports", says where each process
+listens.
 """
 
 from __future__ import annotations

@@ -1,43 +1,18 @@
 """Tensor and sequence parallelism, added to a finished model from outside.
 
-Tensor parallelism (Shoeybi et al., arXiv:1909.08053), added to a finished model from outside.
-
-The model is initialised whole, so every layout starts from the same weights. Then each rank keeps its part of the
-parameters that `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows is a smaller layer and needs no
-other code. Modules that need other code are in one table, `PARALLEL`: each becomes a subclass of its own class that
-overrides the methods which exchange with other ranks. Where replicated tensors enter a cut region, their gradient is
-summed over the ranks (f in the paper, `pipeline.py`); where parts of a sum leave it, they are added up (g,
-`sum_of_ranks`).
+For tensor parallelism (Shoeybi et al., arXiv:1909.08053) the model is initialised whole, so every layout starts from
+the same weights. Then each rank keeps its part of the parameters that `pipeline.SPLIT` and the encodings' `by_head`
+name. A layer cut by rows is a smaller layer and needs no other code. Modules that need other code are in one table,
+`PARALLEL`: each becomes a subclass of its own class that overrides the methods which exchange with other ranks. Where
+replicated tensors enter a cut region, their gradient is summed over the ranks (f in the paper, `pipeline.py`); where
+parts of a sum leave it, they are added up (g, `sum_of_ranks`).
 
 Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads only, so it
 computes a part of their gradient. A hook on the parameter sums the parts, for any encoding. Parameters of single heads
 are cut, and their gradients stay on their rank. Dropout inside the cut attention differs by rank; elsewhere all ranks
 draw alike.
 
-Logits of the vocabulary are never gathered. The ranks exchange the largest logit of each predicted token, and two
-numbers more per token: the sum of the exponentials and the label's logit. The padding of the vocabulary has logits of
-−∞ and takes no part.
-
-Sequence parallelism (Korthikanti et al., arXiv:2205.05198), added to a model that tensor parallelism has cut.
-
-Between the cut regions, tensor parallelism keeps whole hidden states on all T ranks. Here each rank keeps a T-th of
-every row there, `[batch, seq / T, hidden]`; LayerNorms, residual sums and dropout work on that part and store only it.
-
-    embeddings → split ┐ ┌→ enter → attention    → leave ┐ ┌→ enter → feed-forward → leave ┐ ┌→ join → heads
-                       └─┴──────────────── + ────────────┴─┴──────────────── + ────────────┴─┘
-
-    forward                            backward
-    split   own part                     all-gather
-    enter   all-gather                   reduce-scatter       where tensor parallelism has f
-    leave   reduce-scatter               all-gather           where it has g
-    join    all-gather                   own part
-
-An all-reduce is a reduce-scatter and an all-gather, so a layer exchanges as much as before. Code inside, before and
-after the regions sees whole rows and does not change: attention with HCD, embeddings, notes, TCD, heads. Parameters
-used on parts get the sum of the ranks' gradients. If T does not divide a row, zeros pad the last part. Gathered states
-are kept for the backward pass; the paper keeps only the part and gathers again.
-
-DeBERTa's mask decoder applies the last layer to a few tokens of whole rows; f and g stay unchanged there.
+Sequence parallelism is added to a model that tensor parallelism has cut; see `apply_sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -97,7 +72,12 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
 
 class MaskedLMHeadOfRanks(MaskedLMHead):
-    """A masked-LM head with the logits of some pieces; its results are equal on all ranks."""
+    """A masked-LM head with the logits of some pieces; its results are equal on all ranks.
+
+    The logits are never gathered. The ranks exchange the largest logit of each predicted token, and two numbers more
+    per token: the sum of the exponentials and the label's logit. The padding of the vocabulary has logits of −∞ and
+    takes no part.
+    """
 
     ranks: Ranks
 
@@ -438,7 +418,10 @@ class DropoutOfParts(nn.Dropout):
 
 
 class MaskDecoderOfParts(EnhancedMaskDecoder):
-    """A mask decoder that works on whole rows, until the next layer begins or embeddings are split."""
+    """A mask decoder that works on whole rows, until the next layer begins or embeddings are split.
+
+    The decoder applies the last layer to a few tokens of whole rows; f and g stay unchanged there.
+    """
 
     rows: SharedRows
 
@@ -459,7 +442,26 @@ SEQUENCE_PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
 
 
 def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
-    """Make a model that `apply_tensor_parallel` has cut keep only parts of rows between its cut regions, in place."""
+    """Make a model that `apply_tensor_parallel` has cut keep only parts of rows between its cut regions, in place.
+
+    This is sequence parallelism (Korthikanti et al., arXiv:2205.05198). Between the cut regions, tensor parallelism
+    keeps whole hidden states on all T ranks. With it each rank keeps a T-th of every row there, `[batch, seq / T,
+    hidden]`; LayerNorms, residual sums and dropout work on that part and store only it.
+
+        embeddings → split ┐ ┌→ enter → attention    → leave ┐ ┌→ enter → feed-forward → leave ┐ ┌→ join → heads
+                           └─┴──────────────── + ────────────┴─┴──────────────── + ────────────┴─┘
+
+        forward                            backward
+        split   own part                     all-gather
+        enter   all-gather                   reduce-scatter       where tensor parallelism has f
+        leave   reduce-scatter               all-gather           where it has g
+        join    all-gather                   own part
+
+    An all-reduce is a reduce-scatter and an all-gather, so a layer exchanges as much as before. Code inside, before and
+    after the regions sees whole rows and does not change: attention with HCD, embeddings, notes, TCD, heads. Parameters
+    used on parts get the sum of the ranks' gradients. If T does not divide a row, zeros pad the last part. Gathered
+    states are kept for the backward pass; the paper keeps only the part and gathers again.
+    """
     rows = SharedRows(ranks)
     specialise(model, SEQUENCE_PARALLEL, rows=rows)
     for module in model.modules():

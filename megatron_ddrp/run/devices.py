@@ -1,4 +1,4 @@
-"""GPUs by name: their peaks, for the MFU of a run, and for the time of a step on those that need not be here.
+"""GPUs by name: their peaks, for a run's MFU and for the time of a step on a GPU of another machine.
 
 This module does not import torch, since `plan --help` lists its devices.
 """

@@ -1,6 +1,4 @@
-"""FLOP of a step in closed form, the time of a step, and the profile of one.
-
-Floating-point operations (FLOP) of a training step in closed form.
+"""Floating-point operations (FLOP) of a training step in closed form, the time of a step, and the profile of one.
 
     linear      6 · weights of the layers' linear maps                    per token
     attention   12 · S · D · layers                                       QKᵀ and the product with V
@@ -13,16 +11,6 @@ the hidden size, S the length of the row. Every position of a row counts, paddin
 row, as in dense products; in a local layer only the pairs within its window. Not counted: element-wise work, recomputed
 activations, TCD and HCD, notes, and the products of an encoding once per micro-batch (TUPE's B, DeBERTa's projected
 tables: 0.1 % of a base model at 32 x 512).
-
-A step that nobody measured takes, on a device that need not be here,
-
-    seconds = FLOP of the global batch ÷ (ranks · peak · SHARE)
-
-Communication, the host's time and small micro-batches are not modelled: beside published recipes such a time is off by
-a factor of up to four, and mostly two (docs/lab/measurements.md). `megatron-ddrp plan` without `--device` measures
-instead.
-
-Profile of some training steps (`--profile`): the time of every operation, as a table and as a trace.
 """
 
 from __future__ import annotations
@@ -182,7 +170,16 @@ def peak_of_device(config: Config, device: torch.device) -> float | None:
 
 
 def step_seconds(config: Config, world_size: int, device: Device) -> float:
-    """Return the estimated seconds of a step; recomputed activations cost a third more."""
+    """Return the estimated seconds of a step; recomputed activations cost a third more.
+
+    A step that nobody measured takes, on a device of any machine,
+
+        seconds = FLOP of the global batch ÷ (ranks · peak · SHARE)
+
+    Communication, the host's time and small micro-batches are not modelled: beside published recipes such a time is off
+    by a factor of up to four, and mostly two (docs/lab/measurements.md). `megatron-ddrp plan` without `--device`
+    measures instead.
+    """
     peak = device.tflops(config.training.precision, tf32=True)
     assert peak is not None, device.name
     flop = flop_per_token(config).total * config.training.global_batch_size * config.model.seq_length
@@ -202,6 +199,8 @@ class StepProfile:
     """Profiler of some steps, on the ranks of the first replica: the others do the same with other text.
 
     Without `--profile` it does nothing.
+
+    The profile has the time of every operation, as a table and as a trace.
     """
 
     def __init__(self, setup: Setup, steps_done: int) -> None:

@@ -1,22 +1,6 @@
-"""The process of a run: started by a launcher, or a guest in somebody's process.
-
-One process of a launcher (`deepspeed`, `torchrun`, `srun`): its rank, its output, its end, and requests to stop.
+"""The process of a run: one of a launcher (`deepspeed`, `torchrun`, `srun`), or a guest in somebody's process.
 
 This module does not import torch, so that a wrong argument is refused at once.
-
-After SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`), SIGHUP (a closed terminal) or SIGINT (Ctrl-C) the
-current step finishes; on GPUs the next one too, which is already launched. Then all ranks save and exit with
-`ASKED_TO_STOP`, whichever of them got the signal. The signals are handled from the command's start, so that one before
-the first step ends the run there, until the process ends: a late one, such as a launcher's SIGTERM after the first rank
-has ended, must not kill a rank that still writes its last files or change its exit code.
-
-A second SIGINT ends a process at once, unless a launcher started it: launchers forward the terminal's SIGINT, so one
-Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT ignored, as
-shells start background jobs of scripts, keeps ignoring it; SIGTERM stops it. So does one that `nohup` started, SIGHUP.
-
-A command as a guest in somebody's process: what it sets for the whole process is set back at its end.
-
-A command of its own process needs none of this. What cannot be set back is docs/python.md's to say.
 """
 
 from __future__ import annotations
@@ -151,7 +135,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:
-    """Requests to stop this rank early, by a signal or the clock."""
+    """Requests to stop this rank early, by a signal or the clock.
+
+    After SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`), SIGHUP (a closed terminal) or SIGINT (Ctrl-C)
+    the current step finishes; on GPUs the next one too, which is already launched. Then all ranks save and exit with
+    `ASKED_TO_STOP`, whichever of them got the signal. The signals are handled from the command's start, so that one
+    before the first step ends the run there, until the process ends: a late one, such as a launcher's SIGTERM after the
+    first rank has ended, must not kill a rank that still writes its last files or change its exit code.
+
+    A second SIGINT ends a process at once, unless a launcher started it: launchers forward the terminal's SIGINT, so
+    one Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT
+    ignored, as shells start background jobs of scripts, keeps ignoring it; SIGTERM stops it. So does one that `nohup`
+    started, SIGHUP.
+    """
 
     def __init__(self, minutes: float | None, began: float | None = None, alone: bool = False) -> None:
         """Set the time limit to `minutes` after `began` (seconds of `time.monotonic`, default now); None = no limit.
@@ -208,6 +204,8 @@ def guest() -> Iterator[None]:
     """Leave the process as it was: environment, plug-ins, random numbers, signals, process groups, matplotlib, torch.
 
     The ranks of a launcher stay in their process group until their process ends: they can meet only once.
+
+    A command in a process of its own needs none of this. docs/python.md says what cannot be set back.
 
     Raises:
         UserError: this is not the main thread, the only one that may handle signals, or another library has a process

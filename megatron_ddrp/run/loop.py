@@ -1,9 +1,4 @@
-"""The loop over training steps, and the memory of its process.
-
-Memory of this process: keep or return freed memory, bound the kernels that are kept, and read the peak.
-
-The loop over training steps: launch, log, validate, save, stop.
-"""
+"""The loop over training steps (launch, log, validate, save, stop), and the memory of its process."""
 
 from __future__ import annotations
 

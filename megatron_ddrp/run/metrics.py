@@ -1,15 +1,12 @@
-"""metrics.jsonl: its rows, and the plateau that they show.
+"""metrics.jsonl, one row of numbers per log or evaluation, and the plateau that its rows show.
 
-metrics.jsonl: one row of numbers per log or evaluation. All code that reads or writes the file is here.
+All code that reads or writes the file is here. A line that is not a row (damage, or the half line of a killed run) is
+moved to metrics.jsonl.damaged when the run resumes; readers skip it and report it once. The rows after it are kept.
 
-A line that is not a row (damage, or the half line of a killed run) is moved to metrics.jsonl.damaged when the run
-resumes; readers skip it and report it once. The rows after it are kept.
-
-The plateau of masked LM, and its end, the onset: the tokens after which a run predicts from context in earnest.
-
-A model first learns how often each piece occurs; its loss falls to the unigram level, the entropy of the pieces of the
-training text. From there it falls slowly: without the order of words, the rest of a text tells no more than its topic.
-It falls fast again when attention has begun to use positions (docs/lab/plateau.md).
+The plateau is one of masked LM, and it ends at the onset: the tokens after which a run predicts from context in
+earnest. A model first learns how often each piece occurs; its loss falls to the unigram level, the entropy of the
+pieces of the training text. From there it falls slowly: without the order of words, the rest of a text tells no more
+than its topic. It falls fast again when attention has begun to use positions (docs/lab/plateau.md).
 """
 
 from __future__ import annotations
