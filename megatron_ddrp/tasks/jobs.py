@@ -1,20 +1,6 @@
 """Jobs that any number of processes share: a store of finished jobs, leases, a queue and the time left.
 
-Store of finished jobs: a file with one JSON object per line that any number of processes read and append to.
-
-A line is on the disk before a process counts its job as done. A partial line, left by a process killed while writing,
-does not count. Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier
-versions carry none. `megatron-ddrp glue` keeps its runs in such a file, `megatron-ddrp compare` its jobs. A job belongs
-to the process with its lease. That process checks the store again after it takes the lease, and stores the finished job
-before it gives the lease back, so that no job is done twice.
-
-Options of the commands that share out their jobs.
-
-Time left of a sweep: the mean time of its finished jobs times the work that is left.
-
-Worker processes of one command on one machine; they share a store of jobs.
-
-Queue of jobs for many processes without a server: the process with a job's lease does it and stores its row.
+No server is needed: the process with a job's lease does it and stores its row.
 """
 
 from __future__ import annotations
@@ -62,7 +48,20 @@ Row = dict[str, Any]
 
 
 class Store:
-    """Finished jobs, one line per job, synced to disk. `refresh` reads lines that other processes have appended."""
+    """Finished jobs in a file with one JSON object per line, which any number of processes read and append to.
+
+    Everything that affects a job's result identifies it. So a restarted command repeats nothing, and new weights under
+    an old name are never mistaken for the old ones.
+
+    A line is on the disk before a process counts its job as done. A partial line, left by a process killed while
+    writing, does not count. Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines
+    of earlier versions carry none. `megatron-ddrp glue` and `finetune` keep their runs in such a file, `minimal-pairs`
+    its scores, `compare` its jobs.
+
+    A job belongs to the process with its lease. That process checks the store again after it takes the lease, and
+    stores the finished job before it gives the lease back, so that no job is done twice. `refresh` reads lines that
+    other processes have appended.
+    """
 
     def __init__(
         self,
@@ -254,7 +253,10 @@ class Workload(NamedTuple):
 
 
 def eta(left: Sequence[Workload], finished: Iterable[Workload], workers: int) -> str:
-    """Return the time until `workers` finish the jobs `left`, as text. Workers never share a job."""
+    """Return the time until `workers` finish the jobs `left`, as text. Workers never share a job.
+
+    For each kind of job it is the mean time of the finished work times the work that is left.
+    """
     seconds: dict[str, float] = defaultdict(float)
     work: dict[str, float] = defaultdict(float)
     for part in finished:

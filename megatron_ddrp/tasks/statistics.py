@@ -1,15 +1,4 @@
-"""Measures and their statistics: names and units, intervals over seeds and items, gains, learning curves, heat maps.
-
-Names and units of the measures of a run, in rows, in tables and in results.json.
-
-Means, spreads and paired differences over seeds and over test items; gains of all commands, their table and judgement.
-
-Figure learning_curves.png: scores over training steps, for runs with several scored checkpoints.
-
-The names of the encoders of `--load run/iter_*` are their folders, which give run and step.
-
-Heat maps of shares of pairs that are right, around chance.
-"""
+"""Measures of a run and their statistics: names and units, intervals over seeds and items, judgements, figures."""
 
 from __future__ import annotations
 
@@ -310,7 +299,10 @@ Curves = dict[str, list[tuple[int, Score]]]
 
 
 def curves_of(scores: Mapping[str, Score]) -> Curves:
-    """Return the curves of all runs with at least two scored checkpoints. `scores` maps encoders to scores."""
+    """Return the curves of all runs with at least two scored checkpoints. `scores` maps encoders to scores.
+
+    The names of the encoders of `--load run/iter_*` are their folders, which give run and step.
+    """
     curves: Curves = {}
     for name, score in scores.items():
         if found := _CHECKPOINT.fullmatch(name):

@@ -1,6 +1,4 @@
-"""Metrics of fine-tuning, entities among them.
-
-Metrics of fine-tuning as fractions (1.0 is perfect), on all rows of a file and on its bootstrap samples.
+"""Metrics of fine-tuning as fractions (1.0 is perfect), on all rows of a file and on its bootstrap samples.
 
 A metric is a function of the rows and of the count of each row. Counts of 1 give its value. A bootstrap sample draws
 rows (texts, sentences, questions) with replacement, as many as there are (Efron and Tibshirani, An Introduction to the
@@ -14,21 +12,6 @@ scikit-learn does for a constant guess, and marks it as undefined; in a sample i
 a trained model a negative score, so it counts as `WORST` if it is undefined.
 
 The tests compare the metrics with scikit-learn, scipy, seqeval and SQuAD's script.
-
-Exact match and F1 of answers to questions, computed as in SQuAD's evaluation script, version 2.0.
-
-Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822. Answers are compared in lower case, without ASCII punctuation,
-English articles and repeated blanks. If there are several gold answers, the best one counts. An unanswerable question
-has the single gold answer "". If the gold answer or the prediction is empty, F1 is 1 if both are and 0 otherwise. For
-answers that are not empty, version 1.1 gives the same scores.
-
-Whole entities in tag sequences, found as the `seqeval` package does.
-
-A predicted entity is correct if its type, first word and last word are all correct (CoNLL-2003, Tjong Kim Sang and
-De Meulder, arXiv:cs/0306050). The metric F1 = 2·correct / (gold + predicted) sums over all sentences and types (micro
-average).
-
-The rules are regular expressions over the prefixes of a group, which is neighbouring tags of one type.
 """
 
 from __future__ import annotations
@@ -309,6 +292,13 @@ def _mean_of(score: Callable[[Sequence[str], str], float]) -> Metric:
 
 
 ANSWER_F1, EXACT_MATCH = _mean_of(f1), _mean_of(exact_match)
+"""F1 and exact match of answers to questions, computed as in SQuAD's evaluation script, version 2.0.
+
+Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822. Answers are compared in lower case, without ASCII punctuation,
+English articles and repeated blanks. If there are several gold answers, the best one counts. An unanswerable question
+has the single gold answer "". If the gold answer or the prediction is empty, F1 is 1 if both are and 0 otherwise. For
+answers that are not empty, version 1.1 gives the same scores.
+"""
 
 
 OUTSIDE = "O"
@@ -396,6 +386,8 @@ def rules(tags: Iterable[str], strict: bool) -> re.Pattern[str]:
     """Return the rules for a task with these tags: the lenient ones, or the strict ones of the scheme of the tags.
 
     Raises `ValueError` with the reason for a tag that names no entity, and for tags without such rules.
+
+    They are regular expressions over the prefixes of a group, which is neighbouring tags of one type.
     """
     if strict:
         return SCHEMES[scheme_of(tags)].entity
@@ -438,3 +430,9 @@ def _entity_terms(gold: Any, predicted: Any, strict: bool) -> Terms:
 
 
 SEQEVAL, SEQEVAL_STRICT = (Metric(partial(_entity_terms, strict=strict), share) for strict in (False, True))
+"""F1 of whole entities in tag sequences, found as the `seqeval` package does.
+
+A predicted entity is correct if its type, first word and last word are all correct (CoNLL-2003, Tjong Kim Sang and De
+Meulder, arXiv:cs/0306050). The metric, F1 = 2·correct / (gold + predicted), sums over all sentences and types (micro
+average).
+"""

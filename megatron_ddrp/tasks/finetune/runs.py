@@ -1,23 +1,4 @@
-"""Runs of a sweep, and runs.jsonl, the store of finished runs.
-
-One line is one finished run. Everything that affects its score (weights, data, hyper-parameters, seed) identifies a
-run. So a restarted sweep repeats nothing, and new weights under an old name are never mistaken for the old ones.
-
-An undefined score counts as 0 in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
-with four collapsed seeds is worse than five seeds at 0.45. By the metric of a plug-in it counts as -1, the worst score.
-
-Cells of a table: the runs of one encoder on one task at the best grid point, one per seed.
-
-A grid point is every setting of a run except its seed. The best point is the one with the highest median of the last
-epoch's scores among the points with the most seeds. An undefined score counts as `Metric.undefined`.
-
-Suite of tasks, such as GLUE or the user's own tasks: its data and the content of its page.
-
-File of a run's predictions for the development sets, and scores on resampled rows.
-
-OUT/predictions/RUN.tsv has the columns file, index (the row's number from 0), prediction and label. Classes are written
-by name, numbers with all digits, and a prediction that is not finite as `nan`.
-"""
+"""Runs of a sweep, the store of finished ones, the cells of its tables, and its suite of tasks."""
 
 from __future__ import annotations
 
@@ -81,7 +62,7 @@ class TuningRun:
     max_train_examples: int | None = None
     """Number of training rows to use; None for all."""
     head: str = "common"
-    """Head on top of the encoder: `common` (the head in `heads.py`) or `family` (the head of the encoder's family)."""
+    """Head on top of the encoder: `common` (`TaskHead`) or `family` (the head of the encoder's family)."""
 
     scales_labels: bool = False
     """True if a regression learns the labels minus their mean, divided by their standard deviation."""
@@ -107,7 +88,12 @@ class TuningRun:
 
 
 class RunStore(Store):
-    """Store of finished runs in runs.jsonl."""
+    """Store of finished runs in runs.jsonl.
+
+    One line is one finished run; weights, data, hyper-parameters and seed identify it. An undefined score counts as
+    `Metric.undefined` in medians, averages and the choice of the grid point, and is marked: one seed at 0.50 with four
+    collapsed seeds is worse than five seeds at 0.45.
+    """
 
     def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None, tasks: Container[str] | None = None):
         """Read the finished runs. With `tasks`, lines of other tasks count as damaged; `Store` explains `on_damage`.
@@ -226,6 +212,9 @@ def best_cells(
 
     A cell has only runs with the `conditions` of the encoder's newest run on the task. If some of its runs are `asked`
     for, it has no others.
+
+    A grid point is every setting of a run except its seed. The best point is the one with the highest median of the
+    last epoch's scores among the points with the most seeds.
     """
     known = {TuningRun.of_row(row): row for row in rows}  # the same run in two folders counts once
     wanted = {run for run in asked if run in known}
@@ -358,7 +347,11 @@ def predictions_file(folder: Path, run: TuningRun) -> Path:
 
 
 def write_predictions(path: Path, task: Task, scored: Scored) -> None:
-    """Write a run's predictions."""
+    """Write a run's predictions.
+
+    The file, OUT/predictions/RUN.tsv, has the columns file, index (the row's number from 0), prediction and label.
+    Classes are written by name, numbers with all digits, and a prediction that is not finite as `nan`.
+    """
     kind, lines = KINDS[task.kind], [HEADER]
     for file, sides in scored.items():
         texts = (map(kind.text_of, kind.as_values(task, side)) for side in sides)

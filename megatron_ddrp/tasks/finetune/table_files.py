@@ -1,23 +1,11 @@
 """A task and the files of rows that it comes from: tables, CoNLL's and SQuAD's layouts.
 
-Readers of CoNLL's and SQuAD's layouts as rows of cells, and the writer of CoNLL's.
+`read_rows` reads a file of examples as rows of named cells, in one pass and in constant memory:
 
-A CoNLL file has one token with its tag per line, and a blank line after each sentence.
-
-The first column is the token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, arXiv:cs/0306050);
-columns between them are ignored. A file with one column has tokens without tags. In CoNLL-U files of Universal
-Dependencies the token is the word form (column 2) and the tag is the universal part of speech (column 4).
-
-SQuAD's JSON is nested (Rajpurkar et al., arXiv:1606.05250; version 2 arXiv:1806.03822).
-
-Reader of files of examples as rows of named cells, in one pass and in constant memory.
-
-read_rows("train.csv.gz") → FileRow("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
+    read_rows("train.csv.gz") → FileRow("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
 
 The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/inputs.py`.
 Cells of .csv and .tsv are strings; JSON and Parquet keep their types. JSON is read as documents are.
-
-A task with its labels, its metric and its examples.
 """
 
 from __future__ import annotations
@@ -57,6 +45,10 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
     Tabs separate the columns of a line with a tab, blanks those of other lines. Raises `UserError` for a line whose
     number of columns differs from the first line's, and for a comment. A word with # at the begin of a sentence is a
     token if its tag is that of other tokens, of an entity, or one without small letters and digits, such as SYM.
+
+    A CoNLL file has one token with its tag per line, and a blank line after each sentence. The first column is the
+    token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, arXiv:cs/0306050); columns between them
+    are ignored. A file with one column has tokens without tags.
     """
     width, may_be_comment = 0, True
     tags: set[str] = set()
@@ -97,7 +89,11 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
 
 
 def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the sentences of a CoNLL-U file in the form of `read_conll`; skip comments, word ranges and empty nodes."""
+    """Yield the sentences of a CoNLL-U file in the form of `read_conll`; skip comments, word ranges and empty nodes.
+
+    CoNLL-U is the layout of Universal Dependencies: the token is the word form (column 2) and the tag is the universal
+    part of speech (column 4).
+    """
 
     def cells_of(number: int, line: str) -> list[str] | None:
         line = line.rstrip("\r")
@@ -157,6 +153,8 @@ def read_squad(path: str, value: dict[str, Any]) -> Iterator[tuple[str, dict[str
 
     `answers` is {"text": [str, …], "answer_start": [int, …]}, with empty lists for an unanswerable question; questions
     of a test set have no answers. Raises `UserError` for another layout.
+
+    SQuAD's JSON is nested (Rajpurkar et al., arXiv:1606.05250; version 2 arXiv:1806.03822).
     """
     place = "its first question"
     try:

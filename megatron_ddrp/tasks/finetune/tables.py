@@ -1,13 +1,7 @@
-"""Tables and report of a sweep.
+"""Tables and report of a sweep: table.md, table.json, tables/ and table.png.
 
-Tables of a sweep: scores, gains over random weights, the runs behind each score, differences, the paper's scores.
-
-Differences between encoders: over common tasks paired by seed, and to the same encoder with random weights.
-
-Report of a sweep: table.md, table.json, tables/ and table.png with the medians over seeds, one row per encoder.
-
-Each median is at a task's best grid point. The table marks undefined scores (`Metric.undefined`). It shows an average
-only if all of its tasks are there.
+They have the medians over seeds, one row per encoder; each median is at a task's best grid point. The table marks
+undefined scores (`Metric.undefined`). It shows an average only if all of its tasks are there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Files of a user's own tasks: rows to train on, and rows that a kept model labels.
 
-Reader of the files of a user's own task.
-
-Each file is read twice: first to check it before training starts, then to make the model's rows. Only lengths and
-labels stay in memory, a few bytes per row. A file that has changed in between is refused.
-
-`megatron-ddrp finetune predict`: label a file with a fine-tuned model, in constant memory.
+Each file to train on is read twice: first to check it before training starts, then to make the model's rows. Only
+lengths and labels stay in memory, a few bytes per row. A file that has changed in between is refused. `megatron-ddrp
+finetune predict` labels a file in constant memory.
 """
 
 from __future__ import annotations

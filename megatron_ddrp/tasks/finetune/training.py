@@ -1,30 +1,7 @@
 """Fine-tuning of one encoder on one task: its head, its training, and the model that is kept.
 
-Deterministic operators of torch on GPUs, so that a run repeats bit for bit; where torch has none, a line says so.
-
-Heads on top of the encoder.
-
-Their weights are new in every run, even if a checkpoint has a pooler, so that a comparison measures only the encoders.
-
-One fine-tuning run, as in appendix B of the DDRP+MTH paper.
-
-AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases, LayerNorms and, as in pre-training, gains
-of a position encoding), linear warm-up over a tenth of the steps, then linear decay to 0, gradients clipped at norm 1.
-The task's kind defines the loss.
-
-With `TuningRun.scales_labels` the loss of a regression sees (label − mean) / standard deviation, both of the training
-rows, because a learning rate of 1e-5 never reaches prices or years. Predictions are on the scale of the labels, and
-after the last step the output layer contains that scale.
-
-A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its dropout,
-which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so the run has
-the same score on any number of ranks.
-
-Fine-tuned model of a task's best run, kept as a Hugging Face folder.
-
-config.json has the key "finetuned" with the facts that `megatron-ddrp finetune predict` needs: the task, its columns,
-the length of a row, and the run. For each encoder, task and data of a task the disk has the model of the best run so
-far: the run with the highest score; among equal scores, the run whose name comes first.
+On a GPU the operators are deterministic, so that a run repeats bit for bit; where torch has no such operator, a line
+says so.
 """
 
 from __future__ import annotations
@@ -141,7 +118,11 @@ INIT_STD = 0.02
 
 
 class TaskModel(nn.Module):
-    """Encoder under a `TaskHead`. The head's weights are new (appendix B of the DDRP+MTH paper)."""
+    """Encoder under a `TaskHead`.
+
+    The head's weights are new in every run, even if a checkpoint has a pooler, so that a comparison measures only the
+    encoders (appendix B of the DDRP+MTH paper).
+    """
 
     def __init__(self, encoder: nn.Module, hidden_size: int, form: HeadForm, num_outputs: int):
         """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
@@ -202,7 +183,22 @@ def learning_rate_factor(step: int, total: int) -> float:
 
 
 class FineTuning:
-    """A model in training. `step` trains on one batch; `predict` may be called at any time before `finish`."""
+    """A model in training, as in appendix B of the DDRP+MTH paper.
+
+    `step` trains on one batch; `predict` may be called at any time before `finish`.
+
+    The optimizer is AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases, LayerNorms and, as in
+    pre-training, gains of a position encoding). The rate warms up linearly over a tenth of the steps, then decays
+    linearly to 0; gradients are clipped at norm 1. The task's kind defines the loss.
+
+    With `TuningRun.scales_labels` the loss of a regression sees (label − mean) / standard deviation, both of the
+    training rows, because a learning rate of 1e-5 never reaches prices or years. Predictions are on the scale of the
+    labels, and after the last step the output layer contains that scale.
+
+    A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its
+    dropout, which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so
+    the run has the same score on any number of ranks.
+    """
 
     def __init__(self, run: TuningRun, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
         """Prepare to train `model` in place, on its device, on `train`; `ranks` is None in a single process.
@@ -428,7 +424,11 @@ def keep_if_best(
 ) -> None:
     """Write a run's model into OUT = `output` unless there is a better one for the same data. A lock makes others wait.
 
-    A model that diverged is not written.
+    A model that diverged is not written. For each encoder, task and data of a task the disk has the model of the best
+    run so far: the run with the highest score; among equal scores, the run whose name comes first.
+
+    The folder's config.json has the key "finetuned" with the facts that `megatron-ddrp finetune predict` needs: the
+    task, its columns, the length of a row, and the run.
     """
     if not all(weight.isfinite().all() for weight in model.parameters()):
         return

@@ -1,10 +1,6 @@
-"""A sweep: its list of runs, its plan, and the processes that do it.
+"""A sweep of encoders over tasks, a grid and seeds: its list of runs, its plan, and the processes that do it.
 
-Sweep of one or more encoders over tasks, a grid and seeds: its list of runs, and the execution of one run.
-
-Plan of a sweep, printed before it starts, and one line per finished run.
-
-Execution of a sweep: by worker processes of one machine, or by all ranks together, one run at a time.
+Worker processes of one machine do the runs, or all ranks together, one run at a time.
 """
 
 from __future__ import annotations

@@ -1,36 +1,4 @@
-"""Minimal pairs, their rows, and the store of their scores.
-
-Reader of minimal pairs from JSON lines: BLiMP's files, or others with `sentence_good` and `sentence_bad`.
-
-Accuracies and phenomena that BLiMP's authors published; the accuracies are in their folder `raw_results/summary`.
-
-Masked rows, one per scored piece. [CLS] and [SEP] are never scored.
-
-    pll         log p(w_t | sentence without w_t)             Salazar et al., arXiv:1910.14659, equations 1 and 2
-    l2r         log p(w_t | … without w_t and the later pieces of its word)     Kauf and Ivanova, arXiv:2305.10588
-    whole-word  log p(w_t | … without any piece of its word)                    Kauf and Ivanova, arXiv:2305.10588
-
-The score of a sentence is the sum over its pieces. `word_begins` finds the words: they begin at WordPiece's pieces
-without ##, at SentencePiece's ▁ and at byte-level BPE's Ġ, or after a piece that ends a word. Departure: Kauf and
-Ivanova split words by the library's pre-tokenizer, which separates punctuation. WordPiece does so too, but with ▁ and Ġ
-a full stop belongs to the word before it.
-
-Store scores.jsonl, and accuracies, standard errors and paired differences from its scores of sentences.
-
-The store has one line per encoder and paradigm. Everything that affects the scores (weights, sentences, kind of score)
-identifies a line. So a restarted command scores nothing twice, and new weights under an old name are never mistaken for
-the old ones. Ties are counted later.
-
-A pair is right if the good sentence scores higher by more than `TIE`. A tie is wrong, as BLiMP defines it: a program
-that takes the first of two equal scores, with the good sentence first, gives a model without any preference 100 %. A
-pair with a score that is no number is wrong.
-
-There are two standard errors: for other pairs of the same paradigms, and for other paradigms. The interval of a
-difference resamples whole paradigms, whose means already contain the spread of their pairs; only for a single paradigm
-it resamples pairs. A mean of n values drawn anew from n values varies (n − 1)/n times as much as the mean of n other
-values, so deviations are multiplied by √(n/(n − 1)). One value tells nothing about others: there is no standard error
-and no interval then.
-"""
+"""Minimal pairs, their masked rows, and the store of their scores."""
 
 from __future__ import annotations
 
@@ -128,6 +96,8 @@ def read_pairs(folder: Path, max_pairs: int | None = None) -> list[Paradigm]:
     """Read the paradigms of a folder. The key `UID` of a pair, or else its file's name, names its paradigm.
 
     Raises `UserError` with file and line for a line without a pair, and for a UID in two files.
+
+    The files have JSON lines: BLiMP's, or others with `sentence_good` and `sentence_bad`.
     """
     found: dict[str, Paradigm] = {}
     for file in pair_files(folder):
@@ -198,6 +168,8 @@ def published_levels(folder: Path, uids: Iterable[str]) -> dict[str, dict[str, f
 
     The files are looked for in the folder of the pairs and in its parent. The result leaves out a model without all of
     `uids`, and is empty without the files. Raises `UserError` for a file with another content.
+
+    BLiMP's authors published the accuracies, in their folder `raw_results/summary`.
     """
     wanted = set(uids)
     for place in (folder, folder.parent):
@@ -252,6 +224,17 @@ def masked_rows(
     """Yield batches of at most `budget` tokens with one row per piece of each sentence, the longest rows first.
 
     All rows of a batch have one length, so that there is no padding. A batch has at least one row.
+
+    [CLS] and [SEP] are never scored. The kinds of `score` are
+
+        pll         log p(w_t | sentence without w_t)             Salazar et al., arXiv:1910.14659, equations 1 and 2
+        l2r         log p(w_t | … without w_t and the later pieces of its word)     Kauf and Ivanova, arXiv:2305.10588
+        whole-word  log p(w_t | … without any piece of its word)                    Kauf and Ivanova, arXiv:2305.10588
+
+    The score of a sentence is the sum over its pieces. `word_begins` finds the words: they begin at WordPiece's pieces
+    without ##, at SentencePiece's ▁ and at byte-level BPE's Ġ, or after a piece that ends a word. Departure: Kauf and
+    Ivanova split words by the library's pre-tokenizer, which separates punctuation. WordPiece does so too, but with ▁
+    and Ġ a full stop belongs to the word before it.
     """
     most_rows = MOST_LOGITS // len(tokenizer.pieces)
     lengths: dict[int, list[int]] = defaultdict(list)
@@ -316,7 +299,11 @@ class PairJob:
 
 
 class PairStore(Store):
-    """Store of finished jobs in scores.jsonl."""
+    """Store of finished jobs in scores.jsonl.
+
+    It has one line per encoder and paradigm; weights, sentences and kind of score identify a line. Ties are counted
+    later.
+    """
 
     def __init__(self, path: Path):
         """Read the finished lines. Raises `UserError` for a damaged line."""
@@ -340,7 +327,12 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParadigmScore:
-    """Result of an encoder on a paradigm."""
+    """Result of an encoder on a paradigm.
+
+    A pair is right if the good sentence scores higher by more than `TIE`. A tie is wrong, as BLiMP defines it: a
+    program that takes the first of two equal scores, with the good sentence first, gives a model without any preference
+    100 %. A pair with a score that is no number is wrong.
+    """
 
     right: np.ndarray
     """True for each pair that is right, bool `[pairs]`."""
@@ -385,7 +377,10 @@ def cell(row: Mapping[str, Any]) -> ParadigmScore:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of an encoder on all paradigms."""
+    """Results of an encoder on all paradigms.
+
+    There are two standard errors: for other pairs of the same paradigms, and for other paradigms.
+    """
 
     name: str
     cells: dict[str, ParadigmScore]
@@ -430,7 +425,8 @@ class Result:
 def difference(first: Result, second: Result) -> Gain:
     """Return the gain of the macro average on the same pairs, with the 95 % interval of `DRAWS` bootstrap draws.
 
-    The draws are of whole paradigms or, for a single one, of its pairs; no interval for a single pair.
+    The draws are of whole paradigms, whose means already contain the spread of their pairs. For a single paradigm they
+    are of its pairs; no interval for a single pair.
     """
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
@@ -457,6 +453,9 @@ def resampled_means(
 
     `values` are `[n]`, such as True for each pair of a paradigm that is right. Models with the same n have the same
     samples, so that their differences are paired.
+
+    A mean of n values drawn anew from n values varies (n − 1)/n times as much as the mean of n other values, so
+    deviations are multiplied by √(n/(n − 1)). One value tells nothing about others.
     """
     count = len(values)
     if count < 2:

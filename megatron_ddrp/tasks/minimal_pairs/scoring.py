@@ -1,12 +1,6 @@
-"""Minimal pairs from the jobs to the report: scores, tables and figures.
+"""Scores of minimal pairs: the jobs of one command, its workers, and its report with tables and figures.
 
-Scores of sentences, and the execution of one job: the scores of a paradigm under one encoder.
-
-Report of an output folder: results.json, table.md, tables/ and heatmap.png.
-
-Figure heatmap.png: accuracies of encoders, piece counts and published models on every paradigm.
-
-Execution of one command: plan, worker processes and progress bar.
+The report of an output folder is results.json, table.md, tables/ and heatmap.png.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """The contract of a kind of task, windows over long texts, and files of predictions.
 
-Pieces of words and of answers, and windows over sentences and contexts that are too long for a row.
-
-Writers of files of predictions: the rows of a file, each with its prediction.
-
-Contract of a kind of task: its metrics and head, conversion of files to rows, loss, predictions and their files.
-
-A kind is one file with a subclass of `Kind`, one line in `config/registry.py`, and a test with its slow twin. A kind
-imports torch only in the methods that compute with it, because command lines read the facts.
+A kind is a subclass of `Kind`, one line in `config/registry.py`, and a test with its slow twin. It imports torch only
+in the methods that compute with it, because command lines read the facts.
 """
 
 from __future__ import annotations
@@ -268,7 +262,10 @@ UNDEFINED = "nan"
 
 
 class Kind(ABC):
-    """Base class of a kind of task. Instances hold no state."""
+    """Base class of a kind of task. Instances hold no state.
+
+    It has the metrics and the head, converts files to rows, and defines the loss, the predictions and their files.
+    """
 
     name: ClassVar[str]
     """Name on the command line and in files."""

@@ -1,12 +1,4 @@
-"""Kinds that predict one class, or several, for a text or a pair of texts.
-
-Kind that predicts a class for a text or a pair of texts, and the base class of the kinds that read such rows.
-
-Pairs are `[CLS] a [SEP] b [SEP]` with segments 0 and 1. A row that is too long loses pieces from the end of its longer
-text.
-
-Kind that predicts any number of labels for a text or a pair of texts.
-"""
+"""Kinds that predict one class, or several, for a text or a pair of texts."""
 
 from __future__ import annotations
 
@@ -37,7 +29,11 @@ _TOGETHER = 1000
 
 
 class SequenceKind(Kind):
-    """Base class of the three kinds. A subclass interprets the outputs of a row."""
+    """Base class of the three kinds. A subclass interprets the outputs of a row.
+
+    Pairs are `[CLS] a [SEP] b [SEP]` with segments 0 and 1. A row that is too long loses pieces from the end of its
+    longer text.
+    """
 
     head: ClassVar[HeadForm] = SEQUENCE
     usual_columns: ClassVar[Columns] = Columns("text", None, "label")

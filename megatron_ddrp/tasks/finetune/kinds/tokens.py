@@ -1,16 +1,4 @@
-"""Kinds that predict parts of a text: a label per word, and the answer to a question.
-
-Token classification: one label per word of a sentence, as in named-entity recognition.
-
-A word's first piece has its label, its other pieces have none (Devlin et al., arXiv:1810.04805, section 5.3). A
-sentence that is too long for a row becomes several overlapping rows (`windows.windows_of`): no word is dropped.
-
-Question answering as in SQuAD: the answer is a part of a context, or there is none.
-
-Each piece gets two logits: to be the first piece of the answer, and to be the last (Devlin et al., arXiv:1810.04805,
-section 4.2). Long contexts become several overlapping rows; the span with the highest sum of its two logits over all
-rows wins. In tasks with unanswerable questions [CLS] competes with the spans (section 4.3 of the same paper).
-"""
+"""Kinds that predict parts of a text: a label per word, and the answer to a question."""
 
 from __future__ import annotations
 
@@ -105,7 +93,10 @@ def _of_words(gold: Tags, predicted: Tags, terms: Callable[[np.ndarray, np.ndarr
 
 
 class Tokens(Kind):
-    """Kind that predicts one of several labels for each word.
+    """Kind that predicts one of several labels for each word of a sentence, as in named-entity recognition.
+
+    A word's first piece has its label, its other pieces have none (Devlin et al., arXiv:1810.04805, section 5.3). A
+    sentence that is too long for a row becomes several overlapping rows (`windows_of`): no word is dropped.
 
     An example's texts are the words; its label is their class numbers.
     """
@@ -309,7 +300,13 @@ class Windows(Encoded):
 
 
 class QuestionAnswering(Kind):
-    """Kind that predicts a span of the context. An example's texts are question and context, its label `Answers`."""
+    """Kind that predicts a span of the context, or that there is no answer, as in SQuAD.
+
+    An example's texts are question and context, its label `Answers`. Each piece gets two logits: to be the first piece
+    of the answer, and to be the last (Devlin et al., arXiv:1810.04805, section 4.2). Long contexts become several
+    overlapping rows; the span with the highest sum of its two logits over all rows wins. In tasks with unanswerable
+    questions [CLS] competes with the spans (section 4.3 of the same paper).
+    """
 
     name = "qa"
     own_metrics: ClassVar[Mapping[str, Metric]] = {"f1": ANSWER_F1, "exact-match": EXACT_MATCH}
