@@ -1,7 +1,6 @@
-"""Analyses of trained encoders (`megatron-ddrp analyze`): similarity of tokens and heads, attention maps, the triangle
-effect, left and right, the geometry of hidden states, notes on rare words, and throughput.
+"""Analyses of trained encoders, the subcommands of `megatron-ddrp analyze`.
 
-`commands` defines the flags and `reports` runs the subcommands. The modules that measure know no flags and no files.
-"The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion"; its figures 2, 3a and 4 and its
-Algorithm 1 are here.
+`command` defines the flags and `reports` runs the subcommands. `figures` and `probe` measure, and know no flags and no
+output files. "The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion"; its figures 2, 3a
+and 4 and its Algorithm 1 are here.
 """

@@ -1,36 +1,6 @@
 """Measures of attention and similarity, and the figures of all analyses.
 
-Direction of attention: maps, and probabilities above the diagonal (to the right) and below it (to the left).
-
-The heads are divided evenly (section 5.3 and appendix C of the paper): for each sentence and layer, the half that looks
-most to the right is group 1, the half that looks most to the left group 2. With an odd number of heads, the middle one
-belongs to neither. The triangles exclude the diagonal; [CLS] and [SEP] count like other tokens.
-
-Mean attention maps of one layer: of heads that look right, that look left, and of all (figure 4 of the paper).
-
-Each sentence has its own division of the heads, as in Algorithm 1. All sentences have one length, so that the rows of a
-map sum to 1 and no pattern comes from lengths.
-
-Algorithm 1 (appendix C of the paper): the share of sentences whose heads show the up-down triangle effect.
-
-A sentence shows the effect in a layer if group 1's heads have on average at least `threshold` of their attention above
-the diagonal, and group 2's heads at least as much below it. Two departures from the printed algorithm: its loop never
-ends at a sentence without the effect, which here counts as a miss; and it divides by 64, the longest sentence, where we
-divide by the sentence's own length. The printed share is the last layer's.
-
-Similarity of a sentence's tokens and of a layer's heads (eq. 15 and 16, figures 2 and 3a of the paper).
-
-    f(S) = 2/(n(n−1)) Σ_{i<j} cos(h_i, h_j)              over the last hidden states of all n tokens
-    f(H) = 2/(L m(m−1)) Σ_l Σ_{i<j} cos(a_i^l, a_j^l)    over the logits of all m heads of each of L layers
-
-They are TCD and HCD over all tokens and heads and share their closed forms, which compute no cosine of a single pair.
-Both are means over sentences; `a` is the pre-softmax logits, as in HCD.
-
-Cosines between the rows of an encoding's query table for the keys k places to the right and k places to the left.
-
-Near 1, the two rows are parallel: this table cannot tell left from right, whatever the query.
-
-Figures of the analyses: f(S) and f(H), triangles, direction, hidden states, throughput and attention maps.
+Attention above the diagonal of a map looks to the right, attention below it to the left.
 """
 
 from __future__ import annotations
@@ -88,6 +58,8 @@ def sides(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums above and below the diagonal, divided by the sentence's length, `[batch, heads]` each.
 
     `maps` is `[batch, heads, seq, seq]` with 0 for padding, `lengths` `[batch]`.
+
+    The triangles exclude the diagonal; [CLS] and [SEP] count like other tokens.
     """
     n = lengths[:, None].to(maps.dtype)
     return maps.triu(1).sum((-2, -1)) / n, maps.tril(-1).sum((-2, -1)) / n
@@ -97,6 +69,10 @@ def divide_heads(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Return the numbers of the heads of group 1 and of group 2, int64 `[batch, heads // 2]` each.
 
     `up` and `down` are those of `sides`. Raises `UserError` for a model with one head.
+
+    The division is even (section 5.3 and appendix C of the paper): for each sentence and layer, the half that looks
+    most to the right is group 1, the half that looks most to the left group 2. With an odd number of heads, the middle
+    one belongs to neither.
     """
     num_heads = up.shape[-1]
     if num_heads < 2:
@@ -125,6 +101,10 @@ def measure_maps(model: Encoder, batches: Iterable[Batch], layer: int, heads: Se
     """Return the mean maps of `layer`: one per group of heads, or one per head if `heads` names some.
 
     Layers and heads are counted from 1. `batches` are on the model's device and hold sentences of one length.
+
+    The groups look right, look left, or are all heads (figure 4 of the paper). Each sentence has its own division of
+    the heads, as in Algorithm 1. All sentences have one length, so that the rows of a map sum to 1 and no pattern comes
+    from lengths.
     """
     names = [f"head {head}" for head in heads] or list(GROUPS)
     totals, sums, count = np.zeros(()), np.zeros((len(names), 2)), 0
@@ -180,7 +160,14 @@ def triangle_parts(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_triangles(model: Encoder, batches: Iterable[Batch], threshold: float) -> list[LayerTriangles]:
-    """Run Algorithm 1 for every layer of a model over batches of sentences on its device."""
+    """Run Algorithm 1 for every layer of a model over batches of sentences on its device.
+
+    The algorithm (appendix C of the paper) gives the share of sentences whose heads show the up-down triangle effect. A
+    sentence shows the effect in a layer if group 1's heads have on average at least `threshold` of their attention
+    above the diagonal, and group 2's heads at least as much below it. Two departures from the printed algorithm: its
+    loop never ends at a sentence without the effect, which here counts as a miss; and it divides by 64, the longest
+    sentence, where we divide by the sentence's own length. The printed share is the last layer's.
+    """
     sums, count = torch.zeros(model.config.num_layers, 3, dtype=torch.float64), 0  # hits, group 1 up, group 2 down
     for batch in batches:
         lengths = batch.document_ids.sum(1)
@@ -209,7 +196,13 @@ class Similarity:
 
 
 def measure_similarity(model: Encoder, batches: Iterable[Batch]) -> Similarity:
-    """Return f(S) and f(H) of a model over batches of sentences on its device.
+    """Return f(S) and f(H) (eq. 15 and 16, figures 2 and 3a of the paper) of a model over batches on its device.
+
+        f(S) = 2/(n(n−1)) Σ_{i<j} cos(h_i, h_j)              over the last hidden states of all n tokens
+        f(H) = 2/(L m(m−1)) Σ_l Σ_{i<j} cos(a_i^l, a_j^l)    over the logits of all m heads of each of L layers
+
+    They are TCD and HCD over all tokens and heads and share their closed forms, which compute no cosine of a single
+    pair. Both are means over sentences; `a` is the pre-softmax logits, as in HCD.
 
     Raises `UserError` for a model with one head.
     """
@@ -244,6 +237,8 @@ def table_cosines(model: Encoder) -> list[float] | None:
 
     A cosine is the mean over the layers and, if the table belongs to single heads, over the heads. Only distances count
     that occur: below `seq_length`, and within the window of a local layer. `model` is in eval mode.
+
+    Near 1, the two rows are parallel: this table cannot tell left from right, whatever the query.
     """
     state, longest = _first_state(model), model.config.seq_length - 1
     by_layer = []

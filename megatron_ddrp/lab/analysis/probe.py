@@ -1,42 +1,4 @@
-"""Three measures of encoders: the probe of directions, the space of hidden states, and throughput.
-
-Probe of attention: how well do the heads' logits tell the right-hand key from the left-hand one?
-
-Token i of a sentence has text k places to its right and k places to its left. Each head gives one number,
-
-    d[i,k] = A[i, i+k] − A[i, i−k],
-
-A the attention logits. A linear readout without an intercept names the right-hand key if w·d > 0; w·d = 0 counts as
-half. Its weights are Fisher's discriminant between d and −d ("The use of multiple measurements in taxonomic problems",
-1936),
-
-    w = (S + ridge)⁻¹ m,
-
-from the mean m and the covariance S of d over every other sentence. The accuracy is counted on the remaining sentences.
-Chance is 0.5. The normalisation of a row cancels in d, so log-probabilities would give the same d.
-
-Geometry of the hidden states of each layer: cosines of tokens, isotropy, effective rank.
-
-    within    mean cosine of two tokens of one sentence; in the last layer, with [CLS] and [SEP], it is f(S)
-    between   mean cosine of two tokens of different sentences (Ethayarajh, arXiv:1909.00512)
-    centred   both cosines for x − μ, μ the mean of all tokens
-    IsoScore  (tr(C)²/‖C‖²_F − 1)/(n − 1), C the covariance of the tokens, n the hidden size (Rudman et al.,
-              arXiv:2108.07344: their algorithm in closed form); 1 is isotropic, 0 is one direction
-    effective rank  exp(−Σ p ln p), p the eigenvalues of C divided by their sum (Roy and Vetterli 2007)
-    first component the largest p, the share of the variance along the first principal component, and the kurtosis
-              E[z⁴]/E[z²]² of the tokens' places z on it: 1 if all stand at two opposite poles, 3 for a normal cloud
-
-All pairs of tokens count; sums of unit vectors give their cosines without sampling. A second pass over the sentences
-subtracts the mean before anything is squared, so that a large common offset costs no precision; a third projects on the
-first principal component. Sums are float64.
-
-Speed and memory of encoders at inference, per row length.
-
-Every batch has about the same number of tokens in full rows: at length L it has tokens ÷ L rows of L tokens. The
-encoders take turns, in a random order in each round, so that a machine that slows down affects all of them. Memory is
-the peak during one forward pass minus the memory of the loaded encoder: on a GPU the peak of torch's allocator, on a
-CPU the peak resident size, measured in a fresh process per encoder and length.
-"""
+"""Three measures of encoders: the probe of directions, the space of hidden states, and throughput."""
 
 from __future__ import annotations
 
@@ -84,7 +46,23 @@ PROBE_PASSES = 2
 
 @dataclass(frozen=True)
 class Probe:
-    """Accuracies of the readouts, in [0, 1]. They are None where no pair of keys exists."""
+    """Accuracies, in [0, 1], of readouts that tell the right-hand key from the left-hand one by the heads' logits.
+
+    Token i of a sentence has text k places to its right and k places to its left. Each head gives one number,
+
+        d[i,k] = A[i, i+k] − A[i, i−k],
+
+    where A are the attention logits. A linear readout without an intercept names the right-hand key if w·d > 0; w·d = 0
+    counts as half. Its weights are Fisher's discriminant between d and −d ("The use of multiple measurements in
+    taxonomic problems", 1936),
+
+        w = (S + ridge)⁻¹ m,
+
+    with the mean m and the covariance S of d over every other sentence. The accuracy is counted on the remaining
+    sentences. Chance is 0.5. The normalisation of a row cancels in d, so log-probabilities would give the same d.
+
+    An accuracy is None where no pair of keys exists.
+    """
 
     accuracy: float
     """Mean of `by_distance`."""
@@ -219,7 +197,19 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class LayerSpace:
-    """Geometry of one layer's hidden states; undefined values are None."""
+    """Geometry of one layer's hidden states: cosines of tokens, isotropy, effective rank. Undefined values are None.
+
+        within    mean cosine of two tokens of one sentence; in the last layer, with [CLS] and [SEP], it is f(S)
+        between   mean cosine of two tokens of different sentences (Ethayarajh, arXiv:1909.00512)
+        centred   both cosines for x − μ, μ the mean of all tokens
+        IsoScore  (tr(C)²/‖C‖²_F − 1)/(n − 1), C the covariance of the tokens, n the hidden size (Rudman et al.,
+                  arXiv:2108.07344: their algorithm in closed form); 1 is isotropic, 0 is one direction
+        effective rank  exp(−Σ p ln p), p the eigenvalues of C divided by their sum (Roy and Vetterli 2007)
+        first component the largest p, the share of the variance along the first principal component, and the kurtosis
+                  E[z⁴]/E[z²]² of the tokens' places z on it: 1 if all stand at two opposite poles, 3 for a normal cloud
+
+    All pairs of tokens count; sums of unit vectors give their cosines without sampling. Sums are float64.
+    """
 
     layer: int
     """0 for the embeddings."""
@@ -341,6 +331,9 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
     `batches` is called three times and must give the same batches. `model` is an `Encoder` or an encoder of
     transformers. `specials`, int64 `[n]`, are the ids of special tokens such as [CLS]. Raises `UserError` for fewer
     than two tokens of text, and for states that are not finite.
+
+    A second pass over the sentences subtracts the mean before anything is squared, so that a large common offset costs
+    no precision; a third projects on the first principal component.
     """
     layers: dict[int, _Layer] = defaultdict(_Layer)
 
@@ -433,6 +426,11 @@ def measure_throughput(
     """Measure each model at each length; leave out lengths beyond its positions or the memory.
 
     Call `advance` encoders × lengths × (rounds + 1) times in total, also for lengths that are left out.
+
+    Every batch has about the same number of tokens in full rows: at length L it has tokens ÷ L rows of L tokens. The
+    encoders take turns, in a random order in each round, so that a machine that slows down affects all of them. Memory
+    is the peak during one forward pass minus the memory of the loaded encoder: on a GPU the peak of torch's allocator,
+    on a CPU the peak resident size, measured in a fresh process per encoder and length.
     """
     timed = [Timed(snapshot, load_encoder(snapshot.path)) for snapshot in snapshots]
     for each in timed:

@@ -1,15 +1,6 @@
-"""Reports of the analyses: numbers, figures and files of each subcommand.
+"""Subcommands of `megatron-ddrp analyze`. Each measures, prints a line per model, and writes a JSON and a figure.
 
-Share of masked pieces that are among the first guesses of a model, beside a guess that knows frequencies alone.
-
-One piece of each sentence is masked, at a place that a seed draws; special pieces such as [UNK] are never masked. The
-unigram guess names the most frequent pieces of the dataset at every place.
-
-Contents of a run's note dictionary (Wu et al., arXiv:2008.01466): rare words, their frequency, similar words.
-
-Wu et al. find a rare word in about 20 % of sentences.
-
-Subcommands of `megatron-ddrp analyze`. Each measures, prints a line per model, and writes a JSON and a figure.
+The measures of masked places (`count_found`) and of notes (`analyze_notes`) are here too.
 """
 
 from __future__ import annotations
@@ -88,6 +79,9 @@ def count_found(
     """Mask one piece of each sentence, and try as many guesses as there are `frequent` pieces.
 
     Return the numbers of masked places, of those whose piece the model names, and of those whose piece is frequent.
+
+    The place is drawn by the seed; special pieces such as [UNK] are never masked. The guess from frequencies alone
+    names the most frequent pieces of the dataset at every place.
     """
     generator = np.random.default_rng(seed)
     places = by_model = by_frequency = 0
@@ -118,6 +112,8 @@ def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neigh
     """Return facts about a checkpoint's dictionary, and about the sentences of the dataset `data_path` if given.
 
     Raises `UserError` for one of `words` without a note.
+
+    They are about the dictionary's rare words (Wu et al., arXiv:2008.01466), their frequency and similar words.
     """
     path = choose_checkpoint(load, (BESIDE,))
     rare, met, vectors = read_notes(path)
@@ -140,7 +136,10 @@ def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neigh
 def share_of_sentences(
     dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
 ) -> dict[str, Any]:
-    """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence."""
+    """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence.
+
+    Wu et al. find a rare word in about 20 % of sentences.
+    """
     finder = WordFinder(tokenizer)
     ends = np.array([piece.strip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
     sentences = with_one = 0

@@ -1,13 +1,6 @@
-"""Models and sentences of an analysis.
+"""Models and sentences of an analysis, and the frame that all analyses share.
 
-Models of `--load`: every checkpoint of a run, the newest one, or a Hugging Face folder.
-
-Sentences for the analyses: unmasked validation sequences of a dataset, or texts of a file.
-
-A sentence is a sequence `[CLS] tokens [SEP]`, cut to `max_length` tokens. The seed alone decides which sentences are
-drawn, so that every checkpoint and every run sees the same ones.
-
-Common parts of the analyses of checkpoints: checked flags, models loaded one by one, progress bar, output files.
+The frame has checked flags, models loaded one by one, a progress bar and output files.
 """
 
 from __future__ import annotations
@@ -189,7 +182,11 @@ def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:
 
 
 class Sentences:
-    """Sentences as rows of tokens, the longest first, so that a lack of memory shows early."""
+    """Sentences as rows of tokens, the longest first, so that a lack of memory shows early.
+
+    A sentence is a sequence `[CLS] tokens [SEP]`, cut to `max_length` tokens. The seed alone decides which sentences
+    are drawn, so that every checkpoint and every run sees the same ones.
+    """
 
     def __init__(self, rows: Sequence[Sequence[int] | NDArray], tokenizer: Tokenizer, max_length: int) -> None:
         """Keep the ids of each sentence, `rows`, without special tokens; batches cut them to `max_length` with them.

@@ -1,20 +1,4 @@
-"""The jobs of a comparison, how they run, and the rows of its finished runs.
-
-Jobs that are command lines, several at once, each as a process with its own log, in the order of the list.
-
-A job waits for the jobs that it needs. If a job fails, the driver reports its log and drops the jobs that need it; the
-others continue. A job's process and the driver, which started it, hold its lease together: if the driver is killed, the
-lease is free only after the process has ended. If the driver ends for any reason, the store has the finished jobs and
-the runs have their checkpoints; the same command resumes. On Linux the kernel then tells the processes to stop; on
-other systems they run to their end, and the next driver waits for them.
-
-Jobs of an experiment: those of its plans, one per budget or side experiment, and the rows of its finished runs.
-
-The page is made from rows alone, so a run's folder may go once its row is stored. A run is not repeated if its row has
-every job of the plan, wherever it ran.
-
-Execution of one command: the plan's missing jobs, and the page.
-"""
+"""The jobs of a comparison, how they run, and the rows of its finished runs."""
 
 from __future__ import annotations
 
@@ -71,7 +55,15 @@ class _Running:
 
 
 class Runner:
-    """Driver of jobs that are command lines, and the lines that it prints about them."""
+    """Driver of jobs that are command lines, several at once, in the order of the list.
+
+    Each job is a process with its own log. A job waits for the jobs that it needs. If a job fails, the driver reports
+    its log and drops the jobs that need it; the others continue. A job's process and the driver, which started it, hold
+    its lease together: if the driver is killed, the lease is free only after the process has ended. If the driver ends
+    for any reason, the store has the finished jobs and the runs have their checkpoints; the same command resumes. On
+    Linux the kernel then tells the processes to stop; on other systems they run to their end, and the next driver waits
+    for them. The driver also prints lines about the jobs.
+    """
 
     def __init__(
         self,
@@ -289,7 +281,11 @@ ROWS = "rows.jsonl"
 
 
 class Experiment:
-    """All plans of a file with their jobs and rows."""
+    """All plans of a file, one per budget or side experiment, with their jobs and rows.
+
+    The page is made from rows alone, so a run's folder may go once its row is stored. A run is not repeated if its row
+    has every job of the plan, wherever it ran.
+    """
 
     def __init__(self, plans: Sequence[ComparisonPlan], folder: Path, store: Store, rows: Path | None = None):
         """Plan all jobs. `rows` is the file of rows, by default `ROWS` in the folder."""

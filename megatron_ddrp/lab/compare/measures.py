@@ -1,8 +1,7 @@
 """Jobs that measure checkpoints, and the row that is made of their outputs.
 
-Jobs that measure checkpoints: GLUE, minimal pairs, other tasks, and analyses by megatron-ddrp analyze.
-
-Row of a run, read from the outputs of its finished jobs; the only module that knows what these outputs look like.
+The jobs are GLUE, minimal pairs, other tasks, and analyses by megatron-ddrp analyze. No other module knows what their
+outputs look like.
 """
 
 from __future__ import annotations

@@ -1,17 +1,4 @@
-"""Plan of a comparison: its sections, and the reading of a file.
-
-Sections of a plan: flags of pre-training, and what scores checkpoints: GLUE, minimal pairs, the user's tasks.
-
-Plan of a comparison: models, seeds, one budget, one corpus, checked before anything runs.
-
-The keys `model` and `training` and a model's `flags` take flags of `megatron-ddrp pretrain` without the leading dashes.
-Flags that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md explains the keys.
-
-Reading of plans from YAML files. A file with `rungs` has several plans, one per rung, that is per budget.
-
-An entry of `rungs` holds the keys in which its plan differs from the rest of the file: at least `budget`, usually
-`seeds`, and under `models` the names of the models that it trains (default: all).
-"""
+"""Plan of a comparison: its sections, and the reading of a YAML file."""
 
 from __future__ import annotations
 
@@ -250,7 +237,12 @@ def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """Plan of a comparison."""
+    """Plan of a comparison: models, seeds, one budget, one corpus, checked before anything runs.
+
+    The keys `model` and `training` and a model's `flags` take flags of `megatron-ddrp pretrain` without the leading
+    dashes. Flags that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md
+    explains the keys.
+    """
 
     models: tuple[Model, ...] = option(MISSING, "models to compare")
     budget: Budget = option(MISSING, "budget of every run")
@@ -317,6 +309,9 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Compa
     """Read and check the plans of a file: one without `rungs`, otherwise one per entry.
 
     `given` has values of the command line by dotted key; they replace the file's values.
+
+    An entry of `rungs` stands for one budget and holds the keys in which its plan differs from the rest of the file: at
+    least `budget`, usually `seeds`, and under `models` the names of the models that it trains (default: all).
 
     Raises:
         UserError: one line with the file, the key and the allowed values.

@@ -1,14 +1,4 @@
-"""Jobs and training runs of a comparison.
-
-Jobs of a comparison with their names and kinds, and the lines that are printed about them.
-
-The name of a job ends in a digest of everything that determines its result.
-
-Training runs of a plan and their data: existing indexed datasets, or the jobs that build one from texts.
-
-Runs with the same seed see the same data, in the same order, with the same masks, whatever model they train. A model at
-half the budget has a run of its own with a schedule of half the length, so that its learning rate also decays fully.
-"""
+"""Jobs and training runs of a comparison, and the data of the runs."""
 
 from __future__ import annotations
 
@@ -67,7 +57,10 @@ def log_file(folder: Path, job: Job) -> Path:
 
 
 def job_name(kind: str, title: str, facts: Any) -> str:
-    """Return a file name that differs between jobs with different `facts`."""
+    """Return a file name that differs between jobs with different `facts`.
+
+    The name ends in a digest of the facts, which are everything that determines the job's result.
+    """
     short = re.sub(r"[^a-z0-9.]+", "-", title.lower().replace("α", "a")).strip("-")
     return f"{kind}-{short}-{digest(facts)}"
 
@@ -95,7 +88,10 @@ class CorpusFiles:
 
 
 def open_corpus(plan: ComparisonPlan, folder: Path) -> CorpusFiles:
-    """Return the files of a plan's corpus. Raises `UserError` for a missing input."""
+    """Return the files of a plan's corpus. Raises `UserError` for a missing input.
+
+    A corpus is existing indexed datasets, or the jobs that build one from texts.
+    """
     corpus = plan.corpus
     if corpus.data_path:
         assert corpus.vocab_file is not None
@@ -190,7 +186,12 @@ _USUAL = {"tokenizer_type": CorpusPlan.tokenizer_type}
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Training run of a model with one seed, at the full or half budget."""
+    """Training run of a model with one seed, at the full or half budget.
+
+    Runs with the same seed see the same data, in the same order, with the same masks, whatever model they train. A
+    model at half the budget has a run of its own with a schedule of half the length, so that its learning rate also
+    decays fully.
+    """
 
     model: Model
     half: bool

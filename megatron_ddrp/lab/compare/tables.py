@@ -1,10 +1,8 @@
 """Values, claims and gains of a comparison, and their tables.
 
-Values of an experiment by budget, arm and seed, from its rows alone.
-
-Claims about pairs of arms, from a file or for every model, and their gains by budget, judged together.
-
-Tables of the page. Each has a name, under which it is a file of its own and `--tables` writes it into a document.
+Values come from rows alone. Claims are about pairs of arms, from a file or for every model; their gains at all budgets
+are judged together. Each table has a name, under which it is a file of its own and `--tables` writes it into a
+document.
 """
 
 from __future__ import annotations
