@@ -159,7 +159,7 @@ def _serve(asked: Connection, keeps_memory: bool, make: Callable[..., Step], arg
 
 
 def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
-    """Return forward and backward of one layer's attention, without and with HCD, and of the encoding once a pass.
+    """Return forward and backward of one layer's attention, without and with HCD, and of the encoding once per pass.
 
     Their names are `ENCODING`, `ENCODING hcd` and, where the encoding acts in the logits, `ENCODING once`.
     """

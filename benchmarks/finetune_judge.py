@@ -1,4 +1,4 @@
-"""Score an encoder on STS-B by `transformers`' Trainer: an outside judge for `python -m tasks.finetune`.
+"""Score an encoder on STS-B by `transformers`' Trainer: an outside judge of `megatron-ddrp finetune`.
 
 The settings are ours (appendix B of the paper): AdamW with eps 1e-6 and weight decay 0.01, linear warm-up over a tenth
 of the steps and linear decay to 0, clipping at 1, fp32, squared error. The pooler is drawn anew, as ours is; rows,

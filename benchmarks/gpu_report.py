@@ -1,13 +1,13 @@
 """Test this project on a CUDA device and time it, 10 minutes at a time: `make gpu-report`.
 
     python benchmarks/gpu_report.py                     # gpu-report.md and gpu-report.json, to send in
-    python benchmarks/gpu_report.py                     # again: goes on with the sections that are not done
+    python benchmarks/gpu_report.py                     # again: does the sections that are not done
     python benchmarks/gpu_report.py --minutes 40        # all of it in one go
     python benchmarks/gpu_report.py --tiny              # a trial with tiny models, on a CPU too; its times mean nothing
 
 Sections come by importance: smoke tests of kernels and steps (tests/gpu), CUDA graphs off and on, attention by itself,
 steps beside transformers, a resumed run. Each is a process of its own with a limit of time, and is written when it
-ends. One that fails or runs out of time says so in the report, with the rows that it has.
+ends. The report says which failed or ran out of time, and has their rows so far.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def cases(
 
 
 def write(table: dict[str, Compiled]) -> None:
-    """Keep the rows in the file of bounds, one a line; a kernel that was not compiled now keeps its row."""
+    """Keep the rows in the file of bounds, one per line; a kernel that was not compiled now keeps its row."""
     kept = {name: Compiled(**row) for name, row in json.loads(BOUNDS.read_text(encoding="utf-8")).items()} | table
     shipped = [name for name, *_ in cases(list(ENCODINGS), HEAD_SIZES, (0, 2))]
     missing = [name for name in shipped if name not in kept]

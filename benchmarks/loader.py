@@ -1,4 +1,4 @@
-"""How fast the loader makes masked micro-batches on one core, and how fast an index of very many documents is built.
+"""Speed of the loader on one core, in masked micro-batches, and of building an index of very many documents.
 
     python benchmarks/loader.py --data-path P --vocab-file vocab.txt                                     # WordPiece
     python benchmarks/loader.py --data-path P --tokenizer-type SentencePiece --tokenizer-model spm.model
@@ -6,7 +6,7 @@
 
 A step is what one rank makes: shuffle, read, mask, pack or pad, all fields of the batch, in one thread and without
 torch. Tokens are those that are not padding; predicted ones are the masked 15 %. A figure is the median over the rounds
-with a bootstrap 95 % interval; the rounds of all arms are interleaved. The bound is 1 million tokens a second. Flags
+with a bootstrap 95 % interval; the rounds of all arms are interleaved. The bound is 1 million tokens per second. Flags
 that this script does not have are those of pretrain_bert.py.
 """
 
@@ -30,7 +30,7 @@ BOUND = 1e6
 SEQ_LENGTH = 512
 """Tokens of a sequence of the index."""
 STEPS = 4
-"""Global batches a round."""
+"""Global batches per round."""
 
 
 def count_tokens(loader: BatchLoader) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def count_tokens(loader: BatchLoader) -> tuple[int, int]:
 
 
 def compare_loaders(words: list[str], rounds: int) -> None:
-    """Print tokens a second of each masking, packed and one document a row, for flags of pretrain_bert.py."""
+    """Print tokens per second of each masking, packed and one document per row, for flags of pretrain_bert.py."""
     sizes = ["--global-batch-size", "256", "--micro-batch-size", "32"]
     config = parse_arguments([*sizes, "--split", "1,0,0", *words]).config
     loaders = {}
@@ -68,7 +68,7 @@ def compare_loaders(words: list[str], rounds: int) -> None:
 
 
 class SyntheticIndex(DatasetIndex):
-    """The index of one-sequence documents of so many uint16 tokens, int32 `[documents]`, in memory."""
+    """Index of one-sequence documents of so many uint16 tokens, int32 `[documents]`, in memory."""
 
     def __init__(self, sizes: np.ndarray):
         self.prefix, self.dtype, self.num_documents = "synthetic", np.dtype(np.uint16), len(sizes)

@@ -1,4 +1,4 @@
-"""Scores of sentences by `tasks.minimal_pairs` beside those of minicons, an independent scorer, on one model.
+"""Scores of sentences by `megatron-ddrp minimal-pairs` beside those of minicons, an independent scorer, on one model.
 
 The model is a Hugging Face masked LM that transformers loads without code of its own, such as an export of an encoder
 with absolute positions. minicons (PyPI) is no dependency of this project.

@@ -1,9 +1,9 @@
-"""What TCD and HCD cost beside plain masked LM (the paper: 4 % sampled, 30 % for all tokens and heads).
+"""Cost of TCD and HCD beside plain masked LM (the paper: 4 % sampled, 30 % for all tokens and heads).
 
 Two measurements in one process, 4 layers × 768, 12 heads, 8 full rows of 512 tokens, forward + backward + AdamW:
 
-whole    whole training steps with the terms ÷ steps without, as pairs; honest, but single steps of several seconds
-         spread by tens of per cent on shared cores, so hundreds of pairs are needed to see 1 %;
+whole    whole training steps with the terms ÷ steps without, as pairs; but single steps of several seconds spread by
+         tens of per cent on shared cores, so hundreds of pairs are needed to see 1 %;
 added    the work a term adds, timed where it is added (the attention of one layer with and without HCD's heads, TCD on
          the last hidden states), × layers ÷ the step's time. Far shorter pairs see the same 1 %.
 

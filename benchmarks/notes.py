@@ -1,4 +1,4 @@
-"""What notes of rare words add to a step, and ELECTRA's step beside its generator and discriminator apart.
+"""Cost of notes of rare words in a step, and of ELECTRA's step beside its generator and discriminator apart.
 
 4 layers × 768, 12 heads, full rows of 512 tokens, forward + backward + AdamW, as rounds in random order:
 

@@ -1,4 +1,4 @@
-"""What, early in a run, foretells when it leaves the plateau (docs/lab/plateau.md)? Rank correlations over seeds.
+"""Early signs of when a run leaves the plateau (docs/lab/plateau.md), by rank correlations over seeds.
 
     python benchmarks/onset_signs.py --data-path P --vocab-file vocab.txt --output DIR [--encoding ddrp] [--seeds 1 2 …]
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = dict(PLAN.flags)
 SETTINGS |= {"objective": "mlm", "bf16": False, "train_iters": 4096, "log_interval": 20}
 SETTINGS |= {"eval_interval": 4096, "eval_iters": 1, "save_interval": 4096}
 AFTERWARDS = 300_000
-"""Tokens that a run goes on after its onset, since it may fall back onto the plateau."""
+"""Tokens for which a run continues after its onset, since it may fall back onto the plateau."""
 SIGNS = ("lm_loss", "f_s", "logit_spread", "position_gradient")
 AT = (500_000, 1_000_000, 1_500_000)
 """Tokens at which the signs are read."""

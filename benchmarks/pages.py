@@ -1,4 +1,4 @@
-"""Tables in the documents that scripts write: each stands between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+"""Tables that scripts write into the documents: each stands between `<!-- NAME -->` and `<!-- end of NAME -->`."""
 
 from __future__ import annotations
 

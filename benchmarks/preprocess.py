@@ -2,7 +2,7 @@
 
 Every arm is a process of its own, timed from its start to its end, on the same cores. The library's arms read the JSON
 lines, call `encode_batch` (or `encode_batch_fast`) on 1,000 documents at a time and write nothing; ours writes the
-whole dataset. All arms run once a round in random order; an arm's figure is the median over the rounds of our time ÷
+whole dataset. All arms run once per round in random order; an arm's figure is the median over the rounds of our time ÷
 its time, with a bootstrap 95 % interval: 0.5 is twice as fast.
 
     python benchmarks/preprocess.py --input wiki.jsonl --vocab-file vocab.txt

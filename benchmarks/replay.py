@@ -1,4 +1,4 @@
-"""What `--replay-interval` costs: a step with a replay beside a step without, through the engine.
+"""Cost of `--replay-interval`: a step with a replay beside a step without, through the engine.
 
 One CPU thread, 2 layers × 128, 2 heads, vocabulary 4,096, micro-batches of 4 full rows of 128 tokens, by the process's
 CPU time. Every round runs a step of each arm in random order; the A/A row repeats the step without a replay. At an

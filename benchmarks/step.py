@@ -11,8 +11,8 @@ fastest attention torch offers) in the same round, with a bootstrap 95 % interva
     python benchmarks/step.py --shape 8x512 --against transformers # BertForMaskedLM and DebertaForMaskedLM
     python benchmarks/step.py --shape 8x512 --against transformers --lengths DATASET_PREFIX   # real document lengths
 
-Whole steps spread by several per cent on shared cores, and what differs between encodings is one layer's attention and,
-once a pass, the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
+Whole steps spread by several per cent on shared cores. Encodings differ only in the attention of a layer and, once per
+pass, in the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
 away, multiplies by the layers and divides by the whole step that follows its share of the rounds: step ratio = 1 +
 added ÷ step. (The update of a few more parameters is left out; it is below 0.1 %.) DeBERTa stands there without and
 with its enhanced mask decoder, which is timed by itself.
@@ -55,7 +55,7 @@ BASE = "absolute mlm"
 WITH_DECODER = "deberta mlm, mask decoder on"
 SLOWER = {"bert-r": 1.06, "tupe-a": 1.08, "tupe-r": 1.08, "deberta": 1.15, "ddrp": 1.06}
 BOUNDS = {512: SLOWER, 128: SLOWER | {"bert-r": 1.04, "ddrp": 1.04}}
-"""Tokens a row → encoding → bound of its masked-LM step ÷ plain BERT's."""
+"""Tokens per row → encoding → bound of its masked-LM step ÷ plain BERT's."""
 MTH_BOUND = 1.02
 
 
@@ -66,7 +66,7 @@ def arm(encoding: str, objective: str, arrays: Batch, dropout: float, emd: bool 
 
 
 def pack(samples: Batch, seq: int) -> Batch:
-    """Return the same documents, several in a row."""
+    """Return the same documents, several per row."""
     lengths = samples.document_ids.sum(-1)
     rows = pack_rows(lengths, seq)
     order = np.concatenate([np.asarray(row) for row in rows])

@@ -438,7 +438,7 @@ SEQUENCE_PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"(layers\.\d+|embeddings)\.dropout", DropoutOfParts),
     (r"mask_decoder", MaskDecoderOfParts),
 )
-"""(pattern of the end of a module's name, subclass that such a module becomes if it is of the subclass's base)."""
+"""Rows as in `PARALLEL`, for a model that keeps only parts of rows between its cut regions."""
 
 
 def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
