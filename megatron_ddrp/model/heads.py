@@ -1,13 +1,11 @@
 """The last stage: heads pass hidden states to the objective, and compute logits of pieces or of "replaced".
 
-ELECTRA's pure functions (Clark et al., arXiv:2003.10555) sample replacements and judge their detection:
+The functions of ELECTRA (Clark et al., arXiv:2003.10555) sample replacements and judge their detection:
 
     x̂_t ~ softmax(generator logits_t) at the selected tokens t,  x_t elsewhere; no gradient through the sampling
     RTD = − Σ_t [x̂_t ≠ x_t] log p_t + [x̂_t = x_t] log(1 − p_t)   over all tokens that are not padding
 
-A sampled token equal to the original counts as original. Sampling takes Gumbel's argmax, argmax_v logits_v + g_v. The
-noise g_v is a counter-based hash of (the token's key, v), so every layout, also one that splits the vocabulary, draws
-the same replacements from the same keys.
+A sampled token equal to the original counts as original.
 """
 
 from __future__ import annotations
@@ -36,6 +34,9 @@ def gumbel_argmax(logits: Tensor, keys: Tensor, first_piece: int = 0) -> tuple[T
     `logits` `[tokens, pieces]` has one column per piece, starting with `first_piece`; `keys` int64 `[tokens]` comes
     from `sample_keys`. Return (winning score, winning column), both `[tokens]`. If several calls share the vocabulary,
     the largest score wins.
+
+    Sampling takes Gumbel's argmax, argmax_v logits_v + g_v. The noise g_v is a counter-based hash of (the token's key,
+    v), so every layout, also one that splits the vocabulary, draws the same replacements from the same keys.
     """
     tokens, pieces = logits.shape
     scores = logits.new_empty(tokens, dtype=torch.float32)

@@ -3,8 +3,9 @@
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
 Every backend takes the arguments as one tuple, `Attending`. `attention_logits` stores A and is the reference. HCD
-compares the logits of some heads through their inner products, which have a closed form for content-only logits. Names:
-b = batch, h = heads, s = sequence, d = head size.
+compares the logits of some heads through their inner products, which have a closed form for content-only logits.
+
+Names: b = batch, h = heads, s = sequence, d = head size.
 """
 
 from __future__ import annotations

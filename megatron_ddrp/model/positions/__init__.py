@@ -1,4 +1,4 @@
-"""Position encodings and their contract. `config/registry.py` names them."""
+"""Position encodings: their contract, and the encodings that `config/registry.py` names."""
 
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding, PositionTerms, Sizes
 
