@@ -4,23 +4,49 @@ import json
 import resource
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
 from parity import Case, draw, example
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.commands import convert as command
 from megatron_ddrp.config import Config, ObjectiveConfig, encoding_class
+from megatron_ddrp.conversion import tokenizer_files
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.families.contract import exported_class
 from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.atomic import file_facts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 
+BERT_SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##ing", "é", "Cat", "the", ",", "."]
 SEQ_LENGTH = 24
+STRANGE = (
+    10**12, -1, 0, 2**31, 10**5, 10**400, 1.5, 1e308, float("nan"), float("inf"), True, None, "abc", "", "x" * 100_000,
+    [], {}, [[]], {"a": {}}, ["c2p"], "../../x", 3,
+)  # fmt: skip
+"""Values that no key of a JSON file has."""
+SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": SEQ_LENGTH,
+    "hidden_dropout_prob": 0.0,
+}
+DEBERTA = {
+    "relative_attention": True,
+    "position_biased_input": False,
+    "pos_att_type": "c2p|p2c",
+    "max_relative_positions": 5,
+}
 ROOM = 8 << 30
 """Bytes that a reader may add to the address space before it counts as having believed an absurd size."""
 
@@ -53,6 +79,11 @@ def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
     return folder
 
 
+def change_json(path, **values):
+    """Put other values into a JSON file."""
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
 def seal_again(weights):
     """Write the sum of changed weights, a file of a checkpoint, into its state.json."""
     state = checkpoint.read_state(weights.parent)
@@ -68,6 +99,16 @@ def padded_pair_batch(vocab_size):
     return ids * mask, segments, mask
 
 
+def positions_of(mask):
+    """Return the position of every token, 0 for padding."""
+    return torch.arange(mask.shape[1]).expand_as(mask) * mask
+
+
+def encoded(model, ids, segments, mask):
+    """Return the model's last hidden states, `[batch, seq, hidden]`."""
+    return model.encode(ids, segments, mask, positions_of(mask))
+
+
 @torch.no_grad()
 def ours(model, ids, segments, mask):
     """(hidden states after the embeddings and each layer, logits): those of each token when it alone is predicted."""
@@ -76,23 +117,78 @@ def ours(model, ids, segments, mask):
         stage.register_forward_hook(lambda _, __, state: states.append(state.hidden))
         for stage in (model.embeddings, *model.layers)
     ]
-    positions = torch.arange(ids.shape[1]).expand_as(ids) * mask
-    states[-1:] = [model.encode(ids, segments, mask, positions)]
+    states[-1:] = [encoded(model, ids, segments, mask)]
     for hook in hooks:
         hook.remove()
     logits = torch.zeros(*ids.shape, model.config.vocab_size)
     for place in range(ids.shape[1]):
         labels = torch.where((torch.arange(ids.shape[1]) == place) & mask.bool(), ids, IGNORED_LABEL)
-        predicted = model.predict(Batch(ids, labels, mask, positions, segments, mask))
+        predicted = model.predict(Batch(ids, labels, mask, positions_of(mask), segments, mask))
         logits[mask[:, place].bool(), place] = predicted
     return states, logits
 
 
+def wordpiece(path, pieces, kind="BertWordPieceCase"):
+    """Write a vocab.txt of these pieces and return its tokenizer."""
+    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    return build_tokenizer(kind, path)
+
+
+def write_folder(folder, tokenizer, model_class, **settings):
+    """A Hugging Face folder with a random model under whose logits every weight acts, and a vocab.txt."""
+    import transformers
+
+    torch.manual_seed(3)
+    model = getattr(transformers, model_class)
+    model = model(model.config_class(**{**SIZES, **settings})).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    shutil.copyfile(tokenizer, folder / "vocab.txt")
+    return model
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
-    vocab = tmp_path / "vocab.txt"
-    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
-    return build_tokenizer("BertWordPieceLowerCase", vocab)
+    return wordpiece(tmp_path / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+
+
+@pytest.fixture
+def vocab(tmp_path, tokenizer, offline):
+    return tmp_path / "vocab.txt"
+
+
+@pytest.fixture
+def hf(tmp_path):
+    return tmp_path / "hf"
+
+
+@pytest.fixture(scope="session")
+def made_exports(tmp_path_factory):
+    """Folders with a run and its export by the encoding of the model; `export_of` copies them."""
+    made = {}
+
+    def make(encoding):
+        if encoding not in made:
+            made[encoding] = tmp_path_factory.mktemp("made")
+            tokenizer = wordpiece(made[encoding] / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+            run = write_checkpoint(made[encoding] / "run", tokenizer, position_encoding=encoding)
+            export_checkpoint(run, made[encoding] / "hf")
+        return made[encoding]
+
+    return make
+
+
+@pytest.fixture
+def export_of(tmp_path, made_exports):
+    """Encoding → a copy of a run's export, in a folder `hf`."""
+
+    def copy(encoding):
+        source = made_exports(encoding) / "hf"
+        torch.manual_seed(1)  # so that a test's own draws depend on no other test
+        return shutil.copytree(source, tmp_path / "hf")
+
+    return copy
 
 
 @pytest.fixture
@@ -110,6 +206,19 @@ def offline(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)  # the package of an earlier test's cache
 
 
+@pytest.fixture
+def convert(run_tool, monkeypatch):
+    """Words of a command line → what `megatron-ddrp convert` leaves, run in this process."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its handlers
+    return partial(run_tool, command)
+
+
+@pytest.fixture
+def few_probes(monkeypatch):
+    """Two texts instead of 250 at which ours and transformers' tokenizer are compared: for tests about other files."""
+    monkeypatch.setattr(tokenizer_files, "_probes", lambda *_: iter(["red cat", "x"]))
+
+
 def read_for_glue(folder):
     from megatron_ddrp.encoders.encoder import load_encoder
 
@@ -122,6 +231,16 @@ def import_and_forget(folder):
 
 
 READERS = {"convert": import_and_forget, "analyze": load_hugging_face, "glue": read_for_glue}
+
+
+def refused_in_one_line(call):
+    """Return 1 if the call is refused, in one line of a length to read, and 0 if it ends well."""
+    try:
+        call()
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000, error
+        return 1
+    return 0
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Every key of config.json that transformers reads, family by family: what becomes of it, and whether that is so.
 
-docs/huggingface.md holds the table; `python -m tests.unit.conversion.test_config_keys` prints it.
+docs/huggingface.md holds the table; `python -m tests.unit.conversion.test_config_keys` prints it. RoBERTa, XLM-R and
+CamemBERT count positions from the id of padding: it is the padding of the tokenizer alone.
 """
 
 import dataclasses
@@ -19,13 +20,22 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.configuration_ddrp import DEFAULTS
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.families.contract import OWN_SETTINGS, SHARED_DEFAULTS, SHARED_FOLLOWED, SIZES, SUMS
+from megatron_ddrp.conversion.families.contract import (
+    OWN_SETTINGS,
+    SHARED_DEFAULTS,
+    SHARED_FOLLOWED,
+    SIZES,
+    SUMS,
+    exported_class,
+)
 from megatron_ddrp.conversion.families.modernbert import ALWAYS, FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder, read_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.engine.checkpoint import Progress
-from megatron_ddrp.errors import UserError
-from tests.unit.conversion.conftest import write_theirs
+from tests.refusals import refused
+from tests.unit.conversion.conftest import change_json, wordpiece, write_theirs
+
+pytestmark = pytest.mark.usefixtures("few_probes")
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "huggingface.md"
 THEIRS = {name: family for name, family in FAMILIES.items() if not family.has_code}
@@ -118,8 +128,8 @@ def test_absent_keys_mean_what_they_mean_in_transformers(name):
         key: value for key, value in needed.items() if key in followed and key not in family.defaults
     }
     for key in needed:
-        with pytest.raises(UserError, match=f"{key} is "):
-            family.complete("config.json", {other: needed[other] for other in needed if other != key})
+        others = {other: needed[other] for other in needed if other != key}
+        refused(f"{key} is ", family.complete, "config.json", others)
     written = config_class(**needed).to_dict()
     models = [family.model_config("config.json", family.complete("config.json", v)) for v in (dict(needed), written)]
     assert models[0] == models[1]
@@ -161,8 +171,7 @@ def test_settings_of_heads_come_back(tmp_path, offline, monkeypatch, name):
     if family.has_code:
         export_checkpoint(write_run(case, tmp_path / "run"), tmp_path / "hf")
         (tmp_path / "hf" / SUMS).unlink()
-        path = tmp_path / "hf" / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | kept))
+        change_json(tmp_path / "hf" / "config.json", **kept)
     else:
         write_theirs(name, tmp_path / "hf", **kept)
     import_folder(tmp_path / "hf", tmp_path / "start")
@@ -202,8 +211,7 @@ def test_a_classifier_on_a_modernbert_that_went_through_training_has_the_same_lo
     ],
 )
 def test_unknown_settings_of_heads_are_refused(name, key, value, expected):
-    with pytest.raises(UserError, match=f"^config.json: {key} is .*{expected}"):
-        FAMILIES[name].head_settings("config.json", {key: value})
+    refused(f"^config.json: {key} is .*{expected}", FAMILIES[name].head_settings, "config.json", {key: value})
 
 
 BERTS = (*ROBERTAS, "bert", "electra")
@@ -246,9 +254,8 @@ def test_a_key_that_would_act_is_refused_by_name(tmp_path, name, changes):
     config, tokenizer = example(Case(family, "masked-lm"), tmp_path)
     values = family.folder_settings(config, "masked-lm", tokenizer) | changes
     (key,) = changes
-    with pytest.raises(UserError, match=f"^config.json: .*{key} (is|of) ") as error:
-        family.model_config("config.json", family.complete("config.json", values))
-    assert "\n" not in str(error.value)
+    words = f"^config.json: .*{key} (is|of) "
+    refused(words, lambda: family.model_config("config.json", family.complete("config.json", values)))
 
 
 EQUAL = [
@@ -276,6 +283,56 @@ EQUAL = [
 @pytest.mark.parametrize(("name", "changes"), EQUAL, ids=str)
 def test_a_key_that_acts_and_is_taken_acts_as_in_transformers(tmp_path, offline, name, changes):
     theirs, tokenizer = write_theirs(name, tmp_path, **changes)
+    assert max(compare(theirs, read_folder(tmp_path).model.eval(), tokenizer.pad_id).all) < 1e-4
+
+
+@pytest.mark.parametrize("name", ROBERTAS)
+@pytest.mark.parametrize("padding", [0, 2, 4, 17, 18, 10**6, None, -1, True, "1"], ids=str)
+def test_a_roberta_whose_padding_is_not_its_tokenizers_is_refused(tmp_path, offline, name, padding):
+    write_theirs(name, tmp_path)
+    change_json(tmp_path / "config.json", pad_token_id=padding)
+    refused(f"^{tmp_path / 'config.json'}: pad_token_id is ", read_folder, tmp_path)
+
+
+@pytest.mark.parametrize("name", ROBERTAS)
+@pytest.mark.parametrize("role", ["cls", "sep", "unk"])
+def test_a_roberta_whose_padding_is_another_piece_of_a_text_is_refused(tmp_path, name, role):
+    """transformers gives that piece the position of padding."""
+    family = FAMILIES[name]
+    _, tokenizer = example(Case(family, "masked-lm"), tmp_path)
+    given = "config.json", {"pad_token_id": tokenizer.pad_id}, tokenizer
+    family.check_tokenizer(*given)
+    setattr(tokenizer, f"{role}_id", tokenizer.pad_id)
+    refused("pad_token_id is 1, .*must be the padding and no other piece", family.check_tokenizer, *given)
+
+
+@pytest.mark.parametrize("name", ROBERTAS)
+@pytest.mark.parametrize("padding", [0, 3, 10])
+def test_an_export_is_padded_as_its_tokenizer_pads(tmp_path, offline, name, padding):
+    pieces = ["<unk>", "<s>", "</s>", "<mask>", "red", "green", "blue", "cat", "dog", "the"]
+    pieces.insert(padding, "<pad>")
+    tokenizer = wordpiece(tmp_path / "vocab.txt", pieces, "BertWordPieceLowerCase")
+    write_theirs(name, tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=tokenizer)
+    export_checkpoint(tmp_path / "start", tmp_path / "again", family_name=name)
+    settings = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (settings["pad_token_id"], settings["max_position_embeddings"]) == (padding, 24 + padding + 1)
+    theirs = exported_class(tmp_path / "again", settings["architectures"][0]).from_pretrained(tmp_path / "again").eval()
+    assert max(compare(theirs, read_folder(tmp_path / "again").model.eval(), padding).all) < 1e-4
+
+
+@pytest.mark.parametrize(("name", "told"), [*((name, True) for name in ROBERTAS), ("bert", False)])
+def test_a_folder_without_a_tokenizer_names_its_padding(tmp_path, offline, name, told):
+    write_theirs(name, tmp_path / "hf")
+    (tmp_path / "hf" / "vocab.txt").unlink()
+    summary = import_folder(tmp_path / "hf", tmp_path / "start").summary()
+    assert ("; its padding must have the id 1\n" in summary) == told and "give the model's own" in summary
+
+
+@pytest.mark.parametrize("name", ["bert", "electra", "deberta", "deberta-v2", "modernbert"])
+@pytest.mark.parametrize("padding", [None, 7])
+def test_other_families_count_positions_without_the_padding(tmp_path, offline, name, padding):
+    theirs, tokenizer = write_theirs(name, tmp_path, pad_token_id=padding)
     assert max(compare(theirs, read_folder(tmp_path).model.eval(), tokenizer.pad_id).all) < 1e-4
 
 

@@ -4,27 +4,42 @@ import copy
 import json
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from parity import CASES, SIZES, Case, compare, draw, example, exported, imported
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.config import ENCODINGS, STARTS, Config, ModelConfig, flag
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
+from megatron_ddrp.conversion.families.modernbert import FULL, LOCAL
 from megatron_ddrp.conversion.from_huggingface import import_folder, local_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
-from tests.unit.conversion.conftest import ours, padded_pair_batch, write_checkpoint
-from tests.unit.conversion.test_to_huggingface import run_tool
+from tests.refusals import refused
+from tests.unit.conversion import conftest
+from tests.unit.conversion.conftest import (
+    STRANGE,
+    change_json,
+    encoded,
+    ours,
+    padded_pair_batch,
+    refused_in_one_line,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.usefixtures("few_probes")
 
 DISCRIMINATOR = Case(FAMILIES["electra"], "replaced-token")
 GENERATOR = Case(FAMILIES["electra"], "masked-lm")
+MODERNBERT = Case(FAMILIES["modernbert"], "masked-lm")
+DEBERTA_V2 = Case(FAMILIES["deberta-v2"], "masked-lm")
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +144,17 @@ def test_a_generator_joins_its_discriminator(tmp_path, offline, width):
     generator = write_electra(tmp_path / "g", GENERATOR, discriminator, embedding_size=8, **sizes)
     together = import_folder(tmp_path / "d", tmp_path / "start", generator=tmp_path / "g")
     assert together.weights.initialised == []
-    assert together.objective.generator_config(together.model).num_attention_heads == width // 8
+    assert together.objective.generator_config(together.config).num_attention_heads == width // 8
     model = load_model(tmp_path / "start")[0]
-    ids, segments, mask = padded_pair_batch(18)
-    place = torch.arange(ids.shape[1]).expand_as(ids) * mask
+    ids, segments, mask = batch = padded_pair_batch(18)
     theirs = generator(ids, mask, segments).logits
     lone = load_model(import_folder(tmp_path / "g", tmp_path / "lone").output)[0]
-    torch.testing.assert_close(lone.logits(lone.encode(ids, segments, mask, place))[mask.bool()], theirs[mask.bool()])
+    torch.testing.assert_close(lone.logits(encoded(lone, *batch))[mask.bool()], theirs[mask.bool()])
     lone.embeddings, lone.layers = model.generator.embeddings, model.generator.layers
-    joined = model.generator.head.logits(lone.encode(ids, segments, mask, place))[..., :18]
+    joined = model.generator.head.logits(encoded(lone, *batch))[..., :18]
     torch.testing.assert_close(joined[mask.bool()], theirs[mask.bool()], atol=1e-5, rtol=1e-5)
     theirs = discriminator(ids, mask, segments).logits
-    torch.testing.assert_close(
-        model.head.logits(model.encode(ids, segments, mask, place))[mask.bool()], theirs[mask.bool()]
-    )
+    torch.testing.assert_close(model.head.logits(encoded(model, *batch))[mask.bool()], theirs[mask.bool()])
 
 
 def test_a_generator_that_does_not_belong_is_refused(tmp_path, offline, folders):
@@ -180,14 +192,14 @@ def test_a_colleague_goes_on_from_an_export_alone(tmp_path, tokenizer, monkeypat
         assert torch.equal(expected[-1], found[-1])
 
 
-def test_a_family_is_named_or_refused(tmp_path, offline, folders):
+def test_a_family_is_named_or_refused(tmp_path, offline, folders, convert):
     folder = folders(Case(FAMILIES["roberta"], "masked-lm")) / "imported"
     assert export_checkpoint(folder, tmp_path / "bert", family_name="bert").family.class_name == "Bert"
     with pytest.raises(UserError, match="--family deberta: --position-encoding is absolute, and Deberta has deberta"):
         export_checkpoint(folder, tmp_path / "deberta", family_name="deberta")
     with pytest.raises(UserError, match="--family gpt is not known: expected one of camembert"):
         export_checkpoint(folder, tmp_path / "gpt", family_name="gpt")
-    result = run_tool("--from-hf", folder, "--output", tmp_path / "x", "--family", "bert")
+    result = convert("--from-hf", folder, "--output", tmp_path / "x", "--family", "bert")
     assert result.returncode == 2 and "--family needs --load" in result.stderr
 
 
@@ -237,5 +249,327 @@ def test_a_hub_name_is_downloaded_or_told_how(tmp_path, offline, folders, monkey
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(UserError, match=r"\(no network\).*`hf download google/bert --local-dir DIR`"):
         import_folder(Path("google/bert"), tmp_path / "start")
-    with pytest.raises(UserError, match="config.json: No such file"):
-        import_folder(tmp_path / "missing", tmp_path / "start")
+    refused("config.json: No such file", import_folder, tmp_path / "missing", tmp_path / "start")
+
+
+RELEASED = {
+    "deberta": conftest.SIZES | conftest.DEBERTA,
+    "deberta-v2": {
+        **{"relative_attention": True, "position_buckets": 256, "max_relative_positions": -1},
+        **{"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p", "type_vocab_size": 0},
+        **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+        **{"layer_norm_eps": 1e-7, "vocab_size": 128100, "max_position_embeddings": 512, "attention_head_size": 64},
+        "position_biased_input": False,
+    },
+    "modernbert": {
+        **{"num_hidden_layers": 7, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+        **{"layer_norm_eps": 1e-3, "position_embedding_type": "absolute", "reference_compile": True},
+        **{"global_attn_every_n_layers": 3, "local_attention": 128, "local_rope_theta": 10000.0},
+    },
+}
+"""config.json of a small DeBERTa, of DeBERTaV3-base, and of a ModernBERT as transformers 4 writes it, with keys that
+nothing reads."""
+
+
+def settings(name, **changes):
+    """Return the model of a config.json."""
+    family, values = FAMILIES[name], {"model_type": name} | RELEASED[name]
+    return family.model_config("config.json", family.complete("config.json", values | changes))
+
+
+def rope(full=160_000.0, local=10_000.0, **more):
+    return {FULL: {"rope_type": "default", "rope_theta": full, **more}, LOCAL: {"rope_theta": local}}
+
+
+def kinds(pattern):
+    return [FULL if kind == "f" else LOCAL for kind in pattern]
+
+
+def test_settings_of_a_released_modernbert_are_read_as_transformers_reads_them():
+    config = settings("modernbert")
+    assert (config.layernorm_epsilon, config.seq_length, config.vocab_size) == (1e-5, 8192, 50368)
+    assert (config.hidden_dropout, config.attention_dropout, config.num_segments) == (0, 0, 0)
+    assert (config.local_attention, config.global_every) == (128, 3)
+    assert (config.rope_theta, config.local_rope_theta) == (160_000, 10_000)
+    assert (
+        settings("modernbert", hidden_size=48, intermediate_size=192).ffn_size == 192
+    )  # four times, which is no default of GEGLU
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layer_types": kinds("fllfllf")}, (128, 3, 160_000, 10_000)),
+        ({"layer_types": kinds("fllllll")}, (128, 7, 160_000, 10_000)),
+        ({"layer_types": kinds("flflflf"), "local_attention": 12}, (12, 2, 160_000, 10_000)),
+        ({"layer_types": kinds("fffffff")}, (None, 1, 160_000, None)),
+        ({"global_attn_every_n_layers": 1}, (None, 1, 160_000, None)),
+        ({"local_rope_theta": None, "global_rope_theta": 50.5}, (128, 3, 50.5, None)),
+        ({"rope_parameters": rope(500.0, 500.0)}, (128, 3, 500, None)),
+        ({"rope_parameters": rope(7.0, 9.5), "global_rope_theta": 3.0}, (128, 3, 7, 9.5)),
+        ({"rope_parameters": {FULL: None, LOCAL: {}}, "global_rope_theta": 3.0}, (128, 3, 3, 10_000)),
+        ({"mlp_dropout": 0.1, "embedding_dropout": 0.1}, (128, 3, 160_000, 10_000)),
+    ],
+)
+def test_both_forms_of_layers_and_thetas(changes, expected):
+    config = settings("modernbert", **changes)
+    found = (config.local_attention, config.global_every, config.rope_theta, config.local_rope_theta)
+    assert found == expected and config.hidden_dropout == changes.get("mlp_dropout", 0)
+
+
+@torch.no_grad()
+def test_packed_rows_are_equal_under_masks_of_documents(folders):
+    """Documents of 15 and 9 tokens in one row; half a window is 5."""
+    theirs, ours = (model.double() for model in folders.models(MODERNBERT))
+    ids = torch.randint(5, 18, (1, 24), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[1] * 15 + [2] * 9])
+    place = torch.cat([torch.arange(15), torch.arange(9)])[None]
+    together = (documents[:, :, None] == documents[:, None])[:, None]
+    near = (place[:, :, None] - place[:, None]).abs()[:, None] <= 5
+    for attend in ({FULL: together, LOCAL: together & near}, {FULL: together, LOCAL: together}):
+        expected = theirs.model(ids, attention_mask=attend, position_ids=place).last_hidden_state
+        gap = (ours.encode(ids, torch.zeros_like(ids), documents, place) - expected).abs().max()
+        is_right = attend[LOCAL].sum() < together.sum()
+        assert (gap < 1e-6 * expected.abs().max()) == is_right, "the comparison does not see the window"
+
+
+def test_an_export_has_both_forms_and_the_special_ids(folders, tmp_path, offline):
+    folder = folders(MODERNBERT)
+    export_checkpoint(folder / "imported", tmp_path / "hf")
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    expected = {
+        **{"layer_types": kinds("fllf"), "global_attn_every_n_layers": 3, "local_attention": 10},
+        **{"global_rope_theta": 50.0, "local_rope_theta": 5.0, "max_position_embeddings": 24},
+        **{"pad_token_id": 0, "cls_token_id": 2, "bos_token_id": 2, "sep_token_id": 3, "eos_token_id": 3},
+    }
+    assert expected.items() <= values.items() and "auto_map" not in values
+    before, after = (load_file(place / "hf" / "model.safetensors") for place in (folder, tmp_path))
+    assert before.keys() == after.keys() and "decoder.weight" not in after and "model.layers.0.attn_norm" not in after
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    from transformers import AutoModelForMaskedLM, AutoTokenizer, ModernBertConfig
+
+    model, tokenizer = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoModelForMaskedLM, AutoTokenizer))
+    assert model(**tokenizer("red cat", "the dog", return_tensors="pt")).logits.shape == (1, 7, 18)
+    old = {key: value for key, value in values.items() if key not in ("layer_types", "rope_parameters")}
+    assert ModernBertConfig(**old).to_dict() == ModernBertConfig(**values).to_dict()
+
+
+def test_a_classifier_gets_a_new_masked_lm_head(folders, tmp_path):
+    folder = folders(MODERNBERT)
+    place = tmp_path / "hf"
+    place.mkdir()
+    for name in ("config.json", "vocab.txt"):
+        (place / name).write_bytes((folder / "hf" / name).read_bytes())
+    weights = load_file(folder / "hf" / "model.safetensors")
+    weights["classifier.bias"] = weights.pop("decoder.bias")[:2].clone()
+    save_file(weights, place / "model.safetensors")
+    read = import_folder(place, tmp_path / "start")
+    assert read.weights.initialised == ["masked-LM head (drawn anew; the folder has none)"]
+    assert read.weights.left_out == [f"classifier.{name}" for name in ("bias", "head.dense.weight", "head.norm.weight")]
+    assert torch.equal(read.model.head.final_norm.weight, weights["model.final_norm.weight"])
+    weights["model.layers.1.attn.Wqkv.weight"] = weights["model.layers.1.attn.Wqkv.weight"][:-1]
+    save_file(weights, place / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers.1.attention.value.weight is \[31, 32\].*requires \[32, 32\]"):
+        import_folder(place, tmp_path / "refused")
+
+
+@pytest.mark.parametrize("key_bias", [True, False])
+def test_a_model_with_biases_leaves_as_a_plain_one(tmp_path, offline, key_bias):
+    config, tokenizer = example(MODERNBERT, tmp_path)
+    changes = {"bias": True, "key_bias": key_bias, "local_attention": None, "local_rope_theta": None}
+    names = {"ffn", "layernorm_position", "first_norm", "num_segments", "position_encoding", "rope_theta", "num_layers"}
+    run = write_checkpoint(tmp_path / "run", tokenizer, **{n: getattr(config, n) for n in names} | changes)
+    export = export_checkpoint(run, tmp_path / "hf")
+    assert export.family is MODERNBERT.family and "trust_remote_code" not in export.summary()
+    again = load_model(import_folder(tmp_path / "hf", tmp_path / "back").output)[2].model
+    assert (again.bias, again.key_bias, again.local_attention, again.ffn_hidden_size) == (True, True, None, None)
+
+
+DETECTOR = {
+    "mask_predictions.LayerNorm.weight": (32,),
+    "mask_predictions.LayerNorm.bias": (32,),
+    "mask_predictions.dense.weight": (32, 32),
+    "mask_predictions.dense.bias": (32,),
+    "mask_predictions.classifier.weight": (1, 32),
+    "mask_predictions.classifier.bias": (1,),
+}
+
+
+def rewrite(source, target, change, **values):
+    """Copy a folder with other weights and settings; return the folder."""
+    shutil.copytree(source / "hf", target)
+    save_file(change(load_file(target / "model.safetensors")), target / "model.safetensors")
+    change_json(target / "config.json", **values)
+    return target
+
+
+def with_detector(weights):
+    torch.manual_seed(5)
+    return weights | {name: torch.randn(shape) for name, shape in DETECTOR.items()}
+
+
+def without_masked_lm(weights):
+    return {name: tensor for name, tensor in with_detector(weights).items() if not name.startswith("lm_predictions.")}
+
+
+def test_settings_of_a_released_deberta_v3():
+    config = settings("deberta-v2")
+    assert (config.position_encoding, config.relative_distance, config.seq_length) == ("deberta-v2", 256, 512)
+    assert (config.num_segments, config.deberta_emd, config.absolute_embedding) == (0, False, None)
+    assert config.layernorm_epsilon == 1e-7 and config.ffn_hidden_size is None
+    for same in ({"max_relative_positions": 512}, {"pos_att_type": ["c2p", "p2c"]}, {"conv_kernel_size": 0}):
+        assert settings("deberta-v2", **same) == config
+    assert settings("deberta-v2", position_biased_input=True, type_vocab_size=2).absolute_embedding is True
+
+
+REFUSALS = {
+    "deberta": [
+        ({"position_buckets": 256}, "position_buckets is 256, .*v2/v3.*'deberta-v2'"),
+        ({"norm_rel_ebd": "layer_norm"}, "norm_rel_ebd.*v2/v3"),
+        ({"share_att_key": True}, "share_att_key.*v2/v3"),
+        ({"conv_kernel_size": 3}, "conv_kernel_size.*convolution.*v2/v3"),
+        ({"position_biased_input": "no"}, "position_biased_input is 'no'"),
+        ({"relative_attention": False}, "relative_attention is False"),
+        ({"pos_att_type": ["c2p"]}, r"pos_att_type is \['c2p'\], expected c2p and p2c"),
+        ({"embedding_size": 16}, "embedding_size is 16"),
+    ],
+    "deberta-v2": [
+        ({"conv_kernel_size": 3}, "conv_kernel_size is 3, which is not supported: expected 0"),
+        ({"share_att_key": False}, "share_att_key is False, which is not supported: expected True"),
+        ({"norm_rel_ebd": "none"}, "norm_rel_ebd is 'none', which is not supported: expected 'layer_norm'"),
+        ({"relative_attention": False}, "relative_attention is False"),
+        ({"position_buckets": -1}, "position_buckets is -1, expected a whole number from 2"),
+        ({"position_buckets": 31}, "31: choose an even number"),
+        ({"max_relative_positions": 256}, "max_relative_positions is 256 and max_position_embeddings 512.*equal"),
+        ({"pos_att_type": "c2p"}, "pos_att_type is 'c2p', expected c2p and p2c"),
+        ({"attention_head_size": 32}, "attention_head_size is 32.*need hidden_size / num_attention_heads"),
+        ({"embedding_size": 128}, "embedding_size is 128"),
+        ({"hidden_act": "silu"}, "hidden_act is 'silu'"),
+    ],
+    "modernbert": [
+        ({"layer_types": kinds("lffllff")}, "layer_types has an unsupported order: need 'full_attention' in"),
+        ({"layer_types": kinds("ffllffl")}, "layer_types has an unsupported order"),
+        ({"layer_types": ["full_attention"]}, "expected a list with one kind for each layer"),
+        ({"layer_types": [*kinds("fllfll"), "linear_attention"]}, "layer_types has an unsupported order"),
+        ({"rope_parameters": rope(factor=2.0, rope_type="yarn")}, "'full_attention'.*'yarn'.*rope_type 'default'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "expected one table for each of full_att"),
+        ({"rope_parameters": {"chunked": {}}}, "of 'chunked'.*need full_attention or sliding_attention"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling is .*expected null"),
+        ({"local_attention": None}, "local_attention is None, but some layers are local"),
+        ({"local_attention": 1}, r"--local-attention"),
+        ({"global_rope_theta": 0.5}, r"--rope-theta"),
+        ({"norm_bias": True}, "norm_bias is True and attention_bias is False: here all maps and norms have one"),
+        ({"decoder_bias": False}, "decoder_bias is False, which is not supported: expected True"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ({"classifier_activation": "tanh"}, "classifier_activation is 'tanh'"),
+        ({"mlp_dropout": 0.1}, "mlp_dropout is 0.1 and embedding_dropout is 0.0: --hidden-dropout is one number"),
+    ],
+}
+"""Family → the keys of parts that are not built here, and what the line says."""
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), [(n, *row) for n, rows in REFUSALS.items() for row in rows])
+def test_a_part_that_is_not_built_here_is_named(name, changes, words):
+    assert str(refused(words, settings, name, **changes)).startswith("config.json: ")
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "modernbert"])
+def test_strange_values_are_taken_or_refused_in_one_line(name):
+    family = FAMILIES[name]
+    keys = family.complete("config.json", {"model_type": name} | RELEASED[name])
+    calls = [partial(settings, name, **{key: value}) for key in keys for value in STRANGE]
+    assert sum(map(refused_in_one_line, calls)) > 10 * len(family.sizes)
+
+
+def test_both_names_of_the_masked_lm_head(folders, tmp_path):
+    """As released, with the other head beside it; then BERT's names too, and `legacy` says which head is read."""
+    source, theirs = folders(DEBERTA_V2), folders.models(DEBERTA_V2)[0]
+    released = import_folder(rewrite(source, tmp_path / "released", with_detector), tmp_path / "1")
+    assert released.weights.left_out == [f"unread.{name}" for name in sorted(DETECTOR)]
+    names = {
+        "lm_predictions.lm_head.dense": "cls.predictions.transform.dense",
+        "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
+        "lm_predictions.lm_head.bias": "cls.predictions.bias",
+    }
+
+    def under_both(weights):
+        for theirs, berts in names.items():
+            weights |= {name.replace(theirs, berts): weights[name] + 1 for name in weights if name.startswith(theirs)}
+        return weights
+
+    both = import_folder(rewrite(source, tmp_path / "both", under_both), tmp_path / "2")
+    assert all(name.startswith("unread.cls.") for name in both.weights.left_out) and len(both.weights.left_out) == 5
+    for read in (released, both):
+        assert read.objective.objective == "mlm" and not read.weights.initialised
+        assert max(compare(theirs, read.model.eval(), 0).all) < 1e-4
+    other = import_folder(rewrite(source, tmp_path / "legacy", under_both, legacy=True), tmp_path / "3").model
+    expected = load_file(source / "hf" / "model.safetensors")["lm_predictions.lm_head.dense.weight"] + 1
+    assert torch.equal(other.head.dense.weight, expected)
+
+
+@torch.no_grad()
+def test_a_discriminator_alone_resumes_under_replaced_token_detection(folders, tmp_path):
+    source, theirs = folders(DEBERTA_V2), folders.models(DEBERTA_V2)[0]
+    read = import_folder(rewrite(source, tmp_path / "d", without_masked_lm), tmp_path / "start")
+    assert read.objective.objective == "rtd" and "--objective rtd" in read.summary()
+    assert read.weights.initialised == [
+        "generator (drawn anew; the folder has none)",
+        "difference of the embeddings (0; the folder has none)",
+    ]
+    model = load_model(tmp_path / "start")[0]
+    words = theirs.deberta.embeddings.word_embeddings.weight
+    assert torch.equal(model.embeddings.token.weight[:18], words) and not model.embeddings.difference.weight.any()
+    assert torch.equal(model.head.output.weight, with_detector({})["mask_predictions.classifier.weight"])
+    ids, _, mask = batch = padded_pair_batch(18)
+    expected = theirs.deberta(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(encoded(model, *batch)[mask.bool()], expected[mask.bool()])
+    with pytest.raises(UserError, match="its num_layers is 2, but this discriminator needs 1"):
+        import_folder(tmp_path / "d", tmp_path / "refused", generator=tmp_path / "d")
+
+
+def test_a_pair_of_generator_and_discriminator(folders, tmp_path):
+    """The difference of the two word embeddings is E_Δ; the generator has half of the layers."""
+    source, theirs = folders(DEBERTA_V2), folders.models(DEBERTA_V2)[0]
+    words = "deberta.embeddings.word_embeddings.weight"
+
+    def half(weights):
+        first_layer = {name: weight for name, weight in weights.items() if ".layer.1." not in name}
+        return first_layer | {words: weights[words] + 1}
+
+    place = rewrite(source, tmp_path / "d", without_masked_lm)
+    generator = rewrite(source, tmp_path / "g", half, num_hidden_layers=1)
+    model = import_folder(place, tmp_path / "start", generator=generator).model
+    expected = theirs.deberta.embeddings.word_embeddings.weight
+    torch.testing.assert_close(model.embeddings.token.weight[:18], expected + 1)
+    torch.testing.assert_close(model.embeddings.difference.weight[:18], -torch.ones_like(expected))
+    first = theirs.deberta.encoder.layer[0].attention.self.query_proj.weight
+    assert torch.equal(model.generator.layers[0].attention.query.weight, first)
+    assert torch.equal(model.generator.head.dense.weight, theirs.lm_predictions.lm_head.dense.weight)
+
+
+@torch.no_grad()
+def test_a_model_of_replaced_token_detection_leaves_as_a_plain_encoder(tmp_path, tokenizer, offline):
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    settings = {"position_encoding": "deberta-v2", "num_segments": 0, "num_layers": 1}
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective="rtd", **settings)
+    export = export_checkpoint(run, tmp_path / "hf")
+    assert "a plain DebertaV2: AutoModel.from_pretrained" in export.summary()
+    weights, (model, _, _) = load_file(tmp_path / "hf" / "model.safetensors"), load_model(run)
+    assert {name for name in weights if not name.startswith("deberta.")} == DETECTOR.keys()
+    ids, _, mask = batch = padded_pair_batch(tokenizer.vocab_size)
+    expected = encoded(model, *batch)[mask.bool()]
+    for kind in (AutoModel, AutoModelForSequenceClassification):
+        theirs = kind.from_pretrained(tmp_path / "hf").eval()
+        found = theirs(ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(found[mask.bool()], expected, atol=1e-5, rtol=1e-5)
+    again = import_folder(tmp_path / "hf", tmp_path / "back")
+    assert again.objective.objective == "rtd" and not again.weights.left_out
+    for name in ("dense", "output", "norm"):
+        assert torch.equal(again.model.head.get_submodule(name).weight, model.head.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize("change", [{"deberta_emd": True}, {"relative_table": "per-layer"}], ids=str)
+def test_models_that_transformers_cannot_follow_leave_with_their_code(tmp_path, tokenizer, offline, change):
+    run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="deberta-v2", num_layers=1, **change)
+    assert export_checkpoint(run, tmp_path / "hf").family.model_type == "megatron_ddrp"

@@ -1,8 +1,13 @@
 """An imported folder computes what transformers computes, and says what it took and what it did not."""
 
+import io
 import json
 import math
+import os
+import random
+import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,62 +16,31 @@ from safetensors.torch import load_file, save_file
 from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.conversion.from_huggingface import import_folder, model_flags
+from megatron_ddrp.conversion.families.contract import SUMS
+from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face, model_flags
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.errors import UserError
-from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
-from tests.unit.conversion.test_to_huggingface import run_tool
-
-SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": SEQ_LENGTH,
-    "hidden_dropout_prob": 0.0,
-}
-DEBERTA = {
-    "relative_attention": True,
-    "position_biased_input": False,
-    "pos_att_type": "c2p|p2c",
-    "max_relative_positions": 5,
-}
-
-
-def write_folder(folder, tokenizer, model_class, **settings):
-    """A Hugging Face folder with a random model under whose logits every weight acts, and a vocab.txt."""
-    import transformers
-
-    torch.manual_seed(3)
-    model = getattr(transformers, model_class)
-    model = model(model.config_class(**{**SIZES, **settings})).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(folder)
-    shutil.copyfile(tokenizer, folder / "vocab.txt")
-    return model
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders.text_encoder import load_encoder
+from tests.refusals import refused
+from tests.unit.conversion.conftest import (
+    DEBERTA,
+    READERS,
+    SEQ_LENGTH,
+    SIZES,
+    STRANGE,
+    change_json,
+    ours,
+    padded_pair_batch,
+    refused_in_one_line,
+    write_checkpoint,
+    write_folder,
+)
 
 
 def write_pickle(folder, change=lambda weights: weights):
     """Replace model.safetensors by pytorch_model.bin, its tensors changed."""
     torch.save(change(load_file(folder / "model.safetensors")), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.fixture
-def vocab(tmp_path, tokenizer, offline):
-    return tmp_path / "vocab.txt"
-
-
-@pytest.fixture
-def hf(tmp_path):
-    return tmp_path / "hf"
 
 
 @torch.no_grad()
@@ -190,8 +164,7 @@ def test_rows_without_a_piece_are_cut(tmp_path, hf, vocab):
     torch.testing.assert_close(theirs[mask.bool()], ours(loaded, ids, segments, mask)[1][mask.bool()])
     short = tmp_path / "short"
     write_folder(short, vocab, "BertForMaskedLM", vocab_size=19)
-    with pytest.raises(UserError, match="20 pieces.*embeds 19"):
-        import_folder(short, tmp_path / "refused")
+    refused("20 pieces.*embeds 19", import_folder, short, tmp_path / "refused")
 
 
 def test_printed_flags_build_the_model(tmp_path, hf, vocab):
@@ -251,9 +224,8 @@ def test_tokenizers(tmp_path, hf, vocab):
 )
 def test_other_berts_are_refused(tmp_path, hf, vocab, changes, words):
     write_folder(hf, vocab, "BertForMaskedLM")
-    change_config(hf, **changes)
-    with pytest.raises(UserError, match=words):
-        import_folder(hf, tmp_path / "run")
+    change_json(hf / "config.json", **changes)
+    refused(words, import_folder, hf, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -264,75 +236,49 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, hf, vocab, value):
     name = "bert.encoder.layer.1.output.dense.weight"
     weights[name][3, 5] = value
     save_file(weights, hf / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=rf"{name} contains a value that is not a finite number"):
-        import_folder(hf, tmp_path / "run")
+    refused(rf"{name} contains a value that is not a finite number", import_folder, hf, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"position_buckets": 256}, "position_buckets is 256, .*v2/v3.*'deberta-v2'"),
-        ({"norm_rel_ebd": "layer_norm"}, "norm_rel_ebd.*v2/v3"),
-        ({"share_att_key": True}, "share_att_key.*v2/v3"),
-        ({"conv_kernel_size": 3}, "conv_kernel_size.*convolution.*v2/v3"),
-        ({"position_biased_input": "no"}, "position_biased_input is 'no'"),
-        ({"relative_attention": False}, "relative_attention is False"),
-        ({"pos_att_type": ["c2p"]}, r"pos_att_type is \['c2p'\], expected c2p and p2c"),
-        ({"embedding_size": 16}, "embedding_size is 16"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
-)
-def test_other_debertas_are_refused(tmp_path, hf, changes, words):
-    hf.mkdir()
-    config = {"model_type": "deberta", **SIZES, **DEBERTA, **changes}
-    (hf / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=words):
-        import_folder(hf, tmp_path / "run")
 
 
 class Malicious:
+    def __init__(self, marker):
+        self.marker = marker
+
     def __reduce__(self):
-        return print, ("unpickled code ran",)
+        return open, (str(self.marker), "w")
 
 
-def test_damaged_and_foreign_folders_are_named(tmp_path, hf, vocab, capsys):
-    with pytest.raises(UserError, match="config.json: No such file"):
-        import_folder(hf, tmp_path / "run")
+def test_damaged_and_foreign_folders_are_named(tmp_path, hf, vocab):
+    refused("config.json: No such file", import_folder, hf, tmp_path / "run")
     write_folder(hf, vocab, "BertForMaskedLM")
     weights = load_file(hf / "model.safetensors")
     save_file({**weights, "cls.predictions.decoder.weight": torch.zeros(20, 32)}, hf / "model.safetensors")
-    with pytest.raises(UserError, match="output matrix differs from its word embedding"):
-        import_folder(hf, tmp_path / "run")
+    refused("output matrix differs from its word embedding", import_folder, hf, tmp_path / "run")
     renamed = {name.replace("token_type_", "token_typo_"): tensor for name, tensor in weights.items()}
     save_file(renamed, hf / "model.safetensors")
-    with pytest.raises(UserError, match="type_vocab_size 2, and the weights embed 0 segments"):
-        import_folder(hf, tmp_path / "run")
+    refused("type_vocab_size 2, and the weights embed 0 segments", import_folder, hf, tmp_path / "run")
     (hf / "model.safetensors").write_bytes(b"x" * 40)
-    with pytest.raises(UserError, match="model.safetensors: cannot be read"):
-        import_folder(hf, tmp_path / "run")
+    refused("model.safetensors: cannot be read", import_folder, hf, tmp_path / "run")
     (hf / "model.safetensors").unlink()
-    torch.save({"weight": Malicious()}, hf / "pytorch_model.bin")
-    with pytest.raises(UserError, match="pytorch_model.bin: cannot be read"):
-        import_folder(hf, tmp_path / "run")
-    assert "unpickled code ran" not in capsys.readouterr().out
+    torch.save({"weight": Malicious(tmp_path / "ran")}, hf / "pytorch_model.bin")
+    refused("pytorch_model.bin: cannot be read", import_folder, hf, tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
     (hf / "pytorch_model.bin").unlink()
-    with pytest.raises(UserError, match="neither model.safetensors nor pytorch_model.bin"):
-        import_folder(hf, tmp_path / "run")
+    refused("neither model.safetensors nor pytorch_model.bin", import_folder, hf, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, vocab):
+def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, vocab, convert):
     write_folder(hf, vocab, "BertForMaskedLM")
     run = tmp_path / "run"
-    first = run_tool("--from-hf", hf, "--output", run)
+    first = convert("--from-hf", hf, "--output", run)
     assert first.returncode == 0, first.stderr
     preprocessing = "megatron-ddrp preprocess --input FILE --output-prefix corpus --tokenizer-type Bert"
     assert f"next:        {preprocessing}" in first.stdout
     command = f"megatron-ddrp pretrain --data-path corpus_text_document --load {run} --save run"
     assert f"then:        {command}" in first.stdout
     assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
-    again = run_tool("--from-hf", hf, "--output", run)
+    again = convert("--from-hf", hf, "--output", run)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
     import_folder(hf, run, overwrite=True)
     path = run / "iter_0000000"
@@ -340,5 +286,198 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     of_training = {"weights_only": False, "optimizer_step": 0, "loss_scaler": None, "layout": layout}
     checkpoint.write_state(path, checkpoint.read_state(path) | of_training)
     assert checkpoint.newest(run) == path
-    with pytest.raises(UserError, match="not an untrained import"):
-        import_folder(hf, run, overwrite=True)
+    refused("not an untrained import", import_folder, hf, run, overwrite=True)
+
+
+DAMAGED = 40
+"""Folders of each kind; some hundreds find nothing more."""
+FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
+    "model.safetensors",
+)  # fmt: skip
+
+
+def change_value(path, chance):
+    """Put something strange at a random place of a JSON file."""
+    top = json.loads(path.read_text())
+    inside, places = top, []
+    while isinstance(inside, (dict, list)) and inside:
+        key = chance.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+        places.append((inside, key))
+        inside = inside[key]
+    where, key = chance.choice(places)
+    where[key] = chance.choice(STRANGE)
+    path.write_text(json.dumps(top))
+
+
+def flip_bytes(path, chance):
+    content = bytearray(path.read_bytes())
+    for _ in range(chance.choice((1, 3, 30))):
+        content[chance.randrange(min(len(content), chance.choice((8, 200, 5000))))] = chance.randrange(256)
+    path.write_bytes(content)
+
+
+def cut(path, chance):
+    content = path.read_bytes()
+    path.write_bytes(content[: chance.randrange(len(content))])
+
+
+def replace(path, chance):
+    deep = "[" * 100_000
+    path.write_text(chance.choice(("", "[]", "{}", "1", "null", '"x"', deep, '{"a":' * 5000, "\0" * 50)))
+
+
+def remove(path, _):
+    path.unlink()
+
+
+def make_folder(path, _):
+    path.unlink()
+    path.mkdir()
+
+
+def damage(folder, seed):
+    """Damage one file of a folder; the same seed does the same."""
+    chance = random.Random(seed)
+    path = folder / chance.choice([name for name in FILES if (folder / name).exists()])
+    kinds = [flip_bytes, cut, replace, make_folder, remove]
+    kind = chance.choice([*kinds, *[change_value] * 5] if path.suffix == ".json" else kinds)
+    kind(path, chance)
+    return f"{kind.__name__} of {path.name}"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="measures memory in /proc")
+@pytest.mark.parametrize("encoding", ["absolute", "ddrp"])
+def test_a_damaged_folder_is_taken_or_refused_in_one_line(tmp_path, export_of, offline, little_room, encoding):
+    whole, folder = export_of(encoding), tmp_path / "damaged"
+    (whole / SUMS).unlink()  # else nothing but sums would be tested
+    refusals = 0
+    for seed in range(DAMAGED):
+        shutil.copytree(whole, folder)
+        what = damage(folder, seed)
+        for name, read in READERS.items():
+            try:
+                refusals += refused_in_one_line(partial(read, folder))
+            except BaseException as error:
+                raise AssertionError(f"{name}, seed {seed}, {what}") from error
+        shutil.rmtree(folder)
+    assert refusals > DAMAGED
+
+
+EVIL = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import BertConfig, BertModel, BertTokenizer
+class EvilConfig(BertConfig):
+    model_type = "evil"
+class EvilModel(BertModel):
+    config_class = EvilConfig
+class EvilTokenizer(BertTokenizer):
+    pass
+"""
+AUTO_MAP = {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    """The file that evil code leaves; `y` answers every question."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    return tmp_path / "evil-code-ran"
+
+
+@pytest.fixture
+def export(export_of, offline, marker):
+    """Encoding → an exported folder with evil.py in it."""
+
+    def make(encoding):
+        folder = export_of(encoding)
+        (folder / SUMS).unlink()  # no sum shall refuse what is to be refused as code
+        (folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "evil", "auto_map": AUTO_MAP}),
+        ("config.json", {"auto_map": AUTO_MAP}),
+        ("config.json", {"attn_implementation": "somebody/kernel"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}),
+    ],
+    ids=["a model of its own", "a known model", "a kernel", "a tokenizer"],
+)
+def test_folders_with_code_are_refused(export, marker, reader, file, changes):
+    folder = export("absolute")
+    change_json(folder / file, **changes)
+    error = refused("code of a folder is never run here", READERS[reader], folder)
+    assert str(folder / file) in str(error) and not marker.exists()
+
+
+@pytest.mark.parametrize("reader", ["analyze", "glue"])
+def test_our_exports_are_read_by_our_own_classes(export, marker, reader):
+    """Whatever lies under the names of the model code that travels with them."""
+    folder = export("ddrp")
+    for path in folder.glob("*.py"):
+        path.write_text(EVIL.format(marker=str(marker)))
+    change_json(folder / "config.json", auto_map=AUTO_MAP)
+    READERS[reader](folder)
+    assert not marker.exists()
+
+
+def test_a_tokenizer_folder_is_read_as_data(export, marker):
+    folder = export("absolute")
+    change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
+    assert build_tokenizer("HuggingFace", tokenizer_model=folder).vocab_size == 20
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("broken", [False, True], ids=["with code", "damaged"])
+def test_a_pickle_is_refused_without_advice_to_load_it_unsafely(export, marker, reader, broken):
+    folder = export("absolute")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save(weights if broken else weights | {"more": Malicious(marker)}, path)
+    if broken:
+        path.write_bytes(path.read_bytes()[:-5000])
+    error = refused("not a plain file of tensors.*save it as model.safetensors", READERS[reader], folder)
+    assert "weights_only" not in str(error) and "trust" not in str(error)
+    assert not marker.exists()
+
+
+ABSURD = [
+    {"hidden_size": 10**12}, {"hidden_size": 2**20}, {"hidden_size": -32}, {"hidden_size": "abc"}, {"hidden_size": 0},
+    {"num_hidden_layers": 10**9}, {"num_hidden_layers": 200}, {"num_attention_heads": 0}, {"num_attention_heads": 7},
+    {"intermediate_size": 2**21}, {"vocab_size": 10**12}, {"vocab_size": 2**21, "hidden_size": 2**21},
+    {"max_position_embeddings": 2**22}, {"max_position_embeddings": 10**10},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("changes", ABSURD, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
+def test_absurd_sizes_are_refused_before_anything_is_allocated(export, little_room, reader, changes):
+    folder = export("absolute")
+    change_json(folder / "config.json", **changes)
+    refused(re.escape(str(folder)), READERS[reader], folder)
+
+
+def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, export, capsys, recwarn):
+    import transformers
+
+    folder = export("absolute")
+    config = transformers.BertConfig.from_pretrained(folder)
+    config.vocab_size = 20 + 255
+    for warned in (False, True):
+        transformers.BertForMaskedLM(config).save_pretrained(folder)
+        imported = import_folder(folder, tmp_path / f"imported{warned}")
+        load_hugging_face(folder)
+        encoder = load_encoder(folder)
+        told = [imported.warning, capsys.readouterr().err, encoder._encoder.origin, *(str(w.message) for w in recwarn)]
+        line = f"{folder}: its tokenizer has 20 pieces but its model embeds 276: is it the tokenizer of"
+        assert [line in text for text in told] == ([True] * 4 if warned else [False] * 3)
+        assert len(encoder.fill_mask("red [MASK]", top_k=30)[0]) == 20
+        config.vocab_size += 1

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.commands.convert import main
 from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
 from megatron_ddrp.conversion.families.contract import CARD
@@ -174,20 +173,14 @@ def test_a_discriminator_and_a_plain_family_say_what_they_are(tmp_path, tokenize
     assert "trust_remote_code" not in card_of(bert, tmp_path / "plain")
 
 
-def test_the_command_prints_how_to_upload(run, tmp_path, monkeypatch, capsys):
-    words = ["--load", run, "--output", tmp_path / "the model", "--license", "mit", "--language", "en"]
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("sys.argv", ["convert", *map(str, words)])
-    main()
-    upload = capsys.readouterr().out.splitlines()[-1]
+def test_the_command_prints_how_to_upload(run, tmp_path, convert):
+    words = ("--load", run, "--output", tmp_path / "the model", "--license", "mit", "--language", "en")
+    upload = convert(*words).stdout.splitlines()[-1]
     assert upload.endswith(f"/README.md, then hf upload USER/NAME '{tmp_path}/the model'")
     assert "license: mit" in (tmp_path / "the model" / CARD).read_text()
 
 
-def test_a_card_belongs_to_exports_alone(tmp_path, monkeypatch):
-    from megatron_ddrp.errors import UserError
-
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("sys.argv", ["convert", "--from-hf", "a", "--output", "b", "--license", "mit"])
-    with pytest.raises(UserError, match="--license needs --load: leave it out"):
-        main()
+def test_a_card_belongs_to_exports_alone(convert):
+    done = convert("--from-hf", "a", "--output", "b", "--license", "mit")
+    assert done.returncode and "--license needs --load: leave it out" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

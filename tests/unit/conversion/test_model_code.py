@@ -1,10 +1,15 @@
-"""The code of an exported folder: it runs where megatron_ddrp cannot be imported, a plug-in's encoding included."""
+"""The code of an exported folder: it runs where megatron_ddrp cannot be imported, a plug-in's encoding included.
+
+Then its heads for fine-tuning: new ones, their losses, and training under transformers' Trainer.
+"""
 
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +18,24 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS, encoding_class, load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
+from megatron_ddrp.conversion.families import HEADS
 from megatron_ddrp.conversion.from_huggingface import load_hugging_face
 from megatron_ddrp.conversion.layers_ddrp import EncoderLayer
+from megatron_ddrp.conversion.model_code import HEAD_FORMS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import PositionTerms
-from tests.unit.conversion.conftest import READERS, ours, padded_pair_batch, write_checkpoint
+from tests.refusals import refused
+from tests.unit.conversion.conftest import (
+    BERT_SPECIALS,
+    READERS,
+    WORDS,
+    ours,
+    padded_pair_batch,
+    wordpiece,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.usefixtures("few_probes")
 
 ELSEWHERE = """
 import json, sys
@@ -58,6 +75,22 @@ def export_with_expected(folder, tokenizer, **settings):
     states, logits = ours(load_model(load)[0], ids, segments, mask)
     torch.save((ids, segments, mask, states[-1], logits), folder / "hf" / "expected.pt")
     return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def with_expected(tmp_path_factory):
+    """(encoding, kind of its table) → an export with what its model computes, which no test changes; made once."""
+    made = {}
+
+    def make(encoding, table):
+        if (encoding, table) not in made:
+            place = tmp_path_factory.mktemp(f"{encoding}-{table}")
+            tokenizer = wordpiece(place / "vocab.txt", [*BERT_SPECIALS, *WORDS], "BertWordPieceLowerCase")
+            settings = {"position_encoding": encoding, "relative_table": table}
+            made[encoding, table] = export_with_expected(place, tokenizer, **settings)
+        return made[encoding, table]
+
+    return make
 
 
 PLUGIN = '''
@@ -120,17 +153,12 @@ def plugin(tmp_path):
             del table[name]
 
 
-def test_every_encoding_runs_where_this_package_cannot_be_imported(tmp_path, tokenizer, offline, plugin):
+def test_every_encoding_runs_where_this_package_cannot_be_imported(tmp_path, with_expected, offline, plugin):
     """In one process, from folders of one name, which transformers does not tell apart by itself."""
     plugin(PLUGIN)
     cases = [(encoding, table) for encoding in ENCODINGS for table in ("shared", "per-layer")]
     assert ("slopes", "per-layer") in cases
-    folders = [
-        export_with_expected(
-            tmp_path / f"{encoding}-{table}", tokenizer, position_encoding=encoding, relative_table=table
-        )
-        for encoding, table in cases
-    ]
+    folders = [with_expected(*case) for case in cases]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, "-c", ELSEWHERE, *map(str, folders)]
@@ -141,13 +169,13 @@ def test_every_encoding_runs_where_this_package_cannot_be_imported(tmp_path, tok
 
 
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "slopes"])
-def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(tmp_path, tokenizer, offline, plugin, encoding):
+def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(with_expected, offline, plugin, encoding):
     plugin(PLUGIN)
-    folder = export_with_expected(tmp_path, tokenizer, position_encoding=encoding, relative_table="per-layer")
+    folder = with_expected(encoding, "per-layer")
     READERS["glue"](folder)
-    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    models = load_hugging_face(folder)[0], load_model(tmp_path / "run")[0]
-    states = [ours(model, ids, segments, mask)[0] for model in models]
+    models = load_hugging_face(folder)[0], load_model(folder.parent / "run")[0]
+    batch = padded_pair_batch(models[0].config.vocab_size)
+    states = [ours(model, *batch)[0] for model in models]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
@@ -166,20 +194,15 @@ def test_local_layers_and_the_thetas_of_rotations_travel(tmp_path, tokenizer, of
     assert all(layer.layer_position.local_theta == 3.0 for layer in exported.layers)
 
 
-def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, monkeypatch, capsys):
-    from megatron_ddrp.commands.convert import main
-
+def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, convert):
     path = plugin(PLUGIN)
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")
     del PLUGINS[ENCODINGS.pop("slopes")]
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its handlers
-    command = ["convert_checkpoint.py", "--load", str(load), "--output", str(tmp_path / "hf")]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(UserError, match="'slopes' positions.*--plugin FILE.py"):
-        main()
-    monkeypatch.setattr(sys, "argv", [*command, "--plugin", str(path)])
-    main()
-    assert "checked:     loaded by DdrpForMaskedLM; its hidden states differ by" in capsys.readouterr().out
+    command = "--load", load, "--output", tmp_path / "hf"
+    done = convert(*command)
+    assert done.returncode == 1 and re.search("'slopes' positions.*--plugin FILE.py", done.stderr)
+    done = convert(*command, "--plugin", path)
+    assert "checked:     loaded by DdrpForMaskedLM; its hidden states differ by" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -188,13 +211,9 @@ def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, mo
         (
             "import torch\n",
             "import torch\nimport megatron_ddrp.model.bert\n",
-            r"my-plugin.py imports megatron_ddrp.model.b",
+            "plugin.py imports megatron_ddrp.model.b",
         ),
-        (
-            "import torch\n",
-            "import torch\nfrom megatron_ddrp import errors\n",
-            r"my-plugin.py imports megatron_ddrp, so",
-        ),
+        ("import torch\n", "import torch\nfrom megatron_ddrp import errors\n", "plugin.py imports megatron_ddrp, so"),
         ("config.relative_distance", "(config.attention_dropout, config.relative_distance)[1]", "'attention_dropout'"),
         ("torch.full((), 0.5)", "torch.rand(())", "exported model's hidden states differ from the checkpoint's"),
     ],
@@ -203,8 +222,7 @@ def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, mo
 def test_a_plugin_whose_folder_would_not_work_leaves_none(tmp_path, tokenizer, offline, plugin, before, after, words):
     plugin(PLUGIN.replace(before, after))
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")
-    with pytest.raises(UserError, match=words):
-        export_checkpoint(load, tmp_path / "hf")
+    refused(words, export_checkpoint, load, tmp_path / "hf")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("hf") and path.name != "hf_modules"]
 
 
@@ -218,17 +236,8 @@ WEIGHTS = {
         "encoder.layers.0.layer_position.query.weight",
     },
     "tupe-r": {
-        f"encoder.embeddings.position.{name}"
-        for name in (
-            "key.bias",
-            "key.weight",
-            "norm.bias",
-            "norm.weight",
-            "query.bias",
-            "query.weight",
-            "relative",
-            "table",
-        )
+        *(f"encoder.embeddings.position.{name}" for name in ("relative", "table")),
+        *(f"encoder.embeddings.position.{m}.{kind}" for m in ("key", "norm", "query") for kind in ("bias", "weight")),
     },
 }
 """Weights of the positions in folders of all versions."""
@@ -249,10 +258,8 @@ def test_a_folder_of_an_older_version_is_read(tmp_path, tokenizer, offline, enco
     del values["direction_init"]
     (folder / "config.json").write_text(json.dumps(values))
     READERS["glue"](folder)
-    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
-    (states, _), (again, _) = (
-        ours(model, ids, segments, mask) for model in (load_model(load)[0], load_hugging_face(folder)[0])
-    )
+    batch = padded_pair_batch(tokenizer.vocab_size)
+    states, again = (ours(model, *batch)[0] for model in (load_model(load)[0], load_hugging_face(folder)[0]))
     assert torch.equal(states[-1], again[-1])
 
 
@@ -282,14 +289,8 @@ def test_every_position_term_acts_as_its_formula_says(offline):
 def test_torch_export_takes_the_model(offline, encoding):
     from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpModel
 
-    sizes = {
-        "vocab_size": 20,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-    }
-    model = DdrpModel(DdrpConfig(position_encoding=encoding, relative_distance=4, **sizes)).eval()
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 8}
+    model = DdrpModel(DdrpConfig(position_encoding=encoding, relative_distance=4, num_hidden_layers=1, **sizes)).eval()
     ids = torch.arange(20).view(2, 10)
     any_size = {"input_ids": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}}
     with torch.no_grad():
@@ -304,3 +305,121 @@ def test_each_dropout_of_an_exported_layer_has_its_own_rate(offline):
     config = DdrpConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
     layer = EncoderLayer(config, encoding_class(config.position_encoding), 0)
     assert (layer.dropout.p, layer.attention.dropout.p) == (0.3, 0.2)
+
+
+FINE_TUNED = dict(zip(("sequence", "tokens", "qa"), (form.name for form in HEAD_FORMS), strict=True))
+NEW = {
+    "sequence": {"pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias"},
+    "tokens": {"classifier.weight", "classifier.bias"},
+    "qa": {"qa_outputs.weight", "qa_outputs.bias"},
+}
+"""Kind of a head → names of its weights."""
+
+
+def auto_class(kind):
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{FINE_TUNED[kind]}")
+
+
+@pytest.fixture
+def folders(tmp_path, made_exports, export_of, offline):
+    """One BERT of ours as two exports: with our own code, and as transformers' own class."""
+    run = made_exports("absolute") / "run"
+    own = export_checkpoint(run, tmp_path / "own", family_name="megatron_ddrp").output
+    return SimpleNamespace(own=own, bert=export_of("absolute"))
+
+
+@pytest.mark.parametrize("kind", FINE_TUNED)
+def test_a_masked_lm_loads_under_a_new_head_and_says_so(folders, kind):
+    options = {"num_labels": 100, "classifier_dropout": 0.5} if kind != "qa" else {}
+    settings = json.loads((folders.own / "config.json").read_text()) | {"initializer_range": 0.5}
+    (folders.own / "config.json").write_text(json.dumps(settings))
+    model, report = auto_class(kind).from_pretrained(
+        folders.own, trust_remote_code=True, output_loading_info=True, **options
+    )
+    assert type(model).__name__ == f"DdrpFor{FINE_TUNED[kind]}"
+    assert set(report["missing_keys"]) == NEW[kind]
+    assert all(name.startswith("head.") for name in report["unexpected_keys"]) and report["unexpected_keys"]
+    weights = dict(model.named_parameters())
+    assert not any(weights[name].any() for name in NEW[kind] if name.endswith("bias"))
+    drawn = torch.cat([weights[name].flatten() for name in sorted(NEW[kind]) if name.endswith("weight")])
+    assert drawn.std().item() == pytest.approx(0.5, rel=0.3)
+    if kind != "qa":
+        assert model.dropout.p == 0.5
+        assert auto_class(kind).from_pretrained(folders.own, trust_remote_code=True).dropout.p == 0.1
+
+
+TOKENS = torch.where(torch.arange(24) % 5 == 0, -100, torch.arange(24) % 3).repeat(3, 1)
+LABELS = {
+    "classes": ("sequence", {"num_labels": 3}, {"labels": torch.tensor([0, 2, 1])}),
+    "number": ("sequence", {"num_labels": 1}, {"labels": torch.tensor([0.5, 2.0, 5.0])}),
+    "numbers": ("sequence", {"num_labels": 3, "problem_type": "regression"}, {"labels": torch.rand(3, 3)}),
+    "several": ("sequence", {"num_labels": 3}, {"labels": torch.tensor([[0.0, 1, 1], [0, 0, 0], [1, 0, 1]])}),
+    "tokens": ("tokens", {"num_labels": 3}, {"labels": TOKENS}),
+    "spans": ("qa", {}, {"start_positions": torch.tensor([1, 4, 30]), "end_positions": torch.tensor([3, 24, 1])}),
+    "column": ("qa", {}, {"start_positions": torch.tensor([[1], [4], [0]]), "end_positions": torch.ones(3, 1).long()}),
+}
+"""What is labelled → kind of head, settings, and the labels of three rows of 24 tokens."""
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_losses_and_gradients_are_those_of_transformers(folders, tokenizer, case):
+    kind, options, labels = LABELS[case]
+    ours = auto_class(kind).from_pretrained(folders.own, trust_remote_code=True, **options).eval()
+    theirs = auto_class(kind).from_pretrained(folders.bert, **options).eval()
+    heads = {name: tensor.detach() * 20 for name, tensor in ours.named_parameters() if name in NEW[kind]}
+    ours.load_state_dict(heads, strict=False)
+    theirs.load_state_dict({name.replace("pooler", "bert.pooler"): w for name, w in heads.items()}, strict=False)
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    outputs = [model(input_ids=ids, attention_mask=mask, token_type_ids=segments, **labels) for model in (ours, theirs)]
+    torch.testing.assert_close(outputs[0].loss, outputs[1].loss)
+    assert ours.config.problem_type == theirs.config.problem_type
+    for model, output in zip((ours, theirs), outputs, strict=True):
+        output.loss.backward()
+        assert list(output)[0] == "loss" and isinstance(output.to_tuple(), tuple), model
+    last = "qa_outputs" if kind == "qa" else "classifier"
+    torch.testing.assert_close(getattr(ours, last).weight.grad, getattr(theirs, last).weight.grad)
+    other = ours(ids, mask, segments, **{name: values * 0 for name, values in labels.items()}).loss
+    assert not torch.allclose(other, outputs[0].loss), "the labels act"
+
+
+@pytest.mark.parametrize("kind", FINE_TUNED)
+def test_every_kind_trains_under_the_trainer_and_is_saved_whole(tmp_path, tokenizer, export_of, offline, kind):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import AutoModel, Trainer, TrainingArguments
+
+    model = auto_class(kind).from_pretrained(export_of("ddrp"), trust_remote_code=True)
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    labels = {
+        "sequence": {"labels": [1, 0, 1]},
+        "tokens": {"labels": (ids % 2).tolist()},
+        "qa": {"start_positions": [1, 4, 0], "end_positions": [3, 12, 1]},
+    }[kind]
+    columns = {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "unread": [0, 0, 0], **labels}
+    rows = [{name: values[row] for name, values in columns.items()} for row in range(3)]
+    steps = {"per_device_train_batch_size": 3, "learning_rate": 1e-2, "max_steps": 6}
+    quiet = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    settings = TrainingArguments(str(tmp_path / "out"), **steps, **quiet)
+    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.9 * before
+    trainer.save_model(tmp_path / "saved")
+    again = auto_class(kind).from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    encoder = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert all(torch.equal(tensor, model.encoder.state_dict()[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("encoding", ["ddrp", "rope"])
+def test_the_code_suits_older_versions_of_transformers(export_of, offline, encoding):
+    """They copy only direct imports of a local folder, and save only the code of registered classes."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    code = export_of(encoding) / "modeling_ddrp.py"
+    assert set(get_relative_imports(code)) == {path.stem for path in code.parent.glob("*.py")} - {code.stem}
+    expected = {f"DdrpFor{name}": f"AutoModelFor{name}" for name in FINE_TUNED.values()}
+    expected |= {f"DdrpFor{head.name}": f"AutoModelFor{head.auto}" for head in HEADS.values()}
+    registered = re.findall(r"^(\w+)\.register_for_auto_class\(\"(\w+)\"\)$", code.read_text(), re.MULTILINE)
+    assert dict(registered) == expected | {"DdrpModel": "AutoModel"}

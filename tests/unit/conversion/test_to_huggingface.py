@@ -1,17 +1,41 @@
-"""An exported folder computes what the training model computes."""
+"""An exported folder computes what the training model computes, a fine-tuned one what its head computes.
 
+Exports carry sums: what no reader could see, such as another weight, is one line.
+"""
+
+import json
+import random
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from parity import CASES, write_run
 
+from megatron_ddrp import checkpoint
 from megatron_ddrp.checkpoint import load_model, read_state, write_state
 from megatron_ddrp.config import ENCODINGS
-from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.conversion.families.contract import CARD, SUMS, refuse_output
+from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
+from megatron_ddrp.conversion.heads_ddrp import TaskHead
+from megatron_ddrp.conversion.model_code import HEAD_FORMS, Labels
+from megatron_ddrp.conversion.to_huggingface import TunedHead, export_checkpoint, write_finetuned
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.model import count_parameters
-from tests.integration.launch import run_program
-from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
+from tests.refusals import refused
+from tests.unit.conversion.conftest import (
+    READERS,
+    SEQ_LENGTH,
+    encoded,
+    ours,
+    padded_pair_batch,
+    positions_of,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.usefixtures("few_probes")
 
 ARCHITECTURES = [
     {"position_encoding": encoding, "layernorm_position": layernorm, "relative_table": table}
@@ -82,17 +106,21 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settin
     assert classifier(**inputs).logits.shape == (3, 3)
 
 
-def own_code_model(tmp_path, tokenizer, auto_class, encoding="ddrp", **options):
-    settings = {"position_encoding": encoding, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, **settings), tmp_path / "hf")
-    return auto_class.from_pretrained(tmp_path / "hf", trust_remote_code=True, **options).eval()
+@pytest.fixture
+def own_code_model(export_of, offline):
+    """(class of transformers, encoding) → the model of an export with code of our own."""
+
+    def load(auto_class, encoding="ddrp", **options):
+        return auto_class.from_pretrained(export_of(encoding), trust_remote_code=True, **options).eval()
+
+    return load
 
 
 @pytest.mark.parametrize("encoding", ["ddrp", "tupe-r", "deberta"])
-def test_own_model_trains_saves_and_grows(tmp_path, tokenizer, offline, encoding):
+def test_own_model_trains_saves_and_grows(tmp_path, tokenizer, own_code_model, encoding):
     from transformers import AutoModelForMaskedLM
 
-    model = own_code_model(tmp_path, tokenizer, AutoModelForMaskedLM, encoding)
+    model = own_code_model(AutoModelForMaskedLM, encoding)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     labels = torch.where(torch.arange(SEQ_LENGTH) % 3 == 0, ids, -100)
     output = model(ids, mask, segments, labels=labels)
@@ -122,10 +150,10 @@ def test_own_model_trains_saves_and_grows(tmp_path, tokenizer, offline, encoding
         (torch.eye(3), {"num_labels": 3, "problem_type": "multi_label_classification"}),
     ],
 )
-def test_own_classifier_trains_each_kind_of_label(tmp_path, tokenizer, offline, labels, options):
+def test_own_classifier_trains_each_kind_of_label(tokenizer, own_code_model, labels, options):
     from transformers import AutoModelForSequenceClassification
 
-    model = own_code_model(tmp_path, tokenizer, AutoModelForSequenceClassification, **options)
+    model = own_code_model(AutoModelForSequenceClassification, **options)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
@@ -139,11 +167,11 @@ def test_own_classifier_trains_each_kind_of_label(tmp_path, tokenizer, offline, 
 
 
 @pytest.mark.parametrize("encoding", ["tupe-a", "deberta"])
-def test_too_long_an_input_names_both_lengths(tmp_path, tokenizer, offline, encoding):
+def test_too_long_an_input_names_both_lengths(own_code_model, encoding):
     """TUPE's positions end in the encoder, those of a mask decoder only before the head."""
     from transformers import AutoModelForMaskedLM
 
-    model = own_code_model(tmp_path, tokenizer, AutoModelForMaskedLM, encoding)
+    model = own_code_model(AutoModelForMaskedLM, encoding)
     ids = torch.ones(1, SEQ_LENGTH + 1, dtype=torch.long)
     with pytest.raises(ValueError, match=f"{SEQ_LENGTH + 1} tokens.*{SEQ_LENGTH} positions"):
         model(ids)
@@ -151,21 +179,17 @@ def test_too_long_an_input_names_both_lengths(tmp_path, tokenizer, offline, enco
         assert model.encoder(ids).last_hidden_state.shape[1] == SEQ_LENGTH + 1
 
 
-def run_tool(*arguments):
-    return run_program("tools/convert_checkpoint.py", *arguments)
-
-
-def test_command_converts_and_says_what_it_did(tmp_path, tokenizer, offline):
+def test_command_converts_and_says_what_it_did(tmp_path, tokenizer, offline, convert):
     from transformers import AutoModelForMaskedLM
 
     load, output = write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf"
-    first = run_tool("--load", load, "--output", output)
+    first = convert("--load", load, "--output", output)
     assert first.returncode == 0, first.stderr
+    again = convert("--load", load, "--output", output)
+    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
     model = AutoModelForMaskedLM.from_pretrained(output, trust_remote_code=True)
     assert f"{model.num_parameters():,} parameters" in first.stdout
     assert "108 rows of vocabulary padding" in first.stdout and "iter_0000003" in first.stdout
-    again = run_tool("--load", load, "--output", output)
-    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
 
 
 def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
@@ -181,8 +205,7 @@ def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
         shutil.rmtree(tmp_path / name)
     assert not (output / "stale").exists() and (output / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run", "vocab.txt"]
-    with pytest.raises(UserError, match="not a Hugging Face folder"):
-        export_checkpoint(load, load, overwrite=True)
+    refused("not a Hugging Face folder", export_checkpoint, load, load, overwrite=True)
     assert (load / "latest").exists()
 
 
@@ -192,22 +215,298 @@ def test_a_failed_export_leaves_nothing(tmp_path, tokenizer, monkeypatch):
 
     load = write_checkpoint(tmp_path / "run", tokenizer)
     monkeypatch.setattr("megatron_ddrp.conversion.to_huggingface.write_tokenizer", fail)
-    with pytest.raises(UserError, match="hf: No space left on device"):
-        export_checkpoint(load, tmp_path / "hf")
+    refused("hf: No space left on device", export_checkpoint, load, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "vocab.txt"]
 
 
 def test_what_cannot_be_exported_is_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match="no checkpoint"):
-        export_checkpoint(tmp_path / "missing", tmp_path / "hf")
+    refused("no checkpoint", export_checkpoint, tmp_path / "missing", tmp_path / "hf")
     load = write_checkpoint(tmp_path / "run", tokenizer)
     state_file = load / "iter_0000003" / "state.json"
     state = read_state(state_file.parent)
     state["config"]["model"]["position_encoding"] = "spiral"
     write_state(state_file.parent, state)
-    with pytest.raises(UserError, match="'spiral'.*absolute, bert-r"):
-        export_checkpoint(load, tmp_path / "hf")
+    refused("'spiral'.*absolute, bert-r", export_checkpoint, load, tmp_path / "hf")
     for damaged in ("{", "{}", '{"config": 3}'):
         state_file.write_text(damaged)
-        with pytest.raises(UserError, match="state.json is damaged"):
-            export_checkpoint(load, tmp_path / "hf")
+        refused("state.json is damaged", export_checkpoint, load, tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "objective, encoding, order",
+    [
+        ("electra", "absolute", "post"),
+        ("electra", "ddrp", "post"),
+        ("electra", "deberta", "pre"),
+        ("rtd", "absolute", "post"),
+    ],
+)
+@torch.no_grad()
+def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, offline, objective, encoding, order):
+    from transformers import AutoModelForPreTraining, AutoModelForSequenceClassification, ElectraForPreTraining
+
+    settings = {"position_encoding": encoding, "layernorm_position": order}
+    load = write_checkpoint(tmp_path / "run", tokenizer, objective, **settings)
+    export = export_checkpoint(load, tmp_path / "hf")
+    assert not [name for name in export.weights if "generator" in name or "difference" in name]
+    plain = (objective, encoding) == ("electra", "absolute")
+    options = {} if plain else {"trust_remote_code": True}
+    loaded, report = AutoModelForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True, **options)
+    assert isinstance(loaded, ElectraForPreTraining) == plain
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    summary = export.summary()
+    assert "AutoModelForPreTraining" in summary and "the generator" in summary and "replaced-token head" in summary
+
+    model, _, _ = load_model(load)
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    valid = mask.bool()
+    hidden = encoded(model, ids, segments, mask)
+    inputs = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
+    output = loaded.eval()(**inputs, output_hidden_states=True)
+    torch.testing.assert_close(output.logits[valid], model.head.logits(hidden)[valid], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.hidden_states[-1][valid], hidden[valid], atol=1e-5, rtol=1e-5)
+
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **options)
+    assert classifier(**inputs).logits.shape == (3, 2)
+    encoders = [load_encoder(folder) for folder in (export.source, tmp_path / "hf")]
+    assert [encoder.hidden_size for encoder in encoders] == [32, 32]
+
+
+@pytest.mark.parametrize("objective", ["electra", "rtd"])
+@torch.no_grad()
+def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer, objective):
+    load = write_checkpoint(tmp_path / "run", tokenizer, objective)
+    model, _, _ = load_model(load)
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    encoder = load_encoder(load / "iter_0000003").fresh(0, torch.device("cpu")).eval()
+    batch = Batch(ids, ids, mask, positions_of(mask), segments, mask)
+    torch.testing.assert_close(encoder(batch), encoded(model, ids, segments, mask))
+
+
+@torch.no_grad()
+def test_a_run_goes_on_from_an_exported_rtd_model(tmp_path, tokenizer, offline):
+    """Its one table becomes the generator's, beside a difference of 0; head and layers are those of before."""
+    load = write_checkpoint(tmp_path / "run", tokenizer, "rtd")
+    export_checkpoint(load, tmp_path / "hf")
+    imported = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert "generator (drawn anew" in imported.summary() and "difference of the embeddings (0" in imported.summary()
+    (before, _, _), (after, _, config) = load_model(load), load_model(tmp_path / "again")
+    assert config.objective.objective == "rtd" and not after.embeddings.difference.weight.any()
+    _, _, mask = batch = padded_pair_batch(tokenizer.vocab_size)
+    logits = [model.head.logits(encoded(model, *batch))[mask.bool()] for model in (before, after)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["electra", "rtd"])
+def test_a_generators_mask_decoder_and_models_without_segments_come_back(tmp_path, tokenizer, offline, objective):
+    changes = {"position_encoding": "ddrp", "deberta_emd": True, "num_segments": 0}
+    load = write_checkpoint(tmp_path / "run", tokenizer, objective, **changes)
+    export_checkpoint(load, tmp_path / "hf")
+    imported = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert "--deberta-emd" in imported.summary() and "--num-segments 0" in imported.summary()
+    model = load_model(tmp_path / "again")[0]
+    assert model.generator.mask_decoder is not None and model.embeddings.segment is None
+
+
+@pytest.fixture(params=["absolute", "ddrp"])
+def export(export_of, request):
+    return export_of(request.param)
+
+
+def test_every_file_but_code_and_card_has_a_sum(export):
+    files = json.loads((export / SUMS).read_text(encoding="utf-8"))["files"]
+    assert {*files, SUMS, CARD} == {path.name for path in export.iterdir() if path.suffix != ".py"}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_edited_card_is_no_damage(export, reader):
+    (export / CARD).write_text("Trained by us.\n", encoding="utf-8")
+    READERS[reader](export)
+    (export / CARD).unlink()
+    READERS[reader](export)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "vocab.txt", "tokenizer.json"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_flipped_bit_is_refused_by_every_reader(export, reader, name):
+    content = bytearray((export / name).read_bytes())
+    content[random.Random(name).randrange(len(content))] ^= 1
+    (export / name).write_bytes(content)
+    refused(f"{name} has the CRC-32 .* damaged or changed since its export", READERS[reader], export)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"files": {}}', '{"files": {"config.json": {"bytes": 1}}}', "{"])
+def test_damaged_sums_are_refused(export, content):
+    (export / SUMS).write_text(content, encoding="utf-8")
+    refused(SUMS, READERS["glue"], export)
+
+
+def test_a_folder_without_sums_is_read_as_one_of_another_program(export):
+    (export / SUMS).unlink()
+    READERS["glue"](export)
+
+
+@pytest.mark.parametrize("name", [".", "../here", ".."])
+def test_folders_around_the_current_one_are_refused(tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    call = partial(refuse_output, Path(name), overwrite=True, replaceable=lambda _: True, kind="an export")
+    assert refused("is or holds the current folder", call).exit_code == 2
+
+
+LABELS = ("no", "maybe", "yes")
+FORMS = dict(zip(("sequence", "tokens", "qa"), HEAD_FORMS, strict=True))
+SHAPES = {
+    "sequence": {"pooler.dense": (32, 32), "classifier": (3, 32)},
+    "tokens": {"classifier": (3, 32)},
+    "qa": {"qa_outputs": (2, 32)},
+}
+CLASSES = {
+    **{"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
+    **{"deberta": "Deberta", "deberta-v2": "DebertaV2", "electra": "Ddrp", "modernbert": "Ddrp"},
+    "megatron_ddrp": "Ddrp",
+}
+"""Family that a masked LM leaves as → beginning of the class that its fine-tuned model is written as."""
+
+
+def model_of(run):
+    """Return the model of a run, and its tokenizer."""
+    return checkpoint.read_model(checkpoint.choose_checkpoint(run))[:2]
+
+
+def make_head(kind, problem_type=None):
+    """Return a head of random weights for a model of width 32."""
+    generator = torch.Generator().manual_seed(5)
+    weights = {}
+    for name, shape in SHAPES[kind].items():
+        weights[f"{name}.weight"] = torch.randn(shape, generator=generator) * 0.3
+        weights[f"{name}.bias"] = torch.randn(shape[:1], generator=generator)
+    form = FORMS[kind]
+    head = TaskHead(32, len(weights[f"{form.output}.bias"]), form.is_pooled, 0.1, form.output)
+    head.load_state_dict(weights)
+    return TunedHead(head, form, Labels(() if kind == "qa" else LABELS, problem_type))
+
+
+def expected_scores(model, head, ids, segments, mask):
+    """Return each row's scores, one row and one token at a time, as the heads' definitions say."""
+    weights = head.head.state_dict()
+    rows = []
+    for row, row_segments, length in zip(ids, segments, mask.sum(1).tolist(), strict=True):
+        inputs = (row[None, :length], row_segments[None, :length])
+        hidden = model.encode(*inputs, torch.ones(1, length).long(), torch.arange(length)[None])[0]  # [length, hidden]
+        if head.form.is_pooled:
+            pooled = (weights["pooler.dense.weight"] @ hidden[0] + weights["pooler.dense.bias"]).tanh()
+            rows.append(weights["classifier.weight"] @ pooled + weights["classifier.bias"])
+        else:
+            name = head.form.output
+            rows.append(torch.stack([weights[f"{name}.weight"] @ h + weights[f"{name}.bias"] for h in hidden]))
+    return rows
+
+
+def found_scores(loaded, ids, segments, mask):
+    """Return each row's scores by transformers, without its padding."""
+    types = {"token_type_ids": segments} if loaded.config.type_vocab_size > 1 else {}
+    output = loaded.eval()(input_ids=ids, attention_mask=mask, **types)
+    if "start_logits" in output:
+        scores = torch.stack([output.start_logits, output.end_logits], dim=-1)
+    else:
+        scores = output.logits
+    return [row if row.dim() == 1 else row[:length] for row, length in zip(scores, mask.sum(1).tolist(), strict=True)]
+
+
+@torch.no_grad()
+def check_folder(model, tokenizer, kind, folder):
+    """Write the model under a head, load it as users do, compare all scores, and return the loaded model."""
+    import transformers
+
+    head = make_head(kind)
+    line = write_finetuned(model, tokenizer, head, folder)
+    auto_class = f"AutoModelFor{FORMS[kind].name}"
+    trust = ", trust_remote_code=True" if (folder / "modeling_ddrp.py").exists() else ""
+    assert line == f'{auto_class}.from_pretrained("{folder}"{trust})'
+    loaded, report = getattr(transformers, auto_class).from_pretrained(
+        folder, trust_remote_code=bool(trust), output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    ids = torch.where(mask > 0, ids, tokenizer.pad_id)
+    segments = segments * (model.config.num_segments > 1)
+    found = found_scores(loaded, ids, segments, mask)
+    expected = expected_scores(model, head, ids, segments, mask)
+    for scores, by_definition in zip(found, expected, strict=True):
+        torch.testing.assert_close(scores, by_definition, atol=1e-5, rtol=1e-5)
+    return loaded
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_family_under_a_head_of_texts(tmp_path, offline, case):
+    run = write_run(case, tmp_path / "run")
+    model, tokenizer = model_of(run)
+    loaded = check_folder(model, tokenizer, "sequence", tmp_path / "tuned")
+    assert type(loaded).__name__ == f"{CLASSES[case.family.model_type]}ForSequenceClassification"
+    assert loaded.config.id2label == dict(enumerate(LABELS))
+    assert loaded.config.label2id == {name: i for i, name in enumerate(LABELS)}
+
+
+MODELS = {
+    "absolute": {"position_encoding": "absolute"},
+    "ddrp": {"position_encoding": "ddrp"},
+    "rope": {"position_encoding": "rope"},
+    "deberta": {"position_encoding": "deberta", "key_bias": False, "num_segments": 0},
+    "modern": {
+        **{"position_encoding": "rope", "layernorm_position": "pre", "first_norm": False, "ffn": "geglu"},
+        **{"bias": False, "num_segments": 0, "local_attention": 6, "global_every": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["tokens", "qa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_of_tokens_and_answers(tmp_path, offline, tokenizer, name, kind):
+    run = write_checkpoint(tmp_path / "run", tokenizer, **MODELS[name])
+    model = model_of(run)[0]
+    plain = {"absolute": "Bert", "deberta": "Deberta"}
+    loaded = check_folder(model, tokenizer, kind, tmp_path / "tuned")
+    assert type(loaded).__name__ == f"{plain.get(name, 'Ddrp')}For{FORMS[kind].name}"
+    settings = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert ("id2label" in settings) == (kind == "tokens")
+
+
+@pytest.mark.parametrize("name", ["absolute", "ddrp"])
+@torch.no_grad()
+def test_a_folder_comes_back_as_an_encoder_without_its_head(tmp_path, offline, tokenizer, name):
+    run = write_checkpoint(tmp_path / "run", tokenizer, **MODELS[name])
+    model = model_of(run)[0]
+    head = make_head("sequence", problem_type="single_label_classification")
+    write_finetuned(model, tokenizer, head, tmp_path / "tuned", {"fine_tuning": {"max_seq_length": 16}})
+    settings = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert settings["problem_type"] == "single_label_classification"
+    assert settings["fine_tuning"] == {"max_seq_length": 16}
+    encoder = load_encoder(tmp_path / "tuned")
+    assert "missing: none; not used: 4 (" in encoder.origin
+    assert all(name in encoder.origin for name in ("classifier.bias", "classifier.weight", "pooler.dense.bias"))
+    batch = padded_pair_batch(tokenizer.vocab_size)
+    again, _, _ = load_hugging_face(tmp_path / "tuned")
+    torch.testing.assert_close(encoded(again, *batch), encoded(model, *batch), atol=0, rtol=0)
+    assert encoder.tokenizer.pieces == tokenizer.pieces
+
+
+def test_a_model_in_half_precision_is_left_as_it_is(tmp_path, offline, tokenizer):
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective="electra")
+    model = model_of(run)[0].train().bfloat16()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    write_finetuned(model, tokenizer, make_head("tokens"), tmp_path / "tuned")
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in model.state_dict().values())
+
+
+def test_a_folder_that_would_not_load_is_not_written(tmp_path, offline, tokenizer, monkeypatch):
+    run = write_checkpoint(tmp_path / "run", tokenizer)
+    model, head, words = model_of(run)[0], make_head("tokens"), "exported model's logits differ from the checkpoint's"
+    monkeypatch.setattr(TunedHead, "scores", lambda self, hidden: {"logits": hidden[..., :3]})
+    refused(words, write_finetuned, model, tokenizer, head, tmp_path / "tuned")
+    model.layers[0].attention.query.weight.data[0, 0] = torch.nan
+    words = "layers.0.attention.query.weight is not finite because training diverged"
+    refused(words, write_finetuned, model, tokenizer, head, tmp_path / "tuned")
+    assert not list(tmp_path.glob("*tuned*"))

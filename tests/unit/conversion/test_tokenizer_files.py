@@ -1,13 +1,34 @@
-"""AutoTokenizer gives the ids of training, with [CLS] and [SEP] around them."""
+"""AutoTokenizer gives the ids of training, with [CLS] and [SEP] around them.
+
+Then another vocabulary for an imported encoder: which old pieces make up a new one, and what the model then computes.
+"""
+
+from __future__ import annotations
 
 import io
 import json
 import unicodedata
 
 import pytest
+import torch
 
-from megatron_ddrp.conversion.tokenizer_files import unigram_tokenizer, write_tokenizer
+from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.conversion.tokenizer_files import plan_transfer, unigram_tokenizer, write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from tests.refusals import refused
+from tests.unit.conversion.conftest import (
+    BERT_SPECIALS,
+    WORDS,
+    encoded,
+    ours,
+    padded_pair_batch,
+    wordpiece,
+    write_checkpoint,
+)
+from tests.unit.conversion.test_from_huggingface import byte_level_tokenizer
+from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, plain_bpe, unigram, write
 
 TEXTS = [
     "The cats, singing  birds\tand Caté.",
@@ -163,3 +184,215 @@ def test_hugging_face_keeps_its_rules_and_gains_our_specials(tmp_path, tokenizer
     copied = build_tokenizer("HuggingFace", tokenizer_model=source)
     write_tokenizer(copied, folder, 24)
     assert_equal_ids(copied, folder)
+
+
+OLD = [*BERT_SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
+NEW = ["[CLS]", "[unused]", "ab", "##ab", "abc", "##dabc", "cab", "##xa", "☃", "[MASK]", "[PAD]", "[SEP]", "[UNK]"]
+MADE_OF = {
+    "ab": ["ab"],
+    "##ab": ["##ab"],
+    "abc": ["ab", "##c"],  # as the old tokenizer splits the word
+    "##dabc": ["##d", "##abc"],  # inside words, the longest piece first
+    "cab": ["c", "##ab"],
+    "##xa": [],
+    "☃": [],
+    "[unused]": [],
+    **{piece: [piece] for piece in BERT_SPECIALS},
+}
+
+
+def made_of(old, new):
+    """New piece → the old pieces whose mean it is."""
+    parts = plan_transfer(old, new).parts
+    return {piece: [old.pieces[i] for i in parts[number]] for number, piece in enumerate(new.pieces)}
+
+
+def slow_rows(old, new, table):
+    """The rows in loops and float64, by the pieces of `MADE_OF`."""
+    rows = []
+    for piece in new.pieces:
+        names = MADE_OF[piece] or [name for name in old.pieces if name not in BERT_SPECIALS]
+        total = [0.0] * table.shape[1]
+        for name in names:
+            for column, value in enumerate(table[old.pieces.index(name)].tolist()):
+                total[column] += value / len(names)
+        rows.append(total)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return wordpiece(tmp_path / "old.txt", OLD), wordpiece(tmp_path / "new.txt", NEW)
+
+
+def test_pieces_are_kept_spelled_or_the_mean_of_all(pair):
+    old, new = pair
+    transfer = plan_transfer(old, new)
+    assert made_of(old, new) == {piece: MADE_OF[piece] for piece in new.pieces}
+    assert (transfer.kept, transfer.spelled) == (7, 3)
+    assert transfer.summary() == (
+        "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
+    )
+
+
+def test_a_piece_of_which_the_old_tokenizer_drops_a_part_is_the_mean_of_all(tmp_path):
+    old = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path / "old", plain_bpe("ab")))
+    made = made_of(old, wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "ab", "az"]))
+    assert (made["ab"], made["az"]) == (["a", "b"], [])
+
+
+def test_rows_are_those_of_the_loops(pair):
+    old, new = pair
+    table = torch.randn(len(old.pieces) + 4, 6, dtype=torch.float64)  # the model embeds four rows more
+    transfer = plan_transfer(old, new)
+    torch.testing.assert_close(transfer.rows(table), slow_rows(old, new, table))
+    bias = transfer.rows(table[:, 0].float())
+    torch.testing.assert_close(bias, slow_rows(old, new, table[:, :1])[:, 0].float())
+
+
+def test_what_a_tokenizer_removes_from_text_does_not_count(tmp_path):
+    """An uncased vocabulary spells `Ab` and `é` by what it makes of them."""
+    old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, "ab", "e", "##e"], "BertWordPieceLowerCase")
+    new = wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "Ab", "é", "##é"])
+    assert list(made_of(old, new).items())[5:] == [("Ab", ["ab"]), ("é", ["e"]), ("##é", ["e"])]
+
+
+def test_kinds_are_compared_by_text_and_begin_of_words(tmp_path):
+    byte_level_tokenizer(tmp_path)
+    of_bytes = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    sentences = sentencepiece_model(tmp_path)
+    old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, *"abcd", "##a", "##b", "##c", "##ab", "red", "##red"])
+    found = made_of(old, of_bytes)
+    expected = {"\u0120a": ["a"], "a": ["##a"], "ab": ["##ab"], "d": ["d"], "[MASK]": ["[MASK]"]}
+    assert {piece: found[piece] for piece in expected} == expected
+    assert found["\u0120"] == []  # a space alone
+    begins = {piece: made_of(old, sentences)[piece] for piece in sentences.pieces if piece.strip("\u2581") == "red"}
+    assert begins and begins == {piece: [("" if piece[0] == "\u2581" else "##") + "red"] for piece in begins}
+    back = made_of(of_bytes, wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "a", "##a", "##ab", "aab", "##d", "z"]))
+    assert list(back.values())[5:] == [["\u0120a"], ["a"], ["ab"], ["\u0120a", "ab"], ["d"], []]
+
+
+LONE = [*",.中国", "a", "b", "##a", "##b", "##,", "##.", "##中", "##国", "##中国", "a,", "##b,"]
+"""Pieces as in bert-base-chinese: those behind `##b` are in no text, because BERT splits it at such characters."""
+
+
+def of_words(folder, pieces):
+    """A vocabulary whose words begin with ▁."""
+    decoder = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    made = write(folder, unigram(pieces, 4), change=lambda layout: layout.update(decoder=decoder))
+    return build_tokenizer("HuggingFace", tokenizer_model=made)
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceCase", "BertWordPieceLowerCase", "HuggingFace"])
+def test_a_piece_that_no_text_gives_spells_nothing(tmp_path, kind):
+    old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, *LONE], kind.replace("HuggingFace", "BertWordPieceCase"))
+    if kind == "HuggingFace":
+        write_tokenizer(old, tmp_path / "old", 512)
+        old = build_tokenizer(kind, tokenizer_model=tmp_path / "old")
+    expected = {
+        **{"\u2581,": [","], ",": [","], "\u2581中": ["中"], "中": ["中"], "b": ["##b"], "\u2581a": ["a"]},
+        **{
+            "中国": ["中", "国"],
+            "\u2581中国": ["中", "国"],
+            "b中": ["##b", "中"],
+            ",b": [",", "b"],
+            "b,": ["##b", ","],
+        },
+        **{"\u2581a,": ["a", ","], "☃": [], "b☃": [], "b,☃": []},
+    }
+    new = of_words(tmp_path / "new", list(expected))
+    found = made_of(old, new)
+    assert {piece: found[piece] for piece in expected} == expected
+    assert plan_transfer(old, new).kept == len(BERT_SPECIALS) + 6
+
+
+def test_a_punctuation_mark_or_ideograph_is_the_old_one_inside_words(tmp_path):
+    old = of_words(
+        tmp_path / "old", [f"{mark}{text}" for mark in ("\u2581", "") for text in (*",中a", "中国")] + ["\u2581."]
+    )
+    found = made_of(old, wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, *LONE]))
+    assert (found[","], found["中"], found["."]) == ([","], ["中"], ["\u2581."])
+    assert (found["a"], found["##a"]) == (["\u2581a"], ["a"])
+    assert all(parts == [piece] for piece, parts in made_of(old, old).items())
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceCase", "BertWordPieceLowerCase"])
+def test_equal_vocabularies_keep_every_row(tmp_path, kind):
+    old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, *LONE, "[unused1]", "..."])
+    new = wordpiece(tmp_path / "new.txt", old.pieces[::-1], kind)
+    assert all(parts == [piece] for piece, parts in made_of(old, new).items())
+
+
+def test_the_first_of_two_pieces_with_one_text_counts(tmp_path):
+    """A word after a space and one after a line break."""
+    space, line_break, tab = (f"{mark}ab" for mark in "\u0120\u010a\u0109")
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    made = byte_bpe([*ALPHABET, space, line_break, tab])
+    old = write(tmp_path / "old", made, change=lambda layout: layout.update(decoder=decoder))
+    old = build_tokenizer("HuggingFace", tokenizer_model=old)
+    new = wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "ab", "##ab"])
+    assert list(made_of(old, new).items())[5:] == [("ab", [space]), ("##ab", ["a", "b"])]
+    assert made_of(old, old)[tab] == [space]
+
+
+def test_a_byte_is_not_the_letter_that_it_stands_for(tmp_path):
+    """SentencePiece's `<0x61>` is used only for characters without a piece."""
+    old = sentencepiece_model(tmp_path, byte_fallback=True, vocab_size=330)
+    new = wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "a", "##a", "##sa", "\u2603"])
+    found = made_of(old, new)
+    assert found["##a"] == ["a"] and "<0x61>" not in [*found["a"], *found["##sa"]]
+    assert found["\u2603"][-3:] == ["<0xE2>", "<0x98>", "<0x83>"]
+    assert made_of(new, old)["<0x61>"] == [] and made_of(old, old)["<0x61>"] == ["<0x61>"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("objective", ["mlm", "electra", "rtd"])
+def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, tokenizer, offline, objective):
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective=objective, position_encoding="absolute")
+    export_checkpoint(run, tmp_path / "hf")
+    order = torch.randperm(tokenizer.vocab_size, generator=torch.Generator().manual_seed(2))
+    pieces = [tokenizer.pieces[i] for i in order]
+    new = wordpiece(tmp_path / "new.txt", pieces, tokenizer.tokenizer_type)
+    imported = import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=new)
+    size = len(pieces)
+    assert f"vocabulary:  {size} pieces instead of {size}: {size} kept, 0 the mean" in imported.summary()
+    model, saved, _ = load_model(tmp_path / "start")
+    assert saved.fingerprint == new.fingerprint
+    expected, _, _ = load_hugging_face(tmp_path / "hf")
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    renumbered = torch.argsort(order)[ids] * mask
+    if objective != "mlm":
+        theirs, mine = encoded(expected, ids, segments, mask), encoded(model, renumbered, segments, mask)
+        assert torch.equal(theirs[mask.bool()], mine[mask.bool()])
+        return
+    (_, theirs), (_, mine) = ours(expected, ids, segments, mask), ours(model, renumbered, segments, mask)
+    torch.testing.assert_close(mine, theirs[:, :, order])
+
+
+def test_the_command_gives_a_model_new_words(tmp_path, tokenizer, offline, convert):
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective="mlm")
+    export_checkpoint(run, tmp_path / "hf")
+    new = tmp_path / "new.txt"
+    new.write_text("\n".join([*BERT_SPECIALS, *WORDS, "cats", "##dog"]) + "\n", encoding="utf-8")
+    command = ("--from-hf", tmp_path / "hf", "--output", tmp_path / "start", "--vocab-file", new)
+    done = convert(*command)
+    assert done.returncode == 0, done.stderr
+    assert "tokenizer:   BertWordPieceLowerCase, 22 pieces" in done.stdout
+    assert "vocabulary:  22 pieces instead of 20: " in done.stdout
+    assert f"--vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}" in done.stdout
+    (old, _, _), (model, saved, config) = load_model(run), load_model(tmp_path / "start")
+    assert config.model.vocab_size == 22 and saved.pieces[-2:] == ["cats", "##dog"]
+    rows, words = old.embeddings.token.weight, tokenizer.pieces
+    expected = (rows[words.index("cat")] + rows[words.index("##s")]) / 2
+    torch.testing.assert_close(model.embeddings.token.weight[20], expected)
+    again = convert("--load", run, "--output", tmp_path / "out", "--vocab-file", new)
+    assert again.returncode == 2 and "--vocab-file needs --from-hf: leave it out" in again.stderr
+
+
+def test_a_folder_without_its_own_vocabulary_is_refused(tmp_path, tokenizer, export_of, offline):
+    export_of("absolute")
+    for name in ("vocab.txt", "tokenizer.json", "export_sums.json"):
+        (tmp_path / "hf" / name).unlink()
+    words = "has no tokenizer: copy the model's vocab.txt or tokenizer.json there"
+    refused(words, import_folder, tmp_path / "hf", tmp_path / "start", tokenizer=tokenizer)
+    assert not (tmp_path / "start").exists()

@@ -11,9 +11,10 @@ from megatron_ddrp.conversion.from_huggingface import load_hugging_face
 from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.encoders.encoder import NoMaskedLM, load_encoder
 from megatron_ddrp.encoders.text_encoder import TextEncoder
-from megatron_ddrp.errors import UserError
-from tests.unit.conversion.conftest import READERS
-from tests.unit.conversion.test_from_huggingface import DEBERTA, change_config, write_folder
+from tests.refusals import refused
+from tests.unit.conversion.conftest import DEBERTA, READERS, change_json, write_folder
+
+pytestmark = pytest.mark.usefixtures("few_probes")
 
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
 FAMILIES = {
@@ -60,10 +61,14 @@ def write(folder, vocab, family, table=FAMILIES | OTHERS | POOLED):
     return write_folder(folder, vocab, class_name, **settings)
 
 
+def stored(change):
+    """Return a function of a folder that stores `change(tensors)` in place of its tensors."""
+    return lambda folder, _=None: save_file(change(load_file(folder / SAFE)), folder / SAFE)
+
+
 def renamed(change):
-    return lambda folder, model: save_file(
-        {change(name): tensor for name, tensor in load_file(folder / SAFE).items()}, folder / SAFE
-    )
+    """Store every tensor under another name."""
+    return stored(lambda tensors: {change(name): tensor for name, tensor in tensors.items()})
 
 
 def tied_as(kept, dropped):
@@ -98,21 +103,27 @@ def shard(folder, _, name=SAFE, write=save_file):
     (folder / f"{name}.index.json").write_text(json.dumps(index))
 
 
-def shards_in_a_folder(folder, model):
-    shard(folder, model)
+def index_changed(folder, change):
+    """Split the weights, and change the index as a text."""
+    shard(folder, None)
+    path = folder / f"{SAFE}.index.json"
+    path.write_text(change(path.read_text()))
+
+
+def shards_in_a_folder(folder, _):
+    index_changed(folder, lambda text: text.replace('"model-', '"parts/model-'))
     (folder / "parts").mkdir()
     for file in folder.glob("model-*"):
         file.rename(folder / "parts" / file.name)
-    path = folder / f"{SAFE}.index.json"
-    path.write_text(path.read_text().replace('"model-', '"parts/model-'))
 
 
-def a_weight_that_no_index_names(folder, model):
-    shard(folder, model)
-    path = folder / f"{SAFE}.index.json"
-    index = json.loads(path.read_text())
-    del index["weight_map"][sorted(index["weight_map"])[0]]
-    path.write_text(json.dumps(index))
+def change_index(change):
+    """Put `change(places)` in place of the index; `places` names the file of every weight."""
+    return lambda folder, _=None: index_changed(folder, lambda text: json.dumps(change(json.loads(text)["weight_map"])))
+
+
+def without_first(places):
+    return {"weight_map": {name: file for name, file in places.items() if name != min(places)}}
 
 
 FORMS = {
@@ -134,18 +145,8 @@ FORMS = {
     "shards": shard,
     "shards of pickles": lambda folder, model: shard(folder, model, PICKLE, torch.save),
     "shards in a folder": shards_in_a_folder,
-    "shards with more": a_weight_that_no_index_names,
+    "shards with more": change_index(without_first),
 }
-
-
-@pytest.fixture
-def vocab(tmp_path, tokenizer, offline):
-    return tmp_path / "vocab.txt"
-
-
-@pytest.fixture
-def hf(tmp_path):
-    return tmp_path / "hf"
 
 
 @pytest.mark.parametrize("family", FAMILIES | OTHERS)
@@ -160,16 +161,6 @@ def test_every_form_of_the_same_weights_is_the_same_encoder(tmp_path, hf, vocab,
         if ours:
             again = load_hugging_face(folder)[0].state_dict()
             assert all(torch.equal(tensor, again[key]) for key, tensor in ours.items()), name
-
-
-def change_index(change):
-    def changed(folder):
-        shard(folder, None)
-        path = folder / f"{SAFE}.index.json"
-        index = json.loads(path.read_text())
-        path.write_text(json.dumps(change(index["weight_map"])))
-
-    return changed
 
 
 def point(name):
@@ -187,48 +178,40 @@ def damage_a_shard(folder):
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"x" * 40)
 
 
-def name_twice(folder):
-    tensors = load_file(folder / SAFE)
-    first = min(tensors)
-    save_file(tensors | {f"module.{first}": tensors[first] + 1}, folder / SAFE)
+def first_twice(tensors):
+    return tensors | {f"module.{min(tensors)}": tensors[min(tensors)] + 1}
+
+
+def with_other_encoder(tensors):
+    """Return a second encoder too, under names without the prefix of the first."""
+    return tensors | {name.removeprefix("bert."): t + 1 for name, t in tensors.items() if name.startswith("bert.")}
 
 
 def quantize(part, dtype):
     """Store the weights whose names contain `part` as whole numbers."""
-
-    def changed(folder):
-        tensors = load_file(folder / SAFE)
-        whole = {name: (tensor * 9).to(dtype) for name, tensor in tensors.items() if part in name}
-        assert whole
-        save_file(tensors | whole, folder / SAFE)
-
-    return changed
-
-
-def put_other_encoder(folder):
-    """Store a second encoder beside the first, under names without its prefix."""
-    tensors = load_file(folder / SAFE)
-    others = {name.removeprefix("bert."): t + 1 for name, t in tensors.items() if name.startswith("bert.")}
-    save_file(tensors | others, folder / SAFE)
+    return stored(lambda tensors: {name: (t * 9).to(dtype) if part in name else t for name, t in tensors.items()})
 
 
 def put(name, like):
     """Add a weight `name` of the shape of the first one whose name ends with `like`."""
+    return stored(lambda tensors: tensors | {name: next(t.clone() for n, t in tensors.items() if n.endswith(like))})
 
-    def changed(folder):
-        tensors = load_file(folder / SAFE)
-        save_file(
-            tensors | {name: next(t.clone() for n, t in tensors.items() if n.endswith(like))},
-            folder / SAFE,
-        )
 
-    return changed
+def drop(folder, part):
+    tensors = load_file(folder / SAFE)
+    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / SAFE)
+
+
+def set_key(**changes):
+    return lambda folder: change_json(folder / "config.json", **changes)
 
 
 BROKEN = {
     "shard missing": (lose_a_shard, "names 'model-00002-of-00003.safetensors', which is missing"),
     "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors: cannot be read"),
-    "weight not in its shard": (
+    "not in its shard": (
         point("model-00003-of-00003.safetensors"),
         "it lacks bert.*, which model.*index.json names there",
     ),
@@ -242,14 +225,14 @@ BROKEN = {
     "empty map": (change_index(lambda places: {"weight_map": {}}), "it has no weight_map"),
     "map of numbers": (change_index(lambda places: {"weight_map": dict.fromkeys(places, 1)}), "it has no weight_map"),
     "a list": (change_index(lambda places: list(places)), "expected a JSON object"),
-    "two values": (name_twice, "occurs under two names, with different values"),
-    "two encoders": (put_other_encoder, "have different values|occurs under two names, with different values"),
+    "two values": (stored(first_twice), "occurs under two names, with different values"),
+    "two encoders": (stored(with_other_encoder), "have different values|occurs under two names, with different values"),
     "int8": (quantize("query.weight", torch.int8), "query.weight is quantized, torch.int8; save the model in a flo"),
     "packed": (quantize("layer.1.output.dense", torch.uint8), "output.dense.[a-z]* is quantized, torch.uint8"),
     "int32": (quantize("LayerNorm.bias", torch.int32), "LayerNorm.bias is quantized, torch.int32"),
     "scales": (put("bert.encoder.layer.0.output.dense.weight_scale", "dense.bias"), "has no place for the weight"),
     "another file": (
-        lambda folder: change_config(folder, transformers_weights="other.safetensors"),
+        set_key(transformers_weights="other.safetensors"),
         "transformers_weights is 'other.safetensors'; rename that file to model.safetensors",
     ),
     "a layer too many": (put("bert.encoder.layer.2.output.dense.bias", "output.dense.bias"), "has no place for the w"),
@@ -257,11 +240,12 @@ BROKEN = {
         put("bert.encoder.layer.0.attention.self.distance_embedding.weight", "dense.weight"),
         "no place for the weight bert.encoder.layer.0.attention.self.distance_embedding.weight, nor for 0 more",
     ),
-    "fewer layers": (lambda folder: change_config(folder, num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
-    "more layers": (lambda folder: change_config(folder, num_hidden_layers=3), "missing"),
-    "narrower": (lambda folder: change_config(folder, intermediate_size=40), "config.json requires"),
-    "shorter": (lambda folder: change_config(folder, max_position_embeddings=20), "config.json requires"),
+    "fewer layers": (set_key(num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
+    "more layers": (set_key(num_hidden_layers=3), "missing"),
+    "narrower": (set_key(intermediate_size=40), "config.json requires"),
+    "shorter": (set_key(max_position_embeddings=20), "config.json requires"),
 }
+"""What is wrong with a folder → how to break one, and what the line says."""
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -270,16 +254,13 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(hf, vocab, kind, reader
     write(hf, vocab, "bert")
     change, words = BROKEN[kind]
     change(hf)
-    with pytest.raises(UserError, match=words) as refused:
-        READERS[reader](hf)
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 1
+    assert refused(words, READERS[reader], hf).exit_code == 1
 
 
 def test_a_type_that_torch_only_stores_is_refused(tmp_path):
     header = json.dumps({"a.weight": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    with pytest.raises(UserError, match=r"cannot be read: torch stores torch\.float4\w+ but computes nothing with it"):
-        read_weights(tmp_path)
+    refused(r"cannot be read: torch stores torch\.float4\w+ but computes nothing with it", read_weights, tmp_path)
 
 
 WITHOUT = (
@@ -293,28 +274,16 @@ WITHOUT = (
 def test_missing_weights_of_the_encoder_are_refused(hf, vocab, part, reader):
     write(hf, vocab, "bert")
     drop(hf, part)
-    with pytest.raises(UserError, match="missing|no word embedding") as refused:
-        READERS[reader](hf)
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 1
-    with pytest.raises(UserError, match="of the encoder are missing") as refused:
-        load_encoder(hf, masked_lm=True)
-    assert not isinstance(refused.value, NoMaskedLM)
+    assert refused("missing|no word embedding", READERS[reader], hf).exit_code == 1
+    assert not isinstance(refused("of the encoder are missing", load_encoder, hf, masked_lm=True), NoMaskedLM)
     assert "all weights are new and random" in load_encoder(hf, random_init=True).origin
-
-
-def drop(folder, part):
-    tensors = load_file(folder / SAFE)
-    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
-    assert len(kept) < len(tensors)
-    save_file(kept, folder / SAFE)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "deberta", "modernbert", "distilbert", "mpnet"])
 def test_a_missing_norm_is_refused_in_every_family(hf, vocab, family):
     write(hf, vocab, family)
     drop(hf, "embeddings.norm.weight" if family == "modernbert" else "embeddings.LayerNorm.weight")
-    with pytest.raises(UserError, match=r"1 \(embeddings.(LayerNorm|norm).weight\) of the encoder are missing"):
-        load_encoder(hf)
+    refused(r"1 \(embeddings.(LayerNorm|norm).weight\) of the encoder are missing", load_encoder, hf)
 
 
 @pytest.mark.parametrize("family", UNTIED)
@@ -322,8 +291,7 @@ def test_an_output_matrix_of_its_own_is_no_word_embedding(hf, vocab, family):
     model = write(hf, vocab, family, UNTIED)
     tied_as(OUTPUTS, EMBEDDINGS)(hf, model)
     for masked_lm in (False, True):
-        with pytest.raises(UserError, match=r"1 \(.*embed.*\) of the encoder are missing"):
-            load_encoder(hf, masked_lm=masked_lm)
+        refused(r"1 \(.*embed.*\) of the encoder are missing", load_encoder, hf, masked_lm=masked_lm)
 
 
 @pytest.mark.parametrize("family", POOLED)
@@ -340,8 +308,7 @@ def test_a_masked_lm_that_lacks_a_bias_of_its_head_is_no_classifier(tmp_path, hf
     write(hf, vocab, "modernbert")
     drop(hf, "decoder.bias")
     for reader in ("convert", "analyze"):
-        with pytest.raises(UserError, match="the weight for head.decoder.bias is missing"):
-            READERS[reader](hf)
+        refused("the weight for head.decoder.bias is missing", READERS[reader], hf)
     for class_name in ("ModernBertForTokenClassification", "ModernBertForSequenceClassification", "ModernBertModel"):
         write_folder(tmp_path / class_name, vocab, class_name, pad_token_id=0)
         READERS["convert"](tmp_path / class_name)
@@ -371,6 +338,6 @@ def test_heads_and_poolers_are_not_missed(tmp_path, hf, vocab):
 )
 def test_what_released_folders_have_beside_the_encoder_is_left_out(hf, vocab, family, name, tensor):
     write(hf, vocab, family)
-    save_file(load_file(hf / SAFE) | {name: tensor}, hf / SAFE)
+    stored(lambda tensors: tensors | {name: tensor})(hf)
     for read in READERS.values():
         read(hf)

@@ -1,8 +1,12 @@
-"""`load_encoder` for Python users: equal to transformers with the export, and to its fill-mask pipeline."""
+"""`load_encoder` for Python users: equal to transformers with the export, and to its fill-mask pipeline.
+
+It leaves its process as it was, and threads that share an encoder do not disturb each other.
+"""
 
 import json
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -11,28 +15,34 @@ import pytest
 import torch
 
 from megatron_ddrp import load_encoder
+from megatron_ddrp.config import load_plugin
+from megatron_ddrp.config.registry import PLUGINS, TABLES, plugins_forgotten_after, plugins_within
+from megatron_ddrp.conversion.families.contract import exported_class
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.errors import UserError
-from tests.unit.conversion.conftest import SEQ_LENGTH, WORDS, write_checkpoint
-from tests.unit.conversion.test_tokenizer_kinds import FAIRSEQ, byte_level, settings
+from megatron_ddrp.encoders import encoder as loading
+from megatron_ddrp.encoders.masked_lm import load_masked_lm
+from tests.refusals import refused
+from tests.unit.conversion.conftest import BERT_SPECIALS, SEQ_LENGTH, WORDS, wordpiece, write_checkpoint
+from tests.unit.conversion.test_tokenizer_rules import FAIRSEQ, byte_level, settings
 
 transformers = pytest.importorskip("transformers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 TEXTS = ["the cat sings.", "red", "blue dogs run, birds sing.", ("the bird", "green cats run")]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = [*BERT_SPECIALS, *WORDS]
 
 
 def in_folder(folder, name, **settings):
     """Write a model of transformers with random weights and the words' vocabulary; return its folder."""
     torch.manual_seed(0)
     cls = getattr(transformers, name)
-    size = {"vocab_size": len(SPECIAL + WORDS), "max_position_embeddings": SEQ_LENGTH, "initializer_range": 0.5}
+    size = {"vocab_size": len(PIECES), "max_position_embeddings": SEQ_LENGTH, "initializer_range": 0.5}
     cls(cls.config_class(**SIZES, **size, **settings)).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]) + "\n")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"})
-    )
+    (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    of_tokenizer = {"do_lower_case": True, "tokenizer_class": "BertTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
     return folder
 
 
@@ -40,16 +50,12 @@ def in_folder(folder, name, **settings):
 def run(tmp_path_factory):
     """A run's folder."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]) + "\n")
-    return write_checkpoint(folder / "run", build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt"))
+    return write_checkpoint(folder / "run", wordpiece(folder / "vocab.txt", PIECES, "BertWordPieceLowerCase"))
 
 
 @pytest.fixture(scope="module")
 def exported(run):
     """Its export, the export's masked LM and tokenizer as transformers loads them."""
-    from megatron_ddrp.conversion.families.contract import exported_class
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
     folder = run.parent / "hf"
     export_checkpoint(run, folder)
     model = exported_class(folder, "DdrpForMaskedLM").from_pretrained(folder).eval()
@@ -164,9 +170,8 @@ def test_masks_are_filled_as_by_the_pipeline_with_a_roberta(tmp_path):
 
 
 def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
-    with pytest.warns(
-        UserWarning, match=r"1 of 2 texts had more than 24 pieces and were cut \(the longest has 42\)"
-    ) as told:
+    words = r"1 of 2 texts had more than 24 pieces and were cut \(the longest has 42\)"
+    with pytest.warns(UserWarning, match=words) as told:
         states = encoder.encode(["red", "cat " * 40])
     assert [len(rows) for rows in states] == [3, SEQ_LENGTH]
     assert told[0].filename == __file__
@@ -200,23 +205,15 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
         (lambda e: e.pool("red", layer="all"), "layer='all': expected one number from 0 to 2, or -1 for the last"),
         (lambda e: e.pool("red", layer=[0, 1]), r"layer=\[0, 1\]: expected one number"),
         (lambda e: e.pool("red", layer=3), "layer=3: expected one number from 0 to 2"),
-        (
-            lambda e: e.pool(None),
-            r"texts=None: expected a string, a tuple of two strings for a pair, or a list",
-        ),
+        (lambda e: e.pool(None), r"texts=None: expected a string, a tuple of two strings for a pair, or a list"),
         (lambda e: e.tokenize(7), "texts=7: expected a string"),
-        (
-            lambda e: e.fill_mask(["the [MASK]"]),
-            r"text=\['the \[MASK\]'\]: expected one string; call fill_mask once",
-        ),
+        (lambda e: e.fill_mask(["the [MASK]"]), r"text=\['the \[MASK\]'\]: expected one string; call fill_mask once"),
         (lambda e: e.fill_mask("the [MASK]", top_k=-1), "top_k=-1: expected a whole number of at least 1"),
         (lambda e: e.fill_mask("the [MASK]", top_k=0), "top_k=0: expected"),
     ],
 )
 def test_a_wrong_call_is_one_line(encoder, call, message):
-    with pytest.raises(UserError, match=message) as refused:
-        call(encoder)
-    assert "\n" not in str(refused.value)
+    refused(message, call, encoder)
 
 
 class Frame:
@@ -240,11 +237,9 @@ class Series(list):
 @pytest.mark.parametrize("method", ["encode", "pool", "tokenize"])
 @pytest.mark.parametrize("table", [{"text": ["red"]}, Frame()])
 def test_names_of_columns_are_no_texts(encoder, method, table):
-    told = (
-        rf'^texts is a table \({type(table).__name__}\), expected a list of texts; give one of its .* table\["text"\]$'
-    )
-    with pytest.raises(UserError, match=told):
-        getattr(encoder, method)(table)
+    kind = rf"^texts is a table \({type(table).__name__}\)"
+    told = rf'{kind}, expected a list of texts; give one of its .* table\["text"\]$'
+    refused(told, getattr(encoder, method), table)
     assert len(getattr(encoder, method)(Series(["red", "cat"]))) == 2
 
 
@@ -258,29 +253,30 @@ def test_numbers_of_numpy_are_numbers(encoder):
     assert len(encoder.fill_mask("[MASK] " * 22, top_k=1)) == 22, "with [CLS] and [SEP] all positions of the encoder"
 
 
-def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer_of_run):
-    with pytest.raises(UserError, match="^/.*nowhere: neither a training checkpoint nor a Hugging Face folder"):
-        load_encoder(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="dtype='half a float': expected float32, bfloat16 or float16"):
-        load_encoder(tmp_path, dtype="half a float")
-    with pytest.raises(UserError, match="device='gpu': expected cpu, cuda, or cuda:N for the GPU with number N"):
-        load_encoder(tmp_path, device="gpu")
-    with pytest.raises(UserError, match="device='meta': torch cannot compute on it here; leave it out, or give cpu"):
-        load_encoder(tmp_path, device="meta")
-    with pytest.raises(UserError, match="device='cuda:99': torch sees .* here; leave it out, or give cpu"):
-        load_encoder(tmp_path, device="cuda:99")
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="device='cuda': torch sees no GPU here"):
-            load_encoder(tmp_path, device="cuda")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "^/.*nowhere: neither a training checkpoint nor a Hugging Face folder"),
+        ({"dtype": "half a float"}, "dtype='half a float': expected float32, bfloat16 or float16"),
+        ({"device": "gpu"}, "device='gpu': expected cpu, cuda, or cuda:N for the GPU with number N"),
+        ({"device": "meta"}, "device='meta': torch cannot compute on it here; leave it out, or give cpu"),
+        ({"device": "cuda:99"}, "device='cuda:99': torch sees .* here; leave it out, or give cpu"),
+        ({"device": "cuda"}, "device='cuda': torch sees no GPU here"),
+    ],
+)
+def test_a_wrong_load_is_one_line(tmp_path, options, words):
+    if options == {"device": "cuda"} and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    refused(words, load_encoder, tmp_path / "nowhere", **options)
+
+
+def test_fill_mask_without_a_masked_lm_is_one_line(tmp_path, tokenizer_of_run):
     headless = load_encoder(in_folder(tmp_path / "bert", "BertModel"), device="cpu")
     assert headless.encode("red").shape == (3, 16)
-    with pytest.raises(UserError, match="bert: fill_mask needs a masked-LM head; the folder lacks"):
-        headless.fill_mask("[MASK]")
+    refused("bert: fill_mask needs a masked-LM head; the folder lacks", headless.fill_mask, "[MASK]")
     discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer_of_run, "electra"), device="cpu")
-    with pytest.raises(
-        UserError, match="iter_0000003: fill_mask needs a masked-LM head; the run trained a discriminator"
-    ):
-        discriminator.fill_mask("[MASK]")
+    words = "iter_0000003: fill_mask needs a masked-LM head; the run trained a discriminator"
+    refused(words, discriminator.fill_mask, "[MASK]")
 
 
 def test_half_precision_gives_float32_arrays_close_to_the_full_ones(run, exported, encoder):
@@ -331,3 +327,161 @@ def test_an_encoder_works_without_locks_and_deepspeed_and_imports_no_trainer(exp
     assert done.returncode == 0, done.stderr[-2000:]
     first, others = done.stdout.splitlines()
     assert int(first.split()[0]) > 0 and others == ""
+
+
+CODE = """
+import torch
+from megatron_ddrp.model.positions import PositionEncoding, PositionTerms
+
+class Tilt(PositionEncoding):
+    any_length = True
+
+    def forward(self, position_ids):
+        return ()
+
+    @staticmethod
+    def terms(config, tensors):
+        bias = (-1.5 * torch.arange(-9.0, 10).abs()).expand(config.num_attention_heads, -1)
+        return PositionTerms(config.head_dim**-0.5, lowest=-9, highest=9, offset_bias=bias)
+
+ENCODINGS = {"tilt": Tilt}
+"""
+
+
+def tables():
+    return [dict(PLUGINS), *map(dict, TABLES.values())]
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A plug-in with an encoding."""
+    path = tmp_path / "tilt.py"
+    path.write_text(CODE)
+    return path
+
+
+@pytest.fixture(params=["run", "export"])
+def folder(request, tmp_path, plugin):
+    """A model with the plug-in's encoding."""
+    tokenizer = wordpiece(tmp_path / "vocab.txt", PIECES, "BertWordPieceLowerCase")
+    with plugins_forgotten_after():
+        load_plugin(plugin)
+        run = write_checkpoint(tmp_path / "run", tokenizer, "mlm", position_encoding="tilt")
+        if request.param == "run":
+            return run
+        export_checkpoint(run, tmp_path / "export")
+        return tmp_path / "export"
+
+
+def test_plug_ins_are_forgotten_and_their_new_code_is_read(folder, plugin):
+    before = tables()
+    first = load_encoder(folder, device="cpu", plugins=[plugin])
+    assert tables() == before
+    vector, masked = first.pool("the red cat"), first.fill_mask("the [MASK] cat")
+    plugin.write_text(CODE.replace("-1.5", "1.5"))
+    changed = load_encoder(folder, device="cpu", plugins=iter([str(plugin)]))
+    assert np.abs(changed.pool("the red cat") - vector).max() > 0.1
+    assert abs(changed.fill_mask("the [MASK] cat")[0][0].probability - masked[0][0].probability) > 1e-3
+    np.testing.assert_array_equal(first.pool("the red cat"), vector)
+    assert tables() == before
+    plugin.write_text("ENCODINGS = {'tilt': 3}")
+    refused("expected a class derived from PositionEncoding", load_encoder, folder, plugins=[plugin])
+    assert tables() == before
+
+
+def test_the_code_of_an_encoding_is_part_of_the_fingerprint(folder, plugin):
+    def fingerprints():
+        with plugins_within([plugin]):
+            return [
+                load(folder, is_random).fingerprint
+                for load in (loading.load_encoder, load_masked_lm)
+                for is_random in (False, True)
+            ]
+
+    first = fingerprints()
+    assert fingerprints() == first
+    plugin.write_text(CODE.replace("-1.5", "1.5"))
+    assert not set(fingerprints()) & set(first)
+
+
+def test_a_thread_that_fills_a_mask_leaves_the_states_of_another_alone(tmp_path):
+    encoder = load_encoder(in_folder(tmp_path, "BertForMaskedLM"), device="cpu")
+    filled, expected, found = encoder.fill_mask("the [MASK] [MASK]"), encoder.pool(["the cat", "red"]), []
+
+    def pool_elsewhere(*_):
+        if not threads:
+            threads.append(threading.Thread(target=lambda: found.append(encoder.pool(["the cat", "red"]))))
+            threads[0].start()
+            threads[0].join()
+
+    threads: list[threading.Thread] = []
+    hook = encoder.model.register_forward_pre_hook(pool_elsewhere)  # in the middle of `fill_mask`
+    assert encoder.fill_mask("the [MASK] [MASK]") == filled
+    hook.remove()
+    np.testing.assert_array_equal(found[0], expected)
+    encoder.model(torch.tensor([[2, 6, 3]])).last_hidden_state.sum().backward()  # the user's model still trains
+
+
+def test_threads_take_turns_with_their_plug_ins(tmp_path):
+    """A thread that ends its block leaves another's names, and a block that began before both leaves none."""
+    found, first_is_in, second_began = [], threading.Event(), threading.Event()
+
+    def load(name):
+        path = tmp_path / f"{name}.py"
+        path.write_text(CODE.replace('"tilt"', f'"{name}"'))
+        with plugins_within([path]):
+            first_is_in.set()
+            assert second_began.wait(60)
+            if name == "one":
+                threads[1].join(0.05)  # which waits for this block
+            found.append([other for other in ("one", "two") if other in TABLES["ENCODINGS"]])
+
+    before = tables()
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("one", "two")]
+    with plugins_forgotten_after():
+        threads[0].start()
+        assert first_is_in.wait(60)
+        threads[1].start()
+        second_began.set()
+    for thread in threads:
+        thread.join()
+    assert found == [["one"], ["two"]] and tables() == before
+
+
+@pytest.mark.parametrize("hub_has_bars", [True, False])
+@pytest.mark.parametrize("has_bars", [True, False])
+def test_transformers_speaks_as_before_a_load(has_bars, hub_has_bars, tmp_path):
+    logging, hub = transformers.logging, huggingface_hub.utils
+    folder = in_folder(tmp_path, "BertForMaskedLM")
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    logging.set_verbosity_info()
+    (logging.enable_progress_bar if has_bars else logging.disable_progress_bar)()
+    (hub.enable_progress_bars if hub_has_bars else hub.disable_progress_bars)()
+    try:
+        load_encoder(folder, device="cpu").fill_mask("the [MASK]")
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, has_bars)
+        assert hub.are_progress_bars_disabled() is not hub_has_bars
+    finally:
+        logging.set_verbosity(before[0])
+        (logging.enable_progress_bar if before[1] else logging.disable_progress_bar)()
+        (hub.disable_progress_bars if before[2] else hub.enable_progress_bars)()
+
+
+@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "AlbertModel", "MPNetModel"])
+def test_an_encoder_without_a_pooler_gives_no_pooled_vector(name, tmp_path):
+    encoder = load_encoder(in_folder(tmp_path, name), device="cpu")
+    with torch.inference_mode():
+        output = encoder.model(torch.tensor([[2, 6, 7, 3]]))
+    assert output.pooler_output is None and output.last_hidden_state.shape == (1, 4, 16)
+
+
+def test_texts_without_a_known_piece_are_counted_in_a_line(tmp_path):
+    encoder = load_encoder(in_folder(tmp_path, "BertModel"), device="cpu")
+    told = r"^2 of 4 texts had no piece but \[UNK\]: the vocabulary knows nothing in them; use an encoder of their"
+    for call in (encoder.pool, encoder.encode):
+        with pytest.warns(UserWarning, match=told) as warned:
+            call(["red", "Доброе утро", "", ("да", "нет")])
+        assert [each.filename for each in warned] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder.pool(["red да", "", ("red", "нет")])
