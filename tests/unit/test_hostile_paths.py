@@ -30,7 +30,7 @@ from tests.conftest import TinyCorpus
 from tests.integration.conftest import TINY, command_line
 from tests.integration.launch import start_ranks
 from tests.unit.lab.compare.made_rows import full_rows
-from tests.unit.tasks.glue.conftest import sentences, write_bert, write_checkpoint
+from tests.unit.tasks.conftest import sentences, write_bert, write_checkpoint
 from tests.unit.test_hostile_words import Parsed, commands
 
 FOLDERS, PREFIXES, FILES = ("DIR", "HF_DIR", "OUT"), ("P", "PREFIX", "IN", "PATH"), ("FILE", "F", "G", "T", "PLAN")

@@ -1,22 +1,26 @@
-"""config.json of a model that finetune kept from a foreign family: every damage is one line, also without its sums."""
+"""Models that finetune keeps: which run's, where, for whom; every damage is one line, also without its sums."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.conversion.families.contract import SUMS
 from megatron_ddrp.conversion.tokenizer_files import find_tokenizer
+from megatron_ddrp.data.atomic import SUM, seal_object
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.rows import pad_batch
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.task_files import load_finetuned
 from megatron_ddrp.tasks.finetune.training import read_facts
+from tests.refusals import refused
 from tests.unit.conversion.test_tokenizer_rules import make
-from tests.unit.tasks.finetune.test_own_tasks import GLANCE, model_of, words
+from tests.unit.tasks.conftest import GLANCE, model_of, predict, rows, words, write_bert, write_topics
 
 CPU = torch.device("cpu")
 MISSING = object()
@@ -31,11 +35,18 @@ FACTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Return a folder with `topics`, `bert`, and `out`, a finished sweep: read only."""
+    folder = tmp_path_factory.mktemp("sweep")
+    assert main(words(write_topics(folder / "topics"), write_bert(folder / "bert"), folder / "out", *GLANCE)) == 0
+    return folder
+
+
 @pytest.fixture
-def kept(topics, bert_folder, tmp_path):
-    """The folder of a kept BERT."""
-    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE)) == 0
-    return model_of(tmp_path / "out")
+def kept(sweep, tmp_path):
+    """The folder of a kept BERT, in a copy of the sweep's output."""
+    return model_of(shutil.copytree(sweep / "out", tmp_path / "out"))
 
 
 def edit(folder, change):
@@ -59,8 +70,7 @@ def test_a_changed_config_json_is_refused_by_its_sum(kept):
     load_finetuned(kept, CPU)
     edit(kept, lambda values: values.update(layer_norm_eps=1e-3))
     for read in (lambda folder: load_finetuned(folder, CPU), load_encoder):
-        with pytest.raises(UserError, match=r"config\.json has .*: damaged or changed since its export"):
-            read(kept)
+        refused(r"config\.json has .*: damaged or changed since its export", read, kept)
     assert read_facts(kept) is None
 
 
@@ -69,9 +79,8 @@ def test_damaged_facts_are_refused_also_without_sums(kept, tmp_path):
     for number, (key, value) in enumerate(FACTS):
         folder = shutil.copytree(kept, tmp_path / f"damaged{number}")
         edit(folder, lambda values, key=key, value=value: put(values, key, value))
-        with pytest.raises(UserError, match=r"config\.json") as refused:
-            load_finetuned(folder, CPU)
-        assert "\n" not in str(refused.value) and str(folder) in str(refused.value), (key, value)
+        error = refused(r"config\.json", load_finetuned, folder, CPU)
+        assert str(folder) in str(error), (key, value)
 
 
 @pytest.mark.parametrize(
@@ -81,24 +90,132 @@ def test_damaged_facts_are_refused_also_without_sums(kept, tmp_path):
         ({"classifier_dropout": -1.0}, "transformers cannot load it: dropout"),
     ],
 )
-def test_impossible_heads_are_refused_without_sums(kept, topics, tmp_path, change, line):
+def test_impossible_heads_are_refused_without_sums(kept, sweep, tmp_path, change, line):
     (kept / SUMS).unlink()
     edit(kept, lambda values: values.update(change))
-    with pytest.raises(UserError, match=line):
-        load_finetuned(kept, CPU)
+    refused(line, load_finetuned, kept, CPU)
     if "classifier_dropout" in change:
-        with pytest.raises(UserError, match=line):
-            main(words(topics, kept, tmp_path / "again", *GLANCE))
+        refused(line, main, words(sweep / "topics", kept, tmp_path / "again", *GLANCE))
 
 
-def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, topics, bert_folder, tmp_path, capsys):
+def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, sweep, tmp_path, capsys):
     edit(kept, lambda values: put(values, "score", "high"))
-    damaged = (kept / "config.json").read_bytes()
-    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE)) == 0
-    assert f"no model of {bert_folder} was kept; {kept} is damaged" in capsys.readouterr().out
-    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE[:-1], "2")) == 0
+    damaged, command = (kept / "config.json").read_bytes(), words(sweep / "topics", sweep / "bert", tmp_path / "out")
+    assert main([*command, *GLANCE]) == 0
+    assert f"no model of {sweep / 'bert'} was kept; {kept} is damaged" in capsys.readouterr().out
+    assert main([*command, *GLANCE[:-1], "2"]) == 0
     assert f"({kept} is damaged); to use it" in capsys.readouterr().out
     assert (kept / "config.json").read_bytes() == damaged
+
+
+def write_facts(folder, columns=("text", None, "label")):
+    """Write the config.json of a kept model, as far as `predict` looks at it before weights; return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
+    facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": columns, "max_seq_length": 64}
+    (folder / "config.json").write_text(json.dumps({"finetuned": facts}))
+    return folder
+
+
+def test_predict_refuses_what_it_cannot_do(sweep, tmp_path):
+    source = sweep / "topics" / "new.jsonl"
+    refused("not a model that finetune kept", predict, sweep / "bert", source, tmp_path / "x.jsonl")
+    refused(r"expected a name that ends in \.jsonl, \.csv, \.tsv", predict, sweep / "bert", source, tmp_path / "x.txt")
+    model, pair = write_facts(tmp_path / "reviews"), (None, "title")
+    error = refused("--text-pair-column title: .* was trained on single texts; leave", load_finetuned, model, CPU, pair)
+    assert error.exit_code == 2
+
+
+def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
+    """Beside and below the wrong folder; a damaged name, OUT itself and OUT/models are the usual mistakes."""
+    model = write_facts(tmp_path / "out" / "models" / "reviews-815d2790")
+    write_facts(model.parent / "MNLI-815d2790", columns=None)
+    (model.parent / "notes.txt").write_text("")
+    for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
+        got = "not a model that finetune kept" if (tmp_path / wrong).exists() else "no such folder"
+        said = re.escape(f"--load {tmp_path / wrong}: {got}; expected one of {model}")
+        refused(f"^{said}$", load_finetuned, tmp_path / wrong, CPU)
+    refused("no such folder; expected a folder OUT/models/TASK-…", load_finetuned, tmp_path / "elsewhere" / "x", CPU)
+
+
+def test_a_model_that_predicts_nothing_finite_says_null(kept, sweep, tmp_path):
+    (kept / SUMS).unlink()
+    weights = load_file(kept / "model.safetensors")
+    save_file(
+        {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}, kept / "model.safetensors"
+    )
+    told = predict(kept, sweep / "topics" / "new.jsonl", tmp_path / "told.jsonl")
+    assert {json.loads(line)["prediction"] for line in told.open()} == {None}
+
+
+def lacks_are_refused(model, source, told, capfd):
+    """Drop weights of the encoder, the pooler and the classifier in turn; then give those of other shapes."""
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    (model / SUMS).unlink(missing_ok=True)
+    for name in ("classifier.weight", "classifier.bias", "pooler.dense.bias", *list(tensors)[::7]):
+        (dropped,) = (key for key in tensors if key.endswith(name))
+        save_file({key: tensor for key, tensor in tensors.items() if key != dropped}, path)
+        error = refused(f"it lacks the weight {dropped}; fine-tune again", predict, model, source, told)
+        assert error.exit_code == 1 and not told.exists() and "MISSING" not in capfd.readouterr().err
+    other = next(key for key in tensors if ".0." in key).replace(".0.", ".9.")
+    for changed, said in (
+        ({"classifier.bias": torch.zeros(7)}, r"the weight for classifier.bias is \[7\], but config.json requires"),
+        ({other: torch.zeros(2)}, "has no place for the weight"),
+    ):
+        save_file(tensors | changed, path)
+        refused(said, predict, model, source, told)
+
+
+def test_a_kept_bert_that_lacks_anything_is_refused(kept, sweep, tmp_path, capfd):
+    lacks_are_refused(kept, sweep / "topics" / "new.jsonl", tmp_path / "told.jsonl", capfd)
+
+
+def test_a_kept_model_that_lacks_anything_is_refused(topics, checkpoint_folder, tmp_path, capfd):
+    """Under bf16 the weights in fp32 are kept."""
+    main(words(topics, checkpoint_folder, tmp_path / "out", *GLANCE, "--bf16"))
+    model = model_of(tmp_path / "out")
+    weights = load_file(model / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert any((tensor != tensor.bfloat16()).any() for tensor in weights.values())
+    lacks_are_refused(model, topics / "new.jsonl", tmp_path / "told.jsonl", capfd)
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
+def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    for load in (bert_folder, checkpoint_folder):
+        main([*words(topics, load, out, *GLANCE), "--lr", "1e12"])
+    assert [row["score"] for row in rows(out)] == [0.0, 0.0] and all(row["undefined"] for row in rows(out))
+    assert capsys.readouterr().out.count("no model of") == 2
+    assert not [path for path in (out / "models").glob("*") if path.is_dir()]
+
+
+def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert_folder, tmp_path, capsys):
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models", "--test", topics / "new.jsonl"))
+    assert f"was kept; {topics / 'new.jsonl'} is not predicted" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "models").exists()
+
+
+def test_a_better_run_that_kept_no_model_is_named(kept, sweep, tmp_path, capsys):
+    out = tmp_path / "out"
+    (row,) = rows(out)
+    score = row["score"] + 0.1
+    better = seal_object({name: row[name] for name in row if name != SUM} | {"seed": 9, "score": score})
+    (out / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, better)))
+    main(words(sweep / "topics", sweep / "bert", out, *GLANCE))
+    told = f"is in {kept} (of those kept; the better run {TuningRun.of_row(better).name} kept none: to repeat it"
+    assert told in capsys.readouterr().out
+
+
+def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_folder, tmp_path):
+    out = tmp_path / "out"
+    theirs = out / "models" / f"topics-{load_encoder(bert_folder).fingerprint[:8]}"
+    theirs.mkdir(parents=True)
+    (theirs / "notes.txt").write_text("mine")
+    main(words(topics, bert_folder, out, *GLANCE))
+    assert (theirs / "notes.txt").read_text() == "mine" and [path.name for path in theirs.iterdir()] == ["notes.txt"]
+    assert len([path for path in (out / "models").iterdir() if path.is_dir()]) == 2
 
 
 PAIRS = [("red cats", "the dogs sing", "yes"), ("green birds", "blue", "no")] * 8
@@ -148,8 +265,8 @@ def test_a_kept_model_gets_the_rows_of_training_from_auto_tokenizer(tmp_path, ki
         torch.testing.assert_close(kept.model(batch), model(**row).logits, rtol=0, atol=1e-5)
     edit(model_of(tmp_path / "out"), lambda values: values["finetuned"].update(pair_separators=3))
     (model_of(tmp_path / "out") / SUMS).unlink()
-    with pytest.raises(UserError, match="an earlier version trained it on pairs with 3 separators .* fine-tune again"):
-        load_finetuned(model_of(tmp_path / "out"), CPU)
+    said = "an earlier version trained it on pairs with 3 separators .* fine-tune again"
+    refused(said, load_finetuned, model_of(tmp_path / "out"), CPU)
 
 
 def test_segments_that_a_model_lacks_are_refused_by_name(tmp_path):
@@ -160,6 +277,4 @@ def test_segments_that_a_model_lacks_are_refused_by_name(tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="its tokenizer writes rows with 3 segments, .* and its model has 2") as refused:
-        load_encoder(folder)
-    assert "\n" not in str(refused.value)
+    refused("its tokenizer writes rows with 3 segments, .* and its model has 2", load_encoder, folder)

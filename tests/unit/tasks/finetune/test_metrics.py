@@ -1,16 +1,27 @@
-"""Scores against hand-made numbers, scikit-learn and scipy, and the undefined ones."""
+"""Metrics beside hand-made numbers, scikit-learn, scipy, seqeval and SQuAD's script; resampled rows; plug-ins."""
+
+from __future__ import annotations
 
 import ast
+import json
 import math
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.config.registry import load_plugin, plugins_forgotten_after
 from megatron_ddrp.tasks import finetune
+from megatron_ddrp.tasks.finetune import metrics as formulas
+from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
+from megatron_ddrp.tasks.finetune.table_files import Task
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
+from tests.refusals import refused
 
 accuracy, f1, macro_f1, matthews = (metric.value for metric in KINDS["classification"].metrics.values())
 pearson, spearman = (metric.value for metric in KINDS["regression"].metrics.values())
@@ -62,53 +73,10 @@ def test_scores_are_those_of_scikit_learn_and_scipy(kind, name):
     assert known > 45
 
 
-def test_accuracy_counts_equal_entries():
-    assert accuracy(np.array([0, 1, 2, 1]), np.array([0, 1, 1, 1])) == 0.75
-
-
-def test_matthews_follows_its_definition():
-    labels = np.array([1] * 6 + [0] * 4)
-    predictions = np.array([1, 1, 1, 1, 1, 0, 1, 0, 0, 0])  # 5 true and 1 false positives, 3 true and 1 false negatives
-    expected = (5 * 3 - 1 * 1) / math.sqrt((5 + 1) * (5 + 1) * (3 + 1) * (3 + 1))
-    assert matthews(labels, predictions) == pytest.approx(expected)
-
-
-def test_pearson_follows_its_definition():
-    labels, predictions = np.array([0.0, 2.5, 5.0, 3.2]), np.array([0.1, 2.0, 4.0, 4.5])
-    centred = labels - labels.mean(), predictions - predictions.mean()
-    expected = (centred[0] @ centred[1]) / math.sqrt((centred[0] @ centred[0]) * (centred[1] @ centred[1]))
-    assert pearson(labels, predictions) == pytest.approx(expected)
-
-
-def f1_twin(labels, predictions):
-    """2·TP / (2·TP + FP + FN) of one class, from lists of bools."""
-    both = sum(a and b for a, b in zip(labels, predictions, strict=True))
-    return 2 * both / (sum(labels) + sum(predictions))
-
-
-def test_f1_is_that_of_the_second_label():
-    labels, predictions = np.array([1, 1, 1, 0, 0]), np.array([1.0, 0.0, 1.0, 1.0, 0.0])
-    assert f1(labels, predictions) == pytest.approx(f1_twin(labels == 1, predictions == 1)) == pytest.approx(2 / 3)
-    assert f1(labels, 1 - labels) == 0
-
-
-def test_f1_of_many_labels_counts_over_all_of_them():
-    labels, predictions = np.array([[1, 0, 0], [1, 1, 0]]), np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    twin = f1_twin((labels == 1).ravel().tolist(), (predictions == 1).ravel().tolist())
-    assert f1(labels, predictions) == pytest.approx(twin) == pytest.approx(2 / 3)
-    assert f1(labels[:, :1], predictions[:, :1]) == 1  # a single label is no special case
-
-
-def test_macro_f1_is_the_mean_over_the_classes_that_occur():
-    labels, predictions = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 2, 2, 5])
-    twin = [f1_twin((labels == c).tolist(), (predictions == c).tolist()) for c in (0, 1, 2, 5)]
-    assert macro_f1(labels, predictions) == pytest.approx(sum(twin) / 4)
-    many, guesses = np.array([[1, 0, 0], [1, 1, 0]]), np.array([[1, 1, 0], [0, 1, 0]])
-    assert macro_f1(many, guesses) == pytest.approx((2 / 3 + 2 / 3) / 2)  # nothing of the third label
-
-
-def test_accuracy_of_many_labels_wants_whole_rows():
-    assert accuracy(np.array([[1, 0], [1, 1]]), np.array([[1.0, 0.0], [1.0, 0.0]])) == 0.5
+def test_a_label_that_does_not_occur_counts_as_0_and_a_single_one_is_no_special_case():
+    labels, predictions = np.array([[1, 0, 0], [1, 1, 0]]), np.array([[1, 1, 0], [0, 1, 0]])
+    assert macro_f1(labels, predictions) == pytest.approx((2 / 3 + 2 / 3) / 2)  # nothing of the third label
+    assert f1(np.array([[1], [1]]), np.array([[1.0], [1.0]])) == 1
 
 
 def test_the_loss_of_many_labels_is_their_mean_summed_over_rows():
@@ -117,13 +85,6 @@ def test_the_loss_of_many_labels_is_their_mean_summed_over_rows():
     pairs = [(x, y) for xs, ys in zip(logits, labels, strict=True) for x, y in zip(xs, ys, strict=True)]
     expected = sum(math.log1p(math.exp(-x if y else x)) for x, y in pairs) / 3
     assert KINDS["multi-label"].loss_sum(outputs, targets).item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_spearman_is_pearson_of_mean_ranks():
-    labels, predictions = np.array([1.0, 5.0, 5.0, 2.0, 9.0]), np.array([0.1, 0.2, 0.9, 0.2, 0.8])
-    mean_ranks = [1.0, 3.5, 3.5, 2.0, 5.0], [1.0, 2.5, 5.0, 2.5, 4.0]
-    assert spearman(labels, predictions) == pytest.approx(pearson(*map(np.array, mean_ranks)))
-    assert spearman(labels, np.exp(labels)) == pytest.approx(1.0)
 
 
 ELSEWHERE = {
@@ -149,10 +110,10 @@ def test_no_kinds_name_outside_its_file():
 def test_metrics_of_other_kinds_are_refused():
     KINDS["classification"].check_metric("f1", "ab")
     KINDS["multi-label"].check_metric("f1", "abcdefg")
-    with pytest.raises(UserError, match="--metric pearson: --kind tokens has seqeval, seqeval-strict, accuracy, macro"):
-        KINDS["tokens"].check_metric("pearson")
-    with pytest.raises(UserError, match="--metric f1: 3 labels, expected 2; use --metric macro-f1"):
-        KINDS["classification"].check_metric("f1", "abc")
+    said = "--metric pearson: --kind tokens has seqeval, seqeval-strict, accuracy, macro"
+    refused(said, KINDS["tokens"].check_metric, "pearson")
+    said = "--metric f1: 3 labels, expected 2; use --metric macro-f1"
+    refused(said, KINDS["classification"].check_metric, "f1", "abc")
 
 
 @pytest.mark.parametrize(
@@ -191,3 +152,358 @@ def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
     assert pearson(1.7e9 + 60 * labels, 1.7e9 + 50 * labels) == pytest.approx(1)  # times, predicted around their mean
     assert pearson(1.7e9 + 60 * labels, 1.7e9 + 1e-5 * labels) is None
     assert spearman(labels, 2000 - 0.1 * labels) == pytest.approx(-1)
+
+
+ANSWERS = json.loads((Path(__file__).parents[3] / "golden" / "squad_scores.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", ANSWERS, ids=lambda case: f"{case['gold']}-{case['predicted']}")
+def test_scores_are_those_of_the_released_script(case):
+    scores = [formulas.exact_match(case["gold"], case["predicted"]), formulas.f1(case["gold"], case["predicted"])]
+    assert scores == pytest.approx(case["scores"], abs=1e-12)
+
+
+def test_normalization_by_hand():
+    assert formulas.normalize(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
+    assert formulas.normalize("theory of Anna") == "theory of anna"  # articles are whole words
+    assert formulas.normalize("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
+
+
+def test_f1_by_hand():
+    harmonic = 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
+    assert formulas.f1(["red blue blue green"], "blue blue blue") == pytest.approx(harmonic)
+    assert formulas.f1(["green", "blue"], "blue sky") == pytest.approx(2 / 3)  # the best of several
+    assert formulas.f1(["blue"], "red") == 0
+
+
+def test_questions_without_an_answer():
+    assert (formulas.exact_match([], ""), formulas.f1([], "")) == (1, 1)
+    assert (formulas.exact_match([], "blue"), formulas.f1([], "blue")) == (0, 0)
+    assert (formulas.exact_match(["blue"], ""), formulas.f1(["blue"], "")) == (0, 0)
+
+
+def test_means_over_questions():
+    means = KINDS["qa"].metrics
+    gold, predicted = [["blue"], [], ["red sky"]], ["blue", "blue", "sky"]
+    assert means["exact-match"].value(gold, predicted) == 1 / 3
+    assert means["f1"].value(gold, predicted) == (1 + 0 + 2 / 3) / 3
+    assert means["f1"].value([], []) is None and means["f1"].value(gold, ["blue", None, "sky"]) is None
+
+
+def test_the_mean_of_the_golden_cases_is_that_of_the_released_script():
+    gold, predicted = ([case[key] for case in ANSWERS] for key in ("gold", "predicted"))
+    exact, f1s = zip(*(case["scores"] for case in ANSWERS), strict=True)
+    assert KINDS["qa"].metrics["exact-match"].value(gold, predicted) == sum(exact) / len(ANSWERS)
+    assert KINDS["qa"].metrics["f1"].value(gold, predicted) == pytest.approx(sum(f1s) / len(ANSWERS), abs=1e-12)
+
+
+ENTITIES = json.loads((Path(__file__).parents[3] / "golden" / "seqeval.json").read_text())["cases"]
+
+
+def all_tags(scheme, types=("PER", "LOC")):
+    return ["O", *(f"{prefix}-{kind}" for prefix in formulas.SCHEMES[scheme].prefixes for kind in types)]
+
+
+def tags_of(sentences, labels):
+    """Return sentences of tags in the form that the metrics take."""
+    classes = np.array([labels.index(tag) for tags in sentences for tag in tags], float)
+    return Tags(classes, np.cumsum([len(tags) for tags in sentences]), tuple(labels))
+
+
+def scores(case, strict):
+    """Return precision and recall from the counts, and F1 from the metric."""
+    gold, predicted = ([line.split() for line in case[side]] for side in ("gold", "predicted"))
+    labels = sorted({*all_tags(case.get("scheme", "IOB2")), *(tag for tags in gold + predicted for tag in tags)})
+    entities, told, correct = np.sum(formulas.count_entities(gold, predicted, strict, labels), axis=0)
+    sides = (tags_of(sentences, labels) for sentences in (gold, predicted))
+    f1 = KINDS["tokens"].metrics[formulas.STRICT if strict else "seqeval"].value(*sides)
+    return [correct / told if told else 0.0, correct / entities if entities else 0.0, f1 or 0.0]
+
+
+@pytest.mark.parametrize("case", ENTITIES, ids=lambda case: case["name"])
+def test_scores_are_those_of_seqeval(case):
+    assert scores(case, strict=True) == pytest.approx(case["strict"], abs=1e-12)
+    if case.get("scheme") != "BILOU":  # whose tags seqeval's default mode does not know
+        case = case | {"scheme": "IOBES"}
+        assert scores(case, strict=False) == pytest.approx(case["lenient"], abs=1e-12)
+
+
+@pytest.mark.parametrize("scheme", formulas.SCHEMES)
+def test_the_golden_cases_can_tell_the_modes_apart(scheme):
+    own = [case for case in ENTITIES if case.get("scheme", "IOB2") == scheme]
+    assert sum(case["strict"] != case.get("lenient") for case in own) >= 5
+    assert sum(0 < case["strict"][2] < 1 for case in own) >= 5
+
+
+def strict_twin(tags, scheme):
+    """Read a sentence word by word: which tag may begin an entity, go on with it and end it."""
+    begins, ends = {"IOB2": ("B", ""), "IOE2": ("IE", "E"), "IOBES": ("BS", "ES"), "BILOU": ("BU", "LU")}[scheme]
+    single = {"IOBES": "S", "BILOU": "U"}.get(scheme, "")
+    found, first = [], None
+
+    def close(end):
+        if first is not None and (not ends or tags[end - 1][0] in ends):
+            found.append((tags[first][2:], first, end))
+
+    for place, tag in enumerate(tags):
+        if first is not None:
+            before = tags[place - 1]
+            over = tag == "O" or tag[2:] != before[2:] or (ends and before[0] in ends) or tag[0] in ("B", single)
+            if over:
+                close(place)
+                first = None
+        if first is None and tag[0] in begins:
+            first = place
+    close(len(tags))
+    return found
+
+
+@pytest.mark.parametrize("scheme", formulas.SCHEMES)
+def test_strict_entities_are_those_of_the_twin(scheme):
+    draw, tags = random.Random(scheme), all_tags(scheme)
+    for _ in range(500):
+        sentence = draw.choices(tags, k=draw.randrange(1, 9))
+        assert formulas.entities_of(sentence, formulas.rules(tags, strict=True)) == strict_twin(sentence, scheme), (
+            sentence
+        )
+
+
+def test_entities_by_hand():
+    tags = ["I-PER", "I-PER", "B-PER", "O", "I-LOC", "I-ORG"]
+    assert formulas.entities_of(tags) == [("PER", 0, 2), ("PER", 2, 3), ("LOC", 4, 5), ("ORG", 5, 6)]
+    assert formulas.entities_of(tags, formulas.rules(tags, strict=True)) == [("PER", 2, 3)]
+    iobes = ["B-A", "I-A", "E-A", "I-A", "S-A", "I-A"]
+    assert formulas.entities_of(iobes) == [("A", 0, 3), ("A", 3, 4), ("A", 4, 5), ("A", 5, 6)]
+    assert formulas.entities_of(iobes, formulas.rules(iobes, strict=True)) == [("A", 0, 3), ("A", 4, 5)]
+    assert formulas.entities_of([]) == []
+
+
+def test_scores_without_entities_are_undefined():
+    labels = all_tags("IOB2")
+    outside, person = tags_of([["O"]], labels), tags_of([["B-PER"]], labels)
+    for name in ("seqeval", formulas.STRICT):
+        assert KINDS["tokens"].metrics[name].value(outside, outside) is None
+        assert (
+            KINDS["tokens"].metrics[name].value(person, outside)
+            == KINDS["tokens"].metrics[name].value(outside, person)
+            == 0
+        )
+
+
+def test_sentences_of_another_number_are_no_scores():
+    with pytest.raises(ValueError):
+        formulas.count_entities([["O"]], [])
+
+
+@pytest.mark.parametrize("tag", ["NN", "B", "B-", "PER", "b-per", "-X", "M-PER", "PER-B", "B_PER", ""])
+def test_tags_that_name_no_entity(tag):
+    formulas.rules(["O", "B-PER", "I-per", "S-X-Y"], strict=False)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=f"tag '{tag}', expected O, or B- or I-"):
+            formulas.rules(["O", tag], strict)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "scheme"),
+    [("", "IOB2"), ("B", "IOB2"), ("BI", "IOB2"), ("E", "IOE2"), ("IE", "IOE2"), ("BE", "IOBES"), ("BIE", "IOBES")]
+    + [("BES", "IOBES"), ("BIES", "IOBES"), ("S", "IOBES"), ("BL", "BILOU"), ("BILU", "BILOU"), ("U", "BILOU")],
+)
+def test_the_scheme_is_found_from_the_prefixes(prefixes, scheme):
+    assert formulas.scheme_of(["O", *(f"{prefix}-PER" for prefix in prefixes)]) == scheme
+    assert formulas.scheme_of([f"{prefix}-PER" for prefix in prefixes]) == scheme
+
+
+@pytest.mark.parametrize("prefixes", ["I", "BS", "BIS", "ES", "IS", "IU", "BU", "LU", "BIESLU", "BEL", "SU"])
+def test_prefixes_of_no_scheme_have_no_strict_rules(prefixes):
+    with pytest.raises(ValueError, match=r"have no strict rules, expected IOB2 \(B- I-\), .*; use --metric seqeval"):
+        formulas.scheme_of(["O", *(f"{prefix}-PER" for prefix in prefixes)])
+
+
+def test_bilou_has_no_lenient_rules():
+    with pytest.raises(ValueError, match="tags of BILOU have only strict rules; use --metric seqeval-strict"):
+        formulas.rules(all_tags("BILOU"), strict=False)
+
+
+ROWS, COMPARED = 40, 60
+RANDOM = np.random.default_rng(5)
+TWO, FOUR = RANDOM.integers(2, size=ROWS), RANDOM.integers(4, size=ROWS)
+GUESS_TWO = np.where(RANDOM.random(ROWS) < 0.7, TWO, 1 - TWO).astype(float)
+GUESS_FOUR = np.where(RANDOM.random(ROWS) < 0.6, FOUR, RANDOM.integers(4, size=ROWS)).astype(float)
+MANY = RANDOM.integers(2, size=(ROWS, 3))
+GUESS_MANY = np.where(RANDOM.random((ROWS, 3)) < 0.8, MANY, 1 - MANY).astype(float)
+NUMBERS = RANDOM.integers(0, 6, size=ROWS) / 2
+GUESS_NUMBERS = (NUMBERS + RANDOM.normal(size=ROWS)).round(1)
+ONE_APART = 1000 + 1e-6 * GUESS_NUMBERS + 1000 * np.eye(ROWS)[0]
+"""One number up to rounding, except in row 0, which every third sample lacks."""
+
+
+def scores_of(task, answers, predictions):
+    """Return a task's metric on every bootstrap sample."""
+    return KINDS[task.kind].resampled_scores(task, answers, predictions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "labels", "predictions"),
+    [
+        ("classification", "accuracy", TWO, GUESS_TWO),
+        ("classification", "f1", TWO, GUESS_TWO),
+        ("classification", "macro-f1", FOUR, GUESS_FOUR),
+        ("classification", "matthews", TWO, GUESS_TWO),
+        ("classification", "matthews", FOUR, GUESS_FOUR),
+        ("classification", "matthews", np.eye(ROWS)[0], np.eye(ROWS)[0]),  # undefined in every third sample
+        ("multi-label", "accuracy", MANY, GUESS_MANY),
+        ("multi-label", "f1", MANY, GUESS_MANY),
+        ("multi-label", "macro-f1", MANY, GUESS_MANY),
+        ("regression", "pearson", NUMBERS, GUESS_NUMBERS),
+        ("regression", "spearman", NUMBERS, GUESS_NUMBERS),
+        ("regression", "pearson", NUMBERS, ONE_APART),
+        ("regression", "spearman", NUMBERS, ONE_APART),
+        ("regression", "pearson", 1e-9 * NUMBERS, 1e-9 * GUESS_NUMBERS),
+        ("regression", "pearson", 1.7e9 + 60 * NUMBERS, 1.7e9 + 60 * GUESS_NUMBERS),
+    ],
+)
+def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):
+    found = scores_of(Task("own", metric, kind), labels, predictions)
+    assert found.shape == (BOOTSTRAP_SAMPLES,)
+    for sample in range(COMPARED):
+        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
+        expected = KINDS[kind].score(metric, labels[rows], predictions[rows]) or 0.0
+        assert found[sample] == pytest.approx(expected, abs=1e-12)
+
+
+TAGS = ("B-X", "I-X", "B-Y", "O")
+LENGTHS = RANDOM.integers(1, 6, size=ROWS)
+GOLD = [RANDOM.integers(4, size=length).astype(float) for length in LENGTHS]
+GUESS = [np.where(RANDOM.random(len(row)) < 0.7, row, RANDOM.integers(4, size=len(row))) for row in GOLD]
+
+
+def tags(sentences):
+    """Class numbers of the words of each sentence, in the form that the metrics of tokens take."""
+    return Tags(np.concatenate(sentences), np.cumsum([len(sentence) for sentence in sentences]), TAGS)
+
+
+@pytest.mark.parametrize("metric", KINDS["tokens"].metrics)
+def test_sentences_are_drawn_whole(metric):
+    found = scores_of(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
+    for sample in range(COMPARED):
+        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
+        repeated = (tags([sentences[row] for row in rows]) for sentences in (GOLD, GUESS))
+        assert found[sample] == pytest.approx(KINDS["tokens"].score(metric, *repeated) or 0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", KINDS["qa"].metrics)
+def test_questions_are_drawn_with_all_their_answers(metric):
+    words = ["a red house", "the house", "green", ""]
+    gold = [(words[number],) if number < 3 else () for number in FOUR]
+    guess = [words[number] for number in GUESS_FOUR.astype(int)]
+    found = scores_of(Task("own", metric, "qa"), gold, guess)
+    for sample in range(COMPARED):
+        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
+        expected = KINDS["qa"].score(metric, [gold[row] for row in rows], [guess[row] for row in rows])
+        assert found[sample] == pytest.approx(expected, abs=1e-12)
+    assert not scores_of(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
+
+
+def test_a_sample_draws_as_many_rows_as_there_are_with_replacement():
+    drawn = formulas.drawn_rows("own", ROWS).astype(float)
+    assert (drawn.sum(axis=1) == ROWS).all() and drawn.mean(axis=0) == pytest.approx(np.ones(ROWS), abs=0.1)
+    assert drawn.var() == pytest.approx(1 - 1 / ROWS, rel=0.02)  # of a binomial distribution
+    assert (drawn != formulas.drawn_rows("other", ROWS)).any()
+
+
+def test_the_spread_of_an_accuracy_is_the_binomial_one():
+    share, found = (TWO == GUESS_TWO).mean(), scores_of(Task("own", "accuracy"), TWO, GUESS_TWO)
+    assert found.var() == pytest.approx(share * (1 - share) / ROWS, rel=0.1)
+
+
+def test_a_run_that_diverged_scores_0_in_every_sample():
+    predictions = np.where(NUMBERS > 1, np.nan, NUMBERS)
+    assert not scores_of(Task("own", "pearson", "regression"), NUMBERS, predictions).any()
+
+
+PLUGIN = """
+import numpy as np
+def rmse(labels, predictions):
+    return np.sqrt(np.mean((labels - predictions) ** 2))
+def negative(labels, predictions):
+    error = rmse(labels, predictions)
+    return None if error == 0 else -error
+def rounded(labels, predictions):
+    return np.float64(1 + 1e-12) if (labels == predictions).all() else float("nan")
+def by_class(labels, predictions):
+    return None if (predictions == predictions[0]).all() else -0.5
+for function in (rmse, negative, rounded):
+    function.kinds = ("regression",)
+by_class.kinds = ("classification",)
+METRICS = {"rmse": rmse, "negative": negative, "rounded": rounded, "by-class": by_class}
+"""
+LABELS = np.array([0.5, 3.0, 4.0, 0.0])
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """The file of the plug-in, which this process knows until the end of the test."""
+    path = tmp_path / "own_metrics.py"
+    path.write_text(PLUGIN, encoding="utf-8")
+    with plugins_forgotten_after():
+        load_plugin(path)
+        yield path
+
+
+@pytest.mark.parametrize(("name", "value"), [("rmse", "2"), ("negative", "-2")])
+def test_a_value_out_of_range_is_refused(plugin, name, value):
+    metric = KINDS["regression"].metrics[name]
+    error = refused(rf"--metric {name} gave {value}: expected a number from -1 to 1", metric.value, LABELS, LABELS + 2)
+    assert "1 / (1 + error)" in str(error)
+    assert abs(metric.value(LABELS, LABELS + 1)) == 1
+
+
+def test_a_value_out_of_range_on_some_of_the_rows_counts_as_the_end_of_the_range(plugin):
+    """All rows together are in the range; without this no table could be made of finished runs."""
+    metric = KINDS["regression"].metrics["negative"]
+    predictions = LABELS + [2.0, 0.0, 0.0, 0.0]
+    assert metric.value(LABELS, predictions) == -1
+    drawn = np.array([[4, 0, 0, 0], [2, 2, 0, 0], [0, 2, 2, 0], [1, 3, 0, 0]], np.uint8)
+    assert metric.samples(drawn, LABELS, predictions).tolist() == [-1, -1, -1, -1]  # -2, -√2, undefined, -1
+
+
+def test_rounding_is_in_range_and_nan_is_undefined(plugin):
+    metric = KINDS["regression"].metrics["rounded"]
+    assert metric.value(LABELS, LABELS) == pytest.approx(1) and metric.value(LABELS, LABELS[::-1]) is None
+
+
+def test_an_undefined_value_counts_as_the_worst(plugin):
+    metric = KINDS["regression"].metrics["negative"]
+    drawn = np.array([[4, 0, 0, 0], [0, 4, 0, 0], [1, 1, 1, 1]], np.uint8)
+    half = LABELS + [0.0, 0.5, 0.5, 0.5]
+    assert metric.samples(drawn, LABELS, half).tolist() == pytest.approx([-1, -0.5, -math.sqrt(3) / 4])
+    assert metric.counted(LABELS, LABELS) == metric.counted(LABELS, LABELS * math.nan) == -1
+    assert KINDS["regression"].metrics["pearson"].counted(LABELS, LABELS * math.nan) == 0
+    task = Task(name="t", kind="classification", labels=("a", "b"), metric="by-class")
+    assert KINDS["classification"].baseline(task, {"a": 1, "b": 2}, LABELS) == -1
+    assert KINDS["classification"].baseline(replace(task, metric="matthews"), {"a": 1, "b": 2}, LABELS) == 0
+
+
+def test_only_metrics_of_the_package_have_a_constant_guess_of_0(plugin):
+    task = Task(name="t", kind="regression", labels=(), metric="pearson")
+    assert KINDS["regression"].constant_guess(task, LABELS) == 0
+    assert KINDS["regression"].constant_guess(replace(task, metric="negative"), LABELS) is None
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_run_that_diverged_is_worse_than_every_other(topics, bert_folder, tmp_path, capsys):
+    """At a learning rate of 1e12 no output is finite."""
+    out = tmp_path / "out"
+    for name, count in (("train", 64), ("valid", 21)):
+        lines = [json.dumps({"text": f"red {'cat ' * (n % 3)}", "label": n % 3 / 4 + 0.125}) for n in range(count)]
+        (topics / f"{name}.jsonl").write_text("\n".join(lines))
+    files = ["--train", topics / "train.jsonl", "--valid", topics / "valid.jsonl", "--kind", "regression"]
+    words = [*files, "--metric", "negative", "--load", bert_folder, "--output-dir", out, "--seeds", "1"]
+    main([str(word) for word in (*words, "--epochs", "1", "--lr", "1e-3", "1e12")])
+    good, bad = (json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines())
+    assert (bad["score"], bad["undefined"], bad["epoch_scores"]) == (-1, True, [-1]) and -1 < good["score"] < 0
+    assert "negative -100.00 (undefined, counts as -100)" in capsys.readouterr().out
+    (cells,) = json.loads((out / "table.json").read_text())["encoders"].values()
+    assert cells["tasks"]["topics"]["point"]["lr"] == 1e-3 and cells["tasks"]["topics"]["constant_guess"] is None
+    assert main(["--report", str(out), "--output-dir", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "table.md").read_text() == (out / "table.md").read_text()

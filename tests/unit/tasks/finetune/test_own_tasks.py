@@ -1,118 +1,131 @@
 """`python -m tasks.finetune`, end to end on small files and encoders."""
 
+import contextlib
 import csv
+import io
 import json
+import os
+import random
+import re
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers.utils import logging
 
-from megatron_ddrp.data.atomic import SUM, seal_object
-from megatron_ddrp.encoders.encoder import load_encoder
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.tasks.finetune.command import main
-from megatron_ddrp.tasks.finetune.options import TaskFiles
-from megatron_ddrp.tasks.finetune.runs import TuningRun
-from megatron_ddrp.tasks.finetune.task_files import load_finetuned, read_task
+from megatron_ddrp.tasks.finetune.table_files import conll_text, read_rows
 from megatron_ddrp.tasks.finetune.workers import plan_text
-from tests.unit.tasks.finetune.conftest import first_word_kind
-from tests.unit.tasks.glue.conftest import sentences
+from tests.refusals import refused
+from tests.sentencepiece_models import train_model
+from tests.unit.tasks.conftest import (
+    GLANCE,
+    LEARN,
+    WORDS,
+    first_word_kind,
+    model_of,
+    predict,
+    rows,
+    sentences,
+    stored_predictions,
+    words,
+    write_bert,
+    write_checkpoint,
+    write_topics,
+)
 
-LEARN = ["--lr", "1e-2", "--batch-size", "8", "--epochs", "8", "--seeds", "2"]
-GLANCE = ["--lr", "1e-3", "--epochs", "1", "--seeds", "1"]
+transformers = pytest.importorskip("transformers")
 
 
-def rows(out):
-    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """Return a folder with `topics`, `bert` and `out`, the sweep that learnt them, and what the command printed."""
+    folder = tmp_path_factory.mktemp("learned")
+    files = write_topics(folder / "topics")
+    command = words(files, write_bert(folder / "bert"), folder / "out", "--test", files / "new.jsonl", *LEARN)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(command) == 0
+    return folder, printed.getvalue()
 
 
-def words(folder, load, out, *more):
-    files = ["--train", folder / "train.jsonl", "--valid", folder / "valid.jsonl"]
-    return [str(word) for word in (*files, "--load", load, "--output-dir", out, *more)]
-
-
-def model_of(out):
-    (folder,) = (path for path in (out / "models").iterdir() if path.is_dir())
-    return folder
-
-
-def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(words(topics, bert_folder, out, "--test", topics / "new.jsonl", *LEARN)) == 0
-    printed = capsys.readouterr().out
+def test_three_classes_are_learned_told_and_kept(learned):
+    folder, printed = learned
+    out = folder / "out"
     assert "classification, accuracy; text from text, label from label" in printed
     assert "train: animal " in printed and "always the most frequent label: " in printed
     first, second = rows(out)
-    assert (first["task"], first["metric"], first["dev_examples"], first["head"]) == (
-        "topics",
-        "accuracy",
-        21,
-        "family",
-    )
+    facts = [first[key] for key in ("task", "metric", "dev_examples", "head")]
+    assert facts == ["topics", "accuracy", 21, "family"]
     assert max(first["score"], second["score"]) > first["baseline"] + 0.1
     assert "| (constant guess) |" in (out / "table.md").read_text()
-    folder = model_of(out)
+    model = model_of(out)
     best = max((first, second), key=lambda row: row["score"])
-    card = (folder / "README.md").read_text()
+    card = (model / "README.md").read_text()
     assert f"| score (accuracy) | {best['score']:.4f} on 21 development examples |" in card
     assert f"| score of always the most frequent label | {best['baseline']:.4f} |" in card
-    assert f"{bert_folder.name}, fine-tuned on topics" in card and "pipeline_tag: text-classification" in card
-    assert "AutoModelForSequenceClassification.from_pretrained" in card and str(tmp_path) not in card
-    kept = json.loads((folder / "config.json").read_text())
-    assert kept["finetuned"]["score"] == best["score"] and kept["id2label"] == {
-        "0": "animal",
-        "1": "colour",
-        "2": "other",
-    }
-    told = [json.loads(line) for line in (out / "predictions" / f"{folder.name}-test.jsonl").read_text().splitlines()]
+    assert "bert, fine-tuned on topics" in card and "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card and str(folder) not in card
+    kept = json.loads((model / "config.json").read_text())
+    assert kept["finetuned"]["score"] == best["score"]
+    assert kept["id2label"] == {"0": "animal", "1": "colour", "2": "other"}
+    told = [json.loads(line) for line in (out / "predictions" / f"{model.name}-test.jsonl").read_text().splitlines()]
     assert [row["id"] for row in told] == list(range(9))
     assert {row["prediction"] for row in told} <= {"animal", "colour", "other"}
 
+
+def test_a_killed_sweep_resumes_and_a_report_shows_the_same_table(learned, tmp_path, capsys):
+    folder, _ = learned
+    out = shutil.copytree(folder / "out", tmp_path / "out")
+    first, second = rows(out)
     (out / "runs.jsonl").write_text(json.dumps(first) + "\n")  # as if seed 2 had been killed
-    main(words(topics, bert_folder, out, *LEARN))
+    main(words(folder / "topics", folder / "bert", out, *LEARN))
     assert "1 of 2 runs to do" in capsys.readouterr().out
     assert rows(out)[1]["score"] == second["score"]
     assert main(["--report", str(out), "--output-dir", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "table.md").read_text() == (out / "table.md").read_text()
 
 
-def test_the_kept_model_is_what_transformers_loads_and_predict_uses(topics, bert_folder, tmp_path, capfd):
-    from transformers import AutoModelForSequenceClassification, BertTokenizer
-    from transformers.utils import logging
+def test_a_dry_run_of_finished_runs_says_what_was_read(learned, tmp_path, capsys):
+    folder, _ = learned
+    twin = shutil.copytree(folder / "bert", tmp_path / "twin")
+    more = ("--test", folder / "topics" / "new.jsonl", *LEARN, "--dry-run", "--load", folder / "bert", twin)
+    main(words(folder / "topics", folder / "bert", folder / "out", *more))
+    said = capsys.readouterr().out
+    assert "0 of 2 runs to do" in said and "  topics: valid: animal 4, colour 8, other 9" in said
+    assert "left out, it has the same weights as" in said
+    assert "test: 9 rows without labels, to be predicted (no column 'label', it has id, text)" in said
 
-    out, told = tmp_path / "out", tmp_path / "told.csv"
-    main(words(topics, bert_folder, out, *LEARN, "--seeds", "1"))
+
+def test_the_kept_model_is_what_transformers_loads_and_predict_uses(learned, tmp_path, capfd):
+    folder, _ = learned
     logging.enable_progress_bar()
-    capfd.readouterr()
-    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "valid.jsonl"), "--output", str(told)])
+    told = predict(model_of(folder / "out"), folder / "topics" / "valid.jsonl", tmp_path / "told.csv")
     assert "Loading weights" not in capfd.readouterr().err
     with told.open(newline="") as stream:
         lines = list(csv.DictReader(stream))
-    (row,) = rows(out)
-    assert np.mean([line["prediction"] == line["label"] for line in lines]) == pytest.approx(row["score"])
-    model = AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
-    tokenizer = BertTokenizer(str(bert_folder / "vocab.txt"), do_lower_case=True)
+    score = max(row["score"] for row in rows(folder / "out"))
+    assert np.mean([line["prediction"] == line["label"] for line in lines]) == pytest.approx(score)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(folder / "out")).eval()
+    tokenizer = transformers.BertTokenizer(str(folder / "bert" / "vocab.txt"), do_lower_case=True)
     for line in lines[:5]:
         logits = model(**tokenizer(line["text"], return_tensors="pt")).logits
         assert model.config.id2label[int(logits.argmax())] == line["prediction"]
 
 
 def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_folder, tmp_path):
-    out, told = tmp_path / "out", tmp_path / "told.jsonl"
+    out = tmp_path / "out"
     main(words(topics, checkpoint_folder, out, *GLANCE))
     (row,) = rows(out)
     assert row["head"] == "common"
-    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "valid.jsonl"), "--output", str(told)])
+    told = predict(model_of(out), topics / "valid.jsonl", tmp_path / "told.jsonl")
     lines = [json.loads(line) for line in told.read_text().splitlines()]
-    stored = (out / row["predictions"]).read_text().splitlines()[1:]
-    assert [line["prediction"] for line in lines] == [line.split("\t")[2] for line in stored]
+    assert [line["prediction"] for line in lines] == list(stored_predictions(out, row)[2])
 
 
+@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
 def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     folder = tmp_path / "alike"
     folder.mkdir()
@@ -128,17 +141,15 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     main([str(word) for word in (*files, "--load", checkpoint_folder, "--output-dir", out, *GLANCE)])
     (row,) = rows(out)
     assert (row["metric"], row["facts"]["kind"], row["baseline"]) == ("spearman", "regression", None)
-    told = tmp_path / "told.tsv"
-    main(["predict", "--load", str(model_of(out)), "--input", str(folder / "valid.csv"), "--output", str(told)])
+    told = predict(model_of(out), folder / "valid.csv", tmp_path / "told.tsv")
     header, first, *_ = told.read_text().splitlines()
-    stored = (out / row["predictions"]).read_text().splitlines()[1].split("\t")
-    assert float(first.split("\t")[4]) == pytest.approx(float(stored[2]), rel=1e-4, abs=1e-4)
+    stored = float(stored_predictions(out, row)[2][0])
+    assert float(first.split("\t")[4]) == pytest.approx(stored, rel=1e-4, abs=1e-4)
     assert header.split("\t") == ["id", "sentence1", "sentence2", "score", "prediction"]
     assert np.isfinite(float(first.split("\t")[4]))
 
 
 def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path):
-    transformers = pytest.importorskip("transformers")
     texts = {}
     for name, count, seed in (("train", 96, 0), ("valid", 21, 1)):
         given = [text for text, _ in sentences(count, seed)]
@@ -151,14 +162,12 @@ def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path)
     flags = ["--load", bert_folder, "--output-dir", out, "--lr", "1e-2", "--epochs", "10", "--seeds", "1"]
     main([str(word) for word in (*files, *flags, "--batch-size", "8")])
     (row,) = rows(out)
-    stored = [line.split("\t") for line in (out / row["predictions"]).read_text().splitlines()[1:]]
-    predicted, labels = (np.array([float(line[column]) for line in stored]) for column in (2, 3))
+    predicted, labels = (np.array(column, float) for column in stored_predictions(out, row)[2:])
     assert row["scales_labels"] and row["score"] > 0.7
     assert np.abs(predicted - labels).mean() < labels.std()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
-    given = transformers.BertTokenizer(str(bert_folder / "vocab.txt"))(
-        texts["valid"], padding=True, return_tensors="pt"
-    )
+    tokenizer = transformers.BertTokenizer(str(bert_folder / "vocab.txt"))
+    given = tokenizer(texts["valid"], padding=True, return_tensors="pt")
     with torch.no_grad():
         told = model(**given).logits[:, 0].double().numpy()
     np.testing.assert_allclose(told, predicted, rtol=1e-5)
@@ -177,8 +186,7 @@ def test_several_labels_at_once_from_a_task_file(bert_folder, tmp_path):
     row = rows(out)[0]
     assert (row["task"], row["metric"], row["facts"]["kind"]) == ("topics-of", "f1", "multi-label")
     assert row["score"] > 0.7
-    told = tmp_path / "told.jsonl"
-    main(["predict", "--load", str(model_of(out)), "--input", str(folder / "b.jsonl"), "--output", str(told)])
+    told = predict(model_of(out), folder / "b.jsonl", tmp_path / "told.jsonl")
     assert all(set(json.loads(line)["prediction"]) <= {"animal", "colour", "other"} for line in told.open())
 
 
@@ -186,17 +194,9 @@ BAD = {
     "a missing column": (["--label-column", "class"], None, r"no column 'class', it has text, label"),
     "no usual column": (["--text-column", "body"], None, r"train\.jsonl, line 1: no column 'body'"),
     "one class": ([], ("train", '"label": "[a-z]*"', '"label": "x"'), "all rows have the label 'x', expected two"),
-    "an unknown label": (
-        [],
-        ("valid", '"label": "other"', '"label": "odd"'),
-        r"valid\.jsonl, line \d+: label 'odd'",
-    ),
+    "an unknown label": ([], ("valid", '"label": "other"', '"label": "odd"'), r"valid\.jsonl, line \d+: label 'odd'"),
     "an empty text": ([], ("valid", '"text": "[a-z ]*"', '"text": " "'), r"valid\.jsonl, line 1: text is empty"),
-    "no label": (
-        [],
-        ("train", '"label": "other"', '"label": null'),
-        r"train\.jsonl, line \d+: label is None",
-    ),
+    "no label": ([], ("train", '"label": "other"', '"label": null'), r"train\.jsonl, line \d+: label is None"),
     "a foreign metric": (["--metric", "pearson"], None, "--metric pearson: --kind classification has accuracy"),
     "no number": (["--kind", "regression"], None, r"train\.jsonl, line 1: label is '\w+', expected a number"),
 }
@@ -204,14 +204,10 @@ BAD = {
 
 @pytest.mark.parametrize(("more", "change", "message"), BAD.values(), ids=BAD)
 def test_bad_files_are_one_line_before_anything_is_loaded(topics, tmp_path, more, change, message):
-    import re
-
     if change:
         path = topics / f"{change[0]}.jsonl"
         path.write_text(re.sub(change[1], change[2], path.read_text()))
-    with pytest.raises(UserError, match=message) as refused:
-        main(words(topics, tmp_path / "no-such-encoder", tmp_path / "out", *more))
-    assert "\n" not in str(refused.value)
+    refused(message, main, words(topics, tmp_path / "no-such-encoder", tmp_path / "out", *more))
 
 
 @pytest.mark.parametrize(
@@ -227,145 +223,7 @@ def test_bad_files_are_one_line_before_anything_is_loaded(topics, tmp_path, more
     ],
 )
 def test_wrong_arguments_exit_with_2(line, message, tmp_path):
-    with pytest.raises(UserError) as stopped:
-        main([*line, "--output-dir", str(tmp_path)])
-    assert stopped.value.exit_code == 2
-    assert message in str(stopped.value) and "\n" not in str(stopped.value)
-
-
-def test_predict_refuses_what_it_cannot_do(topics, bert_folder, tmp_path):
-    base = ["predict", "--input", str(topics / "new.jsonl")]
-    with pytest.raises(UserError, match=r"not a model that finetune kept"):
-        main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.jsonl")])
-    with pytest.raises(UserError, match=r"expected a name that ends in \.jsonl, \.csv, \.tsv"):
-        main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.txt")])
-
-
-def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
-    """Beside and below the wrong folder; a damaged name, OUT itself and OUT/models are the usual mistakes."""
-    model = tmp_path / "out" / "models" / "reviews-815d2790"
-    for path, columns in ((model, ["text", None, "label"]), (model.parent / "MNLI-815d2790", None)):
-        path.mkdir(parents=True)
-        task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
-        facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": columns}
-        facts |= {"max_seq_length": 64}
-        (path / "config.json").write_text(json.dumps({"finetuned": facts}))
-    (model.parent / "notes.txt").write_text("")
-    for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
-        got = "not a model that finetune kept" if (tmp_path / wrong).exists() else "no such folder"
-        with pytest.raises(UserError) as refused:
-            load_finetuned(tmp_path / wrong, torch.device("cpu"))
-        assert str(refused.value) == f"--load {tmp_path / wrong}: {got}; expected one of {model}"
-    with pytest.raises(UserError, match=r"no such folder; expected a folder OUT/models/TASK-…"):
-        load_finetuned(tmp_path / "elsewhere" / "x", torch.device("cpu"))
-
-
-def test_a_second_text_is_refused_by_a_model_that_was_trained_on_single_ones(tmp_path):
-    task = {"name": "reviews", "metric": "accuracy", "kind": "classification", "labels": ["no", "yes"]}
-    facts = {"task": task, "data": "", "score": 0.5, "run": "", "columns": ["text", None, "label"]}
-    facts |= {"max_seq_length": 64}
-    (tmp_path / "config.json").write_text(json.dumps({"finetuned": facts}))
-    with pytest.raises(UserError, match="--text-pair-column title: .* was trained on single texts; leave") as refused:
-        load_finetuned(tmp_path, torch.device("cpu"), (None, "title"))
-    assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        (TaskFiles(Path("data/reviews-train.csv")), "reviews"),
-        (TaskFiles(Path("data/reviews.csv.gz")), "reviews"),
-        (TaskFiles(Path("data/topics/train.csv")), "topics"),
-        (TaskFiles(Path("data/topics/train.csv"), name="of mine"), "of-mine"),
-    ],
-)
-def test_a_task_is_called_as_its_page_says(given, name):
-    assert given.task_name == name
-
-
-def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    out, told = tmp_path / "out", tmp_path / "told.jsonl"
-    main(words(topics, bert_folder, out, *GLANCE))
-    path = model_of(out) / "model.safetensors"
-    (model_of(out) / "export_sums.json").unlink()
-    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(path).items()}, path)
-    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl"), "--output", str(told)])
-    assert {json.loads(line)["prediction"] for line in told.open()} == {None}
-
-
-@pytest.mark.parametrize("encoder", ["bert", "checkpoint"])
-def test_a_kept_model_that_lacks_anything_is_refused(topics, bert_folder, checkpoint_folder, tmp_path, capfd, encoder):
-    """Its encoder, its pooler, its classifier; or a classifier of other labels."""
-    from safetensors.torch import load_file, save_file
-
-    out, told = tmp_path / "out", tmp_path / "told.jsonl"
-    main(words(topics, {"bert": bert_folder, "checkpoint": checkpoint_folder}[encoder], out, *GLANCE))
-    path = model_of(out) / "model.safetensors"
-    tensors = load_file(path)
-    (model_of(out) / "export_sums.json").unlink(missing_ok=True)
-    predict = ["predict", "--load", model_of(out), "--input", topics / "new.jsonl", "--output", told]
-    for name in ("classifier.weight", "classifier.bias", "pooler.dense.bias", *list(tensors)[::7]):
-        (dropped,) = (key for key in tensors if key.endswith(name))
-        save_file({key: tensor for key, tensor in tensors.items() if key != dropped}, path)
-        with pytest.raises(UserError, match=f"it lacks the weight {dropped}; fine-tune again") as refused:
-            main(list(map(str, predict)))
-        assert refused.value.exit_code == 1 and not told.exists() and "MISSING" not in capfd.readouterr().err
-    for changed, said in (
-        ({"classifier.bias": torch.zeros(7)}, r"the weight for classifier.bias is \[7\], but config.json requires"),
-        (
-            {next(key for key in tensors if ".0." in key).replace(".0.", ".9."): torch.zeros(2)},
-            "has no place for the weight",
-        ),
-    ):
-        save_file(tensors | changed, path)
-        with pytest.raises(UserError, match=said):
-            main(list(map(str, predict)))
-
-
-def test_the_command_line_needs_no_torch():
-    code = "import sys\nfrom megatron_ddrp.tasks.finetune.command import main\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_under_bf16_the_fp32_weights_are_kept(topics, checkpoint_folder, tmp_path):
-    from safetensors.torch import load_file
-
-    out = tmp_path / "out"
-    main(words(topics, checkpoint_folder, out, *GLANCE, "--bf16"))
-    kept = load_file(model_of(out) / "model.safetensors")
-    assert all(tensor.dtype == torch.float32 for tensor in kept.values())
-    assert any((tensor != tensor.bfloat16()).any() for tensor in kept.values())
-
-
-def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    for load in (bert_folder, checkpoint_folder):
-        main([*words(topics, load, out, *GLANCE), "--lr", "1e12"])
-    assert [row["score"] for row in rows(out)] == [0.0, 0.0] and all(row["undefined"] for row in rows(out))
-    assert capsys.readouterr().out.count("no model of") == 2
-    assert not [path for path in (out / "models").glob("*") if path.is_dir()]
-
-
-def test_models_are_kept_only_where_they_are_wanted(topics, bert_folder, tmp_path):
-    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models"))
-    assert not (tmp_path / "out" / "models").exists()
-
-
-def test_a_better_run_that_kept_no_model_is_named(topics, bert_folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    main(words(topics, bert_folder, out, *GLANCE))
-    (row,) = rows(out)
-    score = row["score"] + 0.1
-    better = seal_object({name: row[name] for name in row if name != SUM} | {"seed": 9, "score": score})
-    (out / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, better)))
-    capsys.readouterr()
-    main(words(topics, bert_folder, out, *GLANCE))
-    told = (
-        f"is in {model_of(out)} (of those kept; the better run {TuningRun.of_row(better).name} kept none: to repeat it"
-    )
-    assert told in capsys.readouterr().out
+    assert refused(re.escape(message), main, [*line, "--output-dir", str(tmp_path)]).exit_code == 2
 
 
 def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_folder, tmp_path):
@@ -423,31 +281,6 @@ def test_a_model_on_other_data_keeps_its_folder_after_the_first_is_gone(topics, 
     assert model_of(out) == second and f"is in {second} ({first} keeps" not in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_folder, tmp_path):
-    out = tmp_path / "out"
-    theirs = out / "models" / f"topics-{load_encoder(bert_folder).fingerprint[:8]}"
-    theirs.mkdir(parents=True)
-    (theirs / "notes.txt").write_text("mine")
-    main(words(topics, bert_folder, out, *GLANCE))
-    assert (theirs / "notes.txt").read_text() == "mine" and [path.name for path in theirs.iterdir()] == ["notes.txt"]
-    assert len([path for path in (out / "models").iterdir() if path.is_dir()]) == 2
-
-
-def test_the_most_frequent_tag_is_that_of_most_words(tmp_path):
-    for name in ("train", "valid"):
-        line = {"tokens": ["red", "green", "dog", "runs"], "tags": ["A", "A", "A", "V"]}
-        other = {"tokens": ["runs"], "tags": ["V"]}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(other) + "\n")
-    files = TaskFiles(tmp_path / "train.jsonl", tmp_path / "valid.jsonl", kind="tokens", metric="accuracy")
-    assert read_task(files).baseline == 3 / 5
-
-
-def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folder, tmp_path, capsys):
-    twin = shutil.copytree(bert_folder, tmp_path / "twin")
-    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
-    assert "left out, it has the same weights as" in capsys.readouterr().out
-
-
 def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     options = Namespace(suite=Namespace(read=dict), training=Namespace(max_seq_length=32))
     encoder = Namespace(name="alibi", origin="loaded: 3 weights", max_length=16, fingerprint="a")
@@ -463,36 +296,6 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     ]
 
 
-def test_a_dry_run_of_finished_runs_says_what_was_read(topics, bert_folder, tmp_path, capsys):
-    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run")
-    main(command[:-1])
-    capsys.readouterr()
-    main(command)
-    said = capsys.readouterr().out
-    assert "0 of 1 runs to do" in said and "  topics: valid: animal 4, colour 8, other 9" in said
-
-
-def test_a_mended_tokenizer_is_another_encoder(topics, bert_folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = words(topics, bert_folder, out, *GLANCE, "--dry-run")
-    main(command[:-1])
-    main(command)
-    settings = bert_folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({"do_lower_case": False}))
-    main(command)
-    assert [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("plan:")] == [
-        "1 of 1 runs to do",
-        "0 of 1 runs to do",
-        "1 of 1 runs to do",
-    ]
-
-
-def test_the_training_file_as_valid_file_is_told(topics):
-    path = topics / "train.jsonl"
-    assert not any("same file" in fact for fact in read_task(TaskFiles(path, topics / "valid.jsonl")).facts)
-    assert "valid: WARNING, the same file as train" in " ".join(read_task(TaskFiles(path, path)).facts)
-
-
 def test_rows_that_are_cut_are_counted(topics, bert_folder, tmp_path, capsys):
     out, long = tmp_path / "out", " ".join(["red cat"] * 20)
     for name, count in (("train", 3), ("new", 2)):
@@ -504,8 +307,7 @@ def test_rows_that_are_cut_are_counted(topics, bert_folder, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "warning: topics, train: 3 of 67 rows are longer than 16 pieces and are cut\n" in said
     assert "topics, valid:" not in said
-    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl")]
-         + ["--output", str(tmp_path / "told.csv")])  # fmt: skip
+    predict(model_of(out), topics / "new.jsonl", tmp_path / "told.csv")
     assert "new.jsonl: 2 of 11 rows are longer than 16 pieces and are cut\n" in capsys.readouterr().err
 
 
@@ -517,3 +319,125 @@ def test_f1_of_two_labels_names_the_positive_one_in_table_and_card(topics, bert_
     assert "classification, f1 of 'other'; text from text" in capsys.readouterr().out
     assert "| topics | f1 of 'other' |" in (tmp_path / "out" / "table.md").read_text()
     assert "| score (f1 of 'other') |" in (model_of(tmp_path / "out") / "README.md").read_text()
+
+
+QUICK = ["--lr", "1e-2", "--batch-size", "16", "--epochs", "2", "--seeds", "1"]
+
+
+def tuned(folder, ending, load, *more):
+    """Train on train.ENDING, score valid.ENDING; return the row of runs.jsonl, predictions and the model's folder."""
+    out = folder / "out"
+    files = ["--train", folder / f"train{ending}", "--valid", folder / f"valid{ending}"]
+    main([str(word) for word in (*files, "--load", load, "--output-dir", out, *QUICK, *more)])
+    (row,) = rows(out)
+    return row, [json.loads(prediction) for prediction in stored_predictions(out, row)[2]], model_of(out)
+
+
+@pytest.fixture
+def tagged(tmp_path):
+    """Sentences of the encoders' words in CoNLL's layout: colours and animals are entities of one word or two."""
+    draw = random.Random(2)
+    for name, count in (("train", 64), ("valid", 12)):
+        sentences = []
+        for _ in range(count):
+            words = [draw.choice(WORDS) for _ in range(draw.randrange(2, 30))]
+            kinds = [("COLOUR", "ANIMAL", None)[WORDS.index(word) // 3] for word in words]
+            before = [None, *kinds]
+            tags = ["O" if k is None else f"{'I' if k == b else 'B'}-{k}" for k, b in zip(kinds, before, strict=False)]
+            sentences.append(conll_text(words, tags))
+        (tmp_path / f"{name}.conll").write_text("-DOCSTART- O\n\n" + "".join(sentences))
+    return tmp_path
+
+
+def test_tags_are_kept_predicted_and_written_as_conll(tagged, bert_folder, capsys):
+    row, stored, folder = tuned(tagged, ".conll", bert_folder)
+    assert "tokens, seqeval; text from tokens, label from tags" in capsys.readouterr().out
+    assert row["metric"] == "seqeval" and row["dev_examples"] == 12
+    valid = [row.cells for row in read_rows(str(tagged / "valid.conll"))]
+    (tagged / "words.conll").write_text("\n\n".join("\n".join(cells["tokens"]) for cells in valid))
+    told = predict(folder, tagged / "words.conll", tagged / "told.conll")
+    expected = [{"tokens": cells["tokens"], "tags": tags} for cells, tags in zip(valid, stored, strict=True)]
+    assert [row.cells for row in read_rows(str(told))] == expected
+    model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    (short, tags) = next((c["tokens"], t) for c, t in zip(valid, stored, strict=True) if len(c["tokens"]) < 10)
+    ids = torch.tensor([[2, *(5 + WORDS.index(word) for word in short), 3]])
+    logits = model(ids).logits[0, 1:-1]
+    assert [model.config.id2label[number] for number in logits.argmax(dim=-1).tolist()] == tags
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
+def test_tags_of_a_checkpoint_of_ours(tagged, checkpoint_folder):
+    """It knows 16 positions: longer sentences are several rows, when it learns and when it predicts."""
+    _, stored, folder = tuned(tagged, ".conll", checkpoint_folder, "--metric", "macro-f1")
+    assert main(["--report", str(tagged / "out"), "--output-dir", str(tagged / "again")]) == 0
+    assert (tagged / "again" / "table.md").read_text() == (tagged / "out" / "table.md").read_text()
+    told = predict(folder, tagged / "valid.conll", tagged / "told.jsonl")
+    assert [json.loads(line)["prediction"] for line in told.read_text().splitlines()] == stored
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Questions for the animal in SQuAD's layout; every third has no answer."""
+    draw = random.Random(3)
+    for name, count in (("train", 48), ("valid", 9)):
+        paragraphs = []
+        for number in range(count):
+            words = [draw.choice(WORDS[:3] + WORDS[6:]) for _ in range(draw.randrange(2, 30))]
+            words[0] = draw.choice(WORDS[3:6]) if number % 3 else words[0]
+            answers = [{"text": words[0], "answer_start": 0}] if number % 3 else []
+            question = {"id": f"{name}-{number}", "question": "sleeps", "answers": answers}
+            paragraphs.append({"context": " ".join(words), "qas": [question]})
+        (tmp_path / f"{name}.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
+def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpoint_folder, capsys):
+    row, stored, folder = tuned(asked, ".json", checkpoint_folder, "--metric", "exact-match", "--name", "squad")
+    printed = capsys.readouterr().out
+    assert "qa, exact-match; text from question + context, label from answers" in printed
+    assert "train: no answer 16" in printed
+    assert row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
+    assert f"| squad | f1 | {100 * row['beside']['f1']:.2f} |" in printed
+    assert main(["--report", str(asked / "out"), "--output-dir", str(asked / "again")]) == 0
+    assert (asked / "again" / "table.md").read_text() == (asked / "out" / "table.md").read_text()
+    told = json.loads(predict(folder, asked / "valid.json", asked / "told.json").read_text())
+    assert told == {f"valid-{number}": answer for number, answer in enumerate(stored)}
+    said = r"told.conll: expected a name that ends in .jsonl, .csv, .tsv, .json$"
+    refused(said, predict, folder, asked / "valid.json", asked / "told.conll")
+
+
+COLOURS = {"красный", "rot", "赤い", "rouge"}
+FILLERS = ["дом", "Häuser", "ist", "は", "l'été", "и", "naïve", "家"]
+
+
+@pytest.fixture
+def multilingual(tmp_path):
+    """A checkpoint of ours with a SentencePiece model, and sentences of four languages with colours as entities."""
+    pytest.importorskip("sentencepiece")
+    draw = random.Random(4)
+    for name, count in (("train", 64), ("valid", 16)):
+        rows = [[draw.choice([*sorted(COLOURS), *FILLERS]) for _ in range(draw.randrange(2, 20))] for _ in range(count)]
+        tags = [["B-COLOUR" if word in COLOURS else "O" for word in words] for words in rows]
+        text = "".join(map(conll_text, rows, tags))
+        (tmp_path / f"{name}.conll").write_text(text, encoding="utf-8")
+    path = train_model(tmp_path / "m.model", [" ".join([*sorted(COLOURS), *FILLERS])] * 20)
+    return write_checkpoint(tmp_path / "run", build_tokenizer("SentencePiece", tokenizer_model=path), "ddrp")
+
+
+def test_words_of_any_language_through_sentencepiece(multilingual, tmp_path):
+    row, stored, folder = tuned(tmp_path, ".conll", multilingual, "--epochs", "5")
+    assert row["score"] > 0.8 > row["baseline"]
+    told = predict(folder, tmp_path / "valid.conll", tmp_path / "told.conll")
+    assert [row.cells["tags"] for row in read_rows(str(told))] == stored
+
+
+def test_training_takes_no_pipe(tmp_path):
+    os.mkfifo(tmp_path / "train.conll")
+    refused(r"train.conll: a pipe, but training reads its files several times", tuned, tmp_path, ".conll", "nowhere")
+
+
+def test_tags_that_name_no_entities_are_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "train.conll").write_text("runs VB\nthe DT\n")
+    (tmp_path / "valid.conll").write_text("runs VB\n")
+    refused(r"train.conll: tag 'DT', expected O, or B- or I- and a type", tuned, tmp_path, ".conll", "nowhere")

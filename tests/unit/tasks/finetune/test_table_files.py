@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import os
+import re
 import threading
 import tracemalloc
 
@@ -12,8 +13,9 @@ import pytest
 from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
 from megatron_ddrp.data.preprocess.records import parse_chunk
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.table_files import columns_of, conll_text, read_rows
+from tests.refusals import refused
+from tests.unit.tasks.conftest import POINTER
 
 ROWS = [{"text": "Rain, soon.", "label": "weather"}, {"text": 'She said "no"\n\u2028twice', "label": "talk"}]
 
@@ -33,11 +35,8 @@ def cells(path, columns=()):
 
 
 def fault(path, columns=()):
-    with pytest.raises(UserError) as caught:
-        list(read_rows(path, columns))
-    message = str(caught.value)
-    assert message.startswith(path) and "\n" not in message
-    return message.removeprefix(path)
+    error = refused(f"^{re.escape(path)}", lambda: list(read_rows(path, columns)))
+    return str(error).removeprefix(path)
 
 
 def as_csv(rows):
@@ -47,18 +46,11 @@ def as_csv(rows):
 
 def test_json_lines(write):
     lines = "\n\n".join(json.dumps(row) for row in ROWS)
-    for name, pack in (
-        ("a.jsonl", bytes),
-        ("a.json", bytes),
-        ("a.jsonl.gz", gzip.compress),
-        ("a.json.bz2", bz2.compress),
-    ):
-        rows = list(read_rows(write(name, pack(lines.encode()))))
-        assert [row.cells for row in rows] == ROWS
-        assert [row.where.removeprefix(os.path.dirname(rows[0].where) + "/") for row in rows] == [
-            f"{name}, line 1",
-            f"{name}, line 3",
-        ]
+    packs = {"a.jsonl": bytes, "a.json": bytes, "a.jsonl.gz": gzip.compress, "a.json.bz2": bz2.compress}
+    for name, pack in packs.items():
+        path = write(name, pack(lines.encode()))
+        assert cells(path) == ROWS
+        assert [row.where for row in read_rows(path)] == [f"{path}, line 1", f"{path}, line 3"]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -91,10 +83,8 @@ def test_texts_and_tables_read_json_in_any_layout(write, layout, indent):
     assert [text for (text,) in iter_documents([path])] == [row["text"] for row in rows]
     for size in (1, 7, 40):
         with OpenInput(InputFile(path, path)) as opened:
-            found = [
-                text for chunk in iter_chunks(opened, ["text"], size) for (text,) in parse_chunk(chunk, ["text"])[0]
-            ]
-        assert found == [row["text"] for row in rows]
+            parts = [parse_chunk(chunk, ["text"])[0] for chunk in iter_chunks(opened, ["text"], size)]
+        assert [text for part in parts for (text,) in part] == [row["text"] for row in rows]
 
 
 def test_a_list_of_thousands_of_objects_is_read_in_parts(write):
@@ -145,9 +135,6 @@ def test_a_sign_that_begins_comments_elsewhere_is_a_token(write):
     assert [row["tags"] for row in found] == [["SYM", "X"], ["#"]]
 
 
-POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.conll", "a.txt", "a.conllu", "a.csv.gz"])
 def test_a_pointer_of_git_lfs_is_no_table(write, name):
     assert fault(write(name, POINTER)).startswith(": a pointer of Git LFS in place of the file: run git lfs install")
@@ -164,11 +151,8 @@ def test_csv_keeps_what_quotes_hold(write):
 
 def test_a_blank_line_between_rows_of_one_csv_column_is_an_empty_cell(write):
     rows = list(read_rows(write("a.csv", "text\none\n\ntwo\n\n\n")))
-    assert [(row.where[-6:], row.cells["text"]) for row in rows] == [
-        ("line 2", "one"),
-        ("line 3", ""),
-        ("line 4", "two"),
-    ]
+    found = [(row.where[-6:], row.cells["text"]) for row in rows]
+    assert found == [("line 2", "one"), ("line 3", ""), ("line 4", "two")]
 
 
 def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
@@ -177,8 +161,7 @@ def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
 
 
 def test_parquet(write, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"n": list(range(1300)), "tags": [["B-A", "O"]] * 1300, "text": [None, *["ü"] * 1299]}
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table(columns), path)
@@ -192,8 +175,7 @@ def test_parquet(write, tmp_path):
 
 
 def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, ["text", "label", "text"]), path)
     assert fault(path) == ": column 'text' is twice in the header; rename one"
@@ -215,9 +197,8 @@ def test_conll(write):
         path = write(name, CONLL)
         assert cells(path) == expected
         assert [row.where for row in read_rows(path)] == [f"{path}, line {line}" for line in (3, 7, 9)]
-    assert cells(write("b.conll", "New York\tO\n\u00a0x\u2028\tB-A\n")) == [
-        {"tokens": ["New York", "\u00a0x\u2028"], "tags": ["O", "B-A"]}
-    ]
+    found = cells(write("b.conll", "New York\tO\n\u00a0x\u2028\tB-A\n"))
+    assert found == [{"tokens": ["New York", "\u00a0x\u2028"], "tags": ["O", "B-A"]}]
     assert cells(write("c.conll", "only\ntokens\n\nhere\n")) == [{"tokens": ["only", "tokens"]}, {"tokens": ["here"]}]
     written = write("d.conll", "".join(conll_text(row["tokens"], row["tags"]) for row in expected))
     assert cells(written) == expected
@@ -236,25 +217,13 @@ def test_conllu_gives_words_and_parts_of_speech(write):
     assert fault(write("b.conllu", "EU B-ORG\n")).startswith(", line 1: 1 columns, expected the 10 of CoNLL-U")
 
 
-SQUAD = {
-    "version": "v2.0",
-    "data": [
-        {"title": "T", "paragraphs": []},
-        {
-            "title": "U",
-            "paragraphs": [
-                {
-                    "context": "Ada wrote it.",
-                    "qas": [
-                        {"id": "q1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}] * 2},
-                        {"id": "q2", "question": "When?", "answers": [], "is_impossible": True},
-                        {"id": "q3", "question": "Why?"},
-                    ],
-                }
-            ],
-        },
-    ],
-}
+QUESTIONS = [
+    {"id": "q1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}] * 2},
+    {"id": "q2", "question": "When?", "answers": [], "is_impossible": True},
+    {"id": "q3", "question": "Why?"},
+]
+ASKED = {"title": "U", "paragraphs": [{"context": "Ada wrote it.", "qas": QUESTIONS}]}
+SQUAD = {"version": "v2.0", "data": [{"title": "T", "paragraphs": []}, ASKED]}
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -273,6 +242,9 @@ def test_squad(write, indent):
 
 
 UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
+ONE_OBJECT = "; expected one object per line"
+ENDINGS = ".jsonl, .json, .ndjson, .csv, .tsv, .parquet, .conll, .txt, .conllu, or"
+LAYOUT = ", at or after its first question: another layout; expected SQuAD's"
 
 
 @pytest.mark.parametrize(
@@ -281,28 +253,16 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
         ("a.jsonl", "", ": no rows, expected at least one"),
         ("a.csv", "text,label\n", ": no rows, expected at least one"),
         ("a.conll", "-DOCSTART- O\n\n", ": no rows, expected at least one"),
-        (
-            "a.jsonl",
-            '{"a": 1}\n{"a": ',
-            ", line 2: not JSON (Expecting value at column 7); expected one object per line",
-        ),
+        ("a.jsonl", '{"a": 1}\n{"a": ', f", line 2: not JSON (Expecting value at column 7){ONE_OBJECT}"),
         ("a.jsonl", "3\n", ", line 1: a JSON int, expected one object per line"),
         ("a.json", '[{"a": 1}, 2]', ", row 2: a JSON int, expected one object per line"),
         ("a.jsonl", '{"a": "\\ud800"}', ", line 1: key 'a' has half a surrogate pair, which is not a character"),
-        (
-            "a.jsonl",
-            '{"a": 1}\n' + "[" * 100_000,
-            ", line 2: not JSON (nested too deeply); expected one object per line",
-        ),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 100_000, f", line 2: not JSON (nested too deeply){ONE_OBJECT}"),
         ("a.json", "[" * 100_000, ": not JSON (a list is not closed"),
         ("a.json", '[{"a": ' + "[" * 100_000, ": not JSON (maximum recursion depth exceeded"),
         ("a.json", '[{"a": 1}', ": not JSON (a list is not closed, or closed twice); mend it, or copy it again"),
         ("a.json", '[{"a": 1}]]', ": not JSON (a list is not closed, or closed twice"),
-        (
-            "a.json",
-            '[{"a": 1},\n{"a": 2',
-            ": not JSON (Expecting ',' delimiter: line 2 column 8 (char 18)); mend",
-        ),
+        ("a.json", '[{"a": 1},\n{"a": 2', ": not JSON (Expecting ',' delimiter: line 2 column 8 (char 18)); mend"),
         ("a.json", '[{"a": 1}] more', ": not JSON (Expecting value: line 1 column 12 (char 11))"),
         ("a.json", '{\n"a": 1\n}\n{\n"a":: 2\n}\n', ": not JSON (Expecting value: line 5 column 5 (char"),
         ("a.csv", "text,label\ra,x\rb,y\r", r": its lines end in \r alone; convert them: tr '\r' '\n'"),
@@ -329,17 +289,9 @@ UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
         ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
         ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),
         ("a.conll", "a O\nb X O\n", ", line 2: 3 columns, expected 2 as in the lines before: a token first, its tag"),
-        (
-            "a.json",
-            '{"data": [{"paragraphs": 1}]}',
-            ", at or after its first question: another layout; expected SQuAD's",
-        ),
+        ("a.json", '{"data": [{"paragraphs": 1}]}', LAYOUT),
         ("a.json", json.dumps(SQUAD).replace("Why?", "").replace("question", "Q"), ", at or after question q1: no key"),
-        (
-            "a.doc",
-            "",
-            ": expected a name that ends in .jsonl, .json, .ndjson, .csv, .tsv, .parquet, .conll, .txt, .conllu, or",
-        ),
+        ("a.doc", "", f": expected a name that ends in {ENDINGS}"),
     ],
 )
 def test_faults_name_file_and_line(write, name, content, expected):

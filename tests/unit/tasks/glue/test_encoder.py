@@ -1,23 +1,34 @@
-"""The same encoder out of a training checkpoint, one of its steps, and its export."""
+"""The same encoder out of a checkpoint, one of its steps and its export, and folders that hold none."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megatron_ddrp.checkpoint import choose_checkpoint
+from megatron_ddrp.checkpoint.folder import refuse_folders
+from megatron_ddrp.conversion.from_huggingface import read_folder
 from megatron_ddrp.conversion.model_code import SEQUENCE, SPAN, Labels
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, usual_rows
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import PADDING_SENSITIVE, _is_decoder
 from megatron_ddrp.encoders.rows import pad_batch
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.analysis.session import find_snapshots
+from megatron_ddrp.lab.compare.rows import open_rows
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.table_files import Example
-from megatron_ddrp.tasks.glue import TASKS
+from megatron_ddrp.tasks.glue import TASKS, read_examples
+from tests.refusals import refused
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
+from tests.unit.tasks.conftest import POINTER
 
+transformers = pytest.importorskip("transformers")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 
 
@@ -30,9 +41,6 @@ def hidden(encoder):
 
 
 def test_checkpoint_step_and_export_give_equal_states(checkpoint_folder, tmp_path):
-    pytest.importorskip("transformers")
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
     export_checkpoint(checkpoint_folder, tmp_path / "exported")
     first = load_encoder(checkpoint_folder)
     states, valid = hidden(first)
@@ -68,8 +76,6 @@ def test_random_weights_are_a_function_of_the_seed(checkpoint_folder):
 
 
 def test_the_fingerprint_follows_every_weight(checkpoint_folder):
-    from safetensors.torch import load_file, save_file
-
     before = load_encoder(checkpoint_folder).fingerprint
     path = checkpoint_folder / "iter_0000003" / "model.safetensors"
     weights = load_file(path)
@@ -100,20 +106,6 @@ def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_
     assert load_encoder(twin).fingerprint == first.fingerprint
 
 
-def test_a_run_without_a_checkpoint_is_refused(checkpoint_folder):
-    for file in ("latest", "iter_0000003/state.json", "iter_0000003/model.safetensors"):
-        (checkpoint_folder / file).unlink()
-    (checkpoint_folder / "iter_0000003").rmdir()
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        load_encoder(checkpoint_folder)
-
-
-def test_a_damaged_configuration_is_refused(checkpoint_folder):
-    (checkpoint_folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: not JSON"):
-        load_encoder(checkpoint_folder)
-
-
 def test_the_origin_says_what_was_loaded_missing_and_unused(bert_folder, checkpoint_folder):
     assert "missing: none; not used: " in load_encoder(bert_folder).origin
     assert "cls.predictions" in load_encoder(bert_folder).origin
@@ -121,32 +113,38 @@ def test_the_origin_says_what_was_loaded_missing_and_unused(bert_folder, checkpo
     assert "random in every run" in load_encoder(checkpoint_folder, random_init=True).origin
 
 
-def test_weights_of_another_model_are_refused(bert_folder):
-    from safetensors.torch import save_file
-
+def test_folders_that_hold_no_whole_model_are_refused(bert_folder, checkpoint_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused("neither a training checkpoint nor a Hugging Face folder", load_encoder, tmp_path / "empty")
+    vocabulary = (bert_folder / "vocab.txt").read_text()
+    (bert_folder / "vocab.txt").write_text(vocabulary + "more\n")
+    refused("15 pieces but its model embeds 14", load_encoder, bert_folder)
+    (bert_folder / "vocab.txt").write_text(vocabulary)
     save_file({"other.weight": torch.zeros(2)}, bert_folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="weights do not belong to its config"):
-        load_encoder(bert_folder)
+    refused("weights do not belong to its config", load_encoder, bert_folder)
+    settings = (checkpoint_folder / "config.json").read_text()
+    (checkpoint_folder / "config.json").write_text("{")
+    refused(r"config\.json: not JSON", load_encoder, checkpoint_folder)
+    (checkpoint_folder / "config.json").write_text(settings)
+    for file in ("latest", "iter_0000003/state.json", "iter_0000003/model.safetensors"):
+        (checkpoint_folder / file).unlink()
+    (checkpoint_folder / "iter_0000003").rmdir()
+    refused("holds no checkpoint", load_encoder, checkpoint_folder)
 
 
 def test_a_vocabulary_smaller_than_its_model_is_said_and_refused_in_a_run(bert_folder, checkpoint_folder):
-    import transformers
-
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    transformers.BertModel(transformers.BertConfig(vocab_size=900, **small)).save_pretrained(bert_folder)
+    transformers.BertModel(transformers.BertConfig(vocab_size=900, **SIZES)).save_pretrained(bert_folder)
     assert load_encoder(bert_folder).origin.startswith(f"warning: {bert_folder}: its tokenizer has 14 pieces but its")
     tokenizer = load_encoder(checkpoint_folder).tokenizer
     (checkpoint_folder / "fewer.txt").write_text("\n".join(tokenizer.pieces[:-1]))
     build_tokenizer("BertWordPieceLowerCase", checkpoint_folder / "fewer.txt").save(checkpoint_folder / "tokenizer")
-    with pytest.raises(UserError, match="its tokenizer has 13 pieces but its model embeds 14; put the vocabulary of"):
-        load_encoder(checkpoint_folder)
+    said = "its tokenizer has 13 pieces but its model embeds 14; put the vocabulary of"
+    refused(said, load_encoder, checkpoint_folder)
 
 
 @pytest.mark.parametrize("kind", ["Electra", "DistilBert", "Roberta", "DebertaV2"])
 def test_other_encoders_of_transformers(bert_folder, kind):
-    import transformers
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = SIZES
     if kind == "DistilBert":
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
     more = {"pad_token_id": 0} | ({"relative_attention": True, "pos_att_type": ["c2p"]} if kind == "DebertaV2" else {})
@@ -162,16 +160,13 @@ def test_other_encoders_of_transformers(bert_folder, kind):
 
 @pytest.mark.parametrize("kind", ["Data2VecText", "IBert", "RobertaPreLayerNorm", "Xmod", "Luke", "Esm"])
 def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind):
-    import transformers
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     more = {
         "Xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
         "Luke": {"entity_vocab_size": 5, "entity_emb_size": 8},
         "Esm": {"mask_token_id": 4},
     }.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=14, max_position_embeddings=10, pad_token_id=1, **sizes, **more
+        vocab_size=14, max_position_embeddings=10, pad_token_id=1, **SIZES, **more
     )
     getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
     encoder = load_encoder(bert_folder)
@@ -184,36 +179,20 @@ def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind
 
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
 def test_a_roberta_without_a_padding_is_refused(bert_folder, kind):
-    import transformers
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=14, max_position_embeddings=16, pad_token_id=0, **sizes)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=14, max_position_embeddings=16, pad_token_id=0, **SIZES)
     getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
     path = bert_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
-    with pytest.raises(UserError, match="pad_token_id is null in its config.json, and positions are counted from it"):
-        load_encoder(bert_folder)
-
-
-def test_a_decoder_is_refused(bert_folder):
-    import transformers
-
-    config = transformers.T5Config(vocab_size=14, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    transformers.T5Model(config).save_pretrained(bert_folder)
-    with pytest.raises(UserError, match="t5 is no encoder"):
-        load_encoder(bert_folder)
+    refused("pad_token_id is null in its config.json, and positions are counted from it", load_encoder, bert_folder)
 
 
 def test_xlnet_is_refused_for_the_place_of_its_cls(bert_folder):
-    from transformers import AutoConfig
-
-    AutoConfig.for_model("xlnet").save_pretrained(bert_folder)
-    with pytest.raises(UserError, match="^--load .*: xlnet has <cls> at the end of a row"):
-        load_encoder(bert_folder)
+    transformers.AutoConfig.for_model("xlnet").save_pretrained(bert_folder)
+    refused("^--load .*: xlnet has <cls> at the end of a row", load_encoder, bert_folder)
 
 
 CAUSAL = {
-    **{"gpt2": {}, "llama": {}, "gpt_neox": {}, "opt": {}, "gemma3_text": {}, "modernbert-decoder": {}},
+    **{"gpt2": {}, "llama": {}, "gpt_neox": {}, "opt": {}, "gemma3_text": {}, "modernbert-decoder": {}, "t5": {}},
     **{"bert": {"is_decoder": True}, "bert-generation": {"is_decoder": True}, "xlm": {"causal": True}},
 }
 BIDIRECTIONAL = {
@@ -225,19 +204,13 @@ BIDIRECTIONAL = {
 @pytest.mark.parametrize(("kind", "settings"), CAUSAL.items())
 def test_a_model_whose_pieces_see_only_earlier_ones_is_refused(bert_folder, kind, settings):
     """[CLS] comes first, so its state would be the same for every text. The weights are not even read."""
-    from transformers import AutoConfig
-
-    AutoConfig.for_model(kind, **settings).save_pretrained(bert_folder)
-    with pytest.raises(UserError, match=f"{kind} is no encoder; use a BERT") as refused:
-        load_encoder(bert_folder)
-    assert "\n" not in str(refused.value)
+    transformers.AutoConfig.for_model(kind, **settings).save_pretrained(bert_folder)
+    refused(f"{kind} is no encoder; use a BERT", load_encoder, bert_folder)
 
 
 def test_encoders_with_a_causal_head_in_transformers_are_no_decoders():
-    from transformers import AutoConfig
-
     kinds = BIDIRECTIONAL.items()
-    assert not [kind for kind, settings in kinds if _is_decoder(AutoConfig.for_model(kind, **settings))]
+    assert not [kind for kind, settings in kinds if _is_decoder(transformers.AutoConfig.for_model(kind, **settings))]
 
 
 FNET = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 16}
@@ -251,13 +224,11 @@ SIZES_OF_FAMILIES = {
 
 @pytest.mark.parametrize("kind", [*PADDING_SENSITIVE, "bert"])
 def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind):
-    from transformers import AutoConfig, AutoModel
-
     torch.manual_seed(0)
     if kind != "bert":
-        config = AutoConfig.for_model(kind, vocab_size=14, pad_token_id=0, **SIZES_OF_FAMILIES[kind])
+        config = transformers.AutoConfig.for_model(kind, vocab_size=14, pad_token_id=0, **SIZES_OF_FAMILIES[kind])
         config.initializer_range, config.architectures = 0.3, ["FunnelModel"]  # Funnel has two encoders
-        AutoModel.from_config(config).save_pretrained(bert_folder)
+        transformers.AutoModel.from_config(config).save_pretrained(bert_folder)
     encoder = load_encoder(bert_folder)
     examples = [Example(("red cat runs sings dog",), 0), Example(("red cat runs sings dog blue green bird",), 0)]
     rows = KINDS["classification"].encode(TASKS["RTE"], examples, encoder.tokenizer, 16)
@@ -277,15 +248,19 @@ def test_families_whose_states_depend_on_padding_are_warned_of(bert_folder, kind
 def test_a_pair_of_a_run_like_roberta_has_two_separators(tmp_path, segments, first, expected):
     """As its export has."""
     last = {"<s>": "</s>", "[CLS]": "[SEP]"}[first]
-    from transformers import AutoTokenizer
-
     (tmp_path / "vocab.txt").write_text(f"<pad>\n<unk>\n{first}\n{last}\n<mask>\nred\ncat\n")
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
     tokenizer.settle_rows(segments)
     assert tokenizer.rows == usual_rows(2, 3, expected == 2)
     (tmp_path / "out").mkdir()
     write_tokenizer(tokenizer, tmp_path / "out", 16, segments)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("red", "cat")["input_ids"] == [2, 5, *[3] * expected, 6, 3]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("red", "cat")["input_ids"] == [
+        2,
+        5,
+        *[3] * expected,
+        6,
+        3,
+    ]
 
 
 def test_a_run_in_the_style_of_roberta_has_two_separators_between_texts(tmp_path):
@@ -296,9 +271,7 @@ def test_a_run_in_the_style_of_roberta_has_two_separators_between_texts(tmp_path
 
 
 def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_folder):
-    from transformers import BertModel
-
-    BertModel.from_pretrained(bert_folder).half().save_pretrained(bert_folder)
+    transformers.BertModel.from_pretrained(bert_folder).half().save_pretrained(bert_folder)
     loaded, drawn = load_encoder(bert_folder), load_encoder(bert_folder, random_init=True)
     device = torch.device("cpu")
     headed = loaded.family_model(loaded.fresh(1, device), SEQUENCE, Labels(("a", "b"), None))
@@ -320,3 +293,92 @@ def test_random_encoders_of_equal_shapes_and_other_settings_are_two(bert_folder)
     path = bert_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "relu"}))
     assert load_encoder(bert_folder, random_init=True).fingerprint != first
+
+
+@pytest.mark.parametrize("written", [{}, {"model_type": None}, {"model_type": 5}, {"model_type": ""}])
+def test_a_configuration_without_its_model_type_is_named(bert_folder, written):
+    path = bert_folder / "config.json"
+    values = json.loads(path.read_text())
+    del values["model_type"]
+    path.write_text(json.dumps(values | written))
+    for read in (load_encoder, read_folder, lambda folder: find_snapshots([folder], every=False)):
+        refused(r"config\.json: model_type (is missing|is (None|5|'')), expected the name", read, bert_folder)
+
+
+def wrapped(folder, bert, name):
+    """Write a folder of others around the folder of a model; return the path of the model inside."""
+    place = folder / {"pooling": "0_Transformer", "trainer": "checkpoint-1000", "task": "models/a"}.get(name, "")
+    if name == "cache":
+        place = folder / "snapshots" / "1f"
+        shutil.copytree(bert, folder / "snapshots" / "9a")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("1f")
+    shutil.copytree(bert, place, dirs_exist_ok=True)
+    if name == "pooling":
+        (folder / "modules.json").write_text("[]")
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text('{"word_embedding_dimension": 16}')
+    if name == "trainer":
+        shutil.copytree(bert, folder / "checkpoint-200")
+    return place
+
+
+@pytest.mark.parametrize("name", ["pooling", "trainer", "task", "cache"])
+def test_a_folder_around_a_model_names_the_one_inside(bert_folder, tmp_path, name):
+    outer = tmp_path / name
+    place = wrapped(outer, bert_folder, name)
+    readers = (
+        *(load_encoder, read_folder, choose_checkpoint, lambda folder: find_snapshots([folder], every=False)),
+        *(lambda folder: refuse_folders(tmp_path / "save", folder), lambda folder: load_encoder(folder.parent)),
+    )
+    for read in readers[: 6 if name == "cache" else 5]:
+        if name == "cache" and read is readers[5]:
+            outer = outer.rename(outer.with_name("models--org--bert"))
+            place = outer / "snapshots" / "1f"
+        refused(re.escape(f"give a folder inside it that holds a model, such as {place}"), read, outer)
+
+
+FORMS = {
+    "adapter_config.json": "an adapter (LoRA, PEFT) without its model",
+    "checkpoint-9/adapter_config.json": "an adapter (LoRA, PEFT) without its model",
+    "tf_model.h5": "weights of TensorFlow",
+    "bert_model.ckpt.index": "weights of TensorFlow",
+    "flax_model.msgpack": "weights of Flax",
+    "onnx/model_quantized.onnx": "a model in ONNX",
+    "m.Q4.gguf": "weights in GGUF",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_folder_with_a_model_in_another_form_says_which(bert_folder, name, has_config):
+    (bert_folder / "model.safetensors").unlink()
+    if not has_config:
+        (bert_folder / "config.json").unlink()
+    (bert_folder / name).parent.mkdir(exist_ok=True)
+    (bert_folder / name).write_text("{}")
+    for read in (load_encoder, read_folder):
+        refused(re.escape(f"it holds {FORMS[name]}"), read, bert_folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.txt", "tokenizer_config.json", "model.safetensors", "pickle"])
+def test_a_pointer_of_git_lfs_in_a_folder_is_named(bert_folder, name):
+    name = "pytorch_model.bin" if name == "pickle" else name
+    if name == "pytorch_model.bin":
+        (bert_folder / "model.safetensors").unlink()
+    (bert_folder / name).write_text(POINTER)
+    for read in (load_encoder, read_folder):
+        refused(f"{name}: a pointer of Git LFS in place of the file: run git lfs install", read, bert_folder)
+
+
+def test_a_pointer_of_git_lfs_in_a_run_is_named(checkpoint_folder):
+    for name in ("tokenizer/vocab.txt", "iter_0000003/model.safetensors", "iter_0000003/state.json"):
+        (checkpoint_folder / name).write_text(POINTER)
+        refused("a pointer of Git LFS in place of the file: run git lfs install", load_encoder, checkpoint_folder)
+
+
+def test_a_pointer_of_git_lfs_in_place_of_rows_is_named(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(POINTER)
+    for read in (open_rows, lambda path: read_examples(TASKS["CoLA"], path, path.read_bytes())):
+        refused("rows.jsonl: a pointer of Git LFS in place of the file", read, rows)

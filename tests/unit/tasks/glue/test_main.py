@@ -1,28 +1,21 @@
-"""The command, end to end on a tiny task and encoder."""
+"""The command, end to end on tiny tasks and encoders, and its submission."""
 
 import csv
 import json
 import shutil
-import subprocess
-import sys
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_ddrp.encoders.encoder import load_encoder
-from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue import main, parse_arguments
+from megatron_ddrp.tasks.glue import TASKS, main, parse_arguments, write_test_predictions
+from tests.refusals import refused
+from tests.unit.tasks.conftest import arguments, rows
 
 MNLI_LABELS = {"contradiction", "entailment", "neutral"}
-
-
-def arguments(glue_dir, folder, out, *more):
-    words = ["--tasks", "CoLA", "--data-dir", str(glue_dir), "--load", str(folder), "--output-dir", str(out)]
-    return [*words, "--grid", "quick", "--seeds", "2", "--lr", "1e-2", "--batch-size", "8", "--epochs", "10", *more]
-
-
-def rows(out):
-    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
 
 
 def test_runs_are_recorded_and_not_repeated(glue_dir, bert_folder, tmp_path, capsys):
@@ -48,53 +41,34 @@ def test_runs_are_recorded_and_not_repeated(glue_dir, bert_folder, tmp_path, cap
     assert (out / "table.json").is_file()
 
 
-def test_random_weights_are_runs_of_their_own(glue_dir, bert_folder, tmp_path):
-    out = tmp_path / "out"
-    for more in ([], ["--random-init"]):
-        main(arguments(glue_dir, bert_folder, out, "--epochs", "1", *more))
-    assert [row["load"] for row in rows(out)] == [str(bert_folder)] * 2 + [f"{bert_folder}, random weights"] * 2
-    assert len({row["encoder"] for row in rows(out)}) == 2
-
-
 def test_bad_data_stops_before_the_encoder_is_loaded(glue_dir, tmp_path):
     path = glue_dir / "CoLA" / "dev.tsv"
     path.write_text("made\t2\t\tred cat runs\n")
-    with pytest.raises(UserError, match=r"dev\.tsv, line 1: label '2', expected one of 0, 1"):
-        main(arguments(glue_dir, tmp_path / "no-such-encoder", tmp_path / "out"))
-
-
-def test_a_foreign_folder_is_refused(glue_dir, tmp_path):
-    with pytest.raises(UserError, match="neither a training checkpoint nor a Hugging Face folder"):
-        main(arguments(glue_dir, tmp_path, tmp_path / "out"))
-
-
-def test_a_tokenizer_larger_than_its_model_is_refused(glue_dir, bert_folder, tmp_path):
-    with (bert_folder / "vocab.txt").open("a") as stream:
-        stream.write("more\n")
-    with pytest.raises(UserError, match="15 pieces but its model embeds 14"):
-        main(arguments(glue_dir, bert_folder, tmp_path / "out"))
+    said = r"dev\.tsv, line 1: label '2', expected one of 0, 1"
+    refused(said, main, arguments(glue_dir, tmp_path / "no-such-encoder", tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [["--seeds", "0"], ["--lr", "-1"], ["--tasks", "XNLI"], ["--grid", "large"], ["--max-seq-length", "4"]]
-    + [["--layerwise-lr-decay", "1.5"], ["--workers", "0"], ["--bf16", "--fp16"], ["--max-train-examples", "0"]],
+    ("wrong", "words"),
+    [
+        (["--seeds", "0"], "--seeds"),
+        (["--lr", "-1"], "--lr"),
+        (["--tasks", "XNLI"], "--tasks"),
+        (["--grid", "large"], "--grid"),
+        (["--max-seq-length", "4"], "--max-seq-length"),
+        (["--layerwise-lr-decay", "1.5"], "--layerwise-lr-decay"),
+        (["--workers", "0"], "--workers"),
+        (["--bf16", "--fp16"], "--fp16"),
+        (["--max-train-examples", "0"], "--max-train-examples"),
+        (["--start-from-task", "MNLI"], "MNLI: --tasks must name at least one of RTE, MRPC, STS-B"),
+    ],
 )
-def test_wrong_arguments_exit_with_2(glue_dir, tmp_path, wrong):
-    with pytest.raises(UserError) as stopped:
-        parse_arguments(arguments(glue_dir, tmp_path, tmp_path, *wrong))
-    assert stopped.value.exit_code == 2 and "\n" not in str(stopped.value)
+def test_wrong_arguments_exit_with_2(glue_dir, tmp_path, wrong, words):
+    assert refused(words, parse_arguments, arguments(glue_dir, tmp_path, tmp_path, *wrong)).exit_code == 2
 
 
-def test_the_command_line_needs_no_torch():
-    code = "import sys\nfrom megatron_ddrp.tasks.glue import parse_arguments\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_data_or_encoder_the_command_says_so():
-    with pytest.raises(UserError, match="--data-dir is needed") as stopped:
-        parse_arguments(["--output-dir", "out", "--load", "x"])
-    assert stopped.value.exit_code == 2
+def test_without_data_the_command_says_so():
+    assert refused("--data-dir is needed", parse_arguments, ["--output-dir", "out", "--load", "x"]).exit_code == 2
 
 
 def recomputed(out, row):
@@ -118,18 +92,36 @@ def recomputed(out, row):
     return scores
 
 
-def test_scores_can_be_recomputed_from_the_predictions(three_tasks, bert_folder, tmp_path):
-    out = tmp_path / "out"
-    tasks = ["--tasks", "CoLA", "STS-B", "MNLI"]
-    main(arguments(three_tasks, bert_folder, out, "--seeds", "1", *tasks))
-    cola, sts, mnli = rows(out)
-    assert recomputed(out, cola) == {"dev": cola["score"]}
-    assert recomputed(out, sts) == {"dev": pytest.approx(sts["score"], abs=1e-12)}
-    assert recomputed(out, mnli) == {"dev_matched": mnli["score"], **mnli["other_scores"]}
-    assert cola["epoch_scores"][-1] == cola["score"]
-    assert cola["epoch_scores"][cola["best_epoch"] - 1] == cola["best_epoch_score"] == max(cola["epoch_scores"])
+def test_scores_follow_from_the_predictions_and_the_submission_has_glues_format(
+    three_tasks, bert_folder, tmp_path, capsys
+):
+    out, tasks = tmp_path / "out", ["--tasks", "CoLA", "STS-B", "MNLI"]
+    main(arguments(three_tasks, bert_folder, out, "--epochs", "2", *tasks, "--predict-test"))
+    wanted = "the server also wants RTE.tsv, MRPC.tsv, SST-2.tsv, QNLI.tsv, QQP.tsv, AX.tsv, WNLI.tsv"
+    assert wanted in capsys.readouterr().out
+    for row in rows(out):
+        expected = {list(recomputed(out, row))[0]: row["score"], **row.get("other_scores", {})}
+        assert recomputed(out, row) == pytest.approx(expected, rel=0, abs=1e-12 if row["task"] == "STS-B" else 0)
+        assert len(expected) == 1 + (row["task"] == "MNLI")
+        assert row["epoch_scores"][-1] == row["score"]
+        assert row["epoch_scores"][row["best_epoch"] - 1] == row["best_epoch_score"] == max(row["epoch_scores"])
+    labels = {"CoLA.tsv": {"0", "1"}, "MNLI-m.tsv": MNLI_LABELS, "MNLI-mm.tsv": MNLI_LABELS, "STS-B.tsv": None}
+    files = archived(out / "submission")
+    assert sorted(files) == sorted(labels)
+    for name, text in files.items():
+        assert text == (out / "submission" / name).read_bytes()
+        header, *lines = (line.split("\t") for line in text.decode().splitlines())
+        assert header == ["index", "prediction"]
+        assert [line[0] for line in lines] == [str(index) for index in range(13)]
+        if labels[name]:
+            assert {line[1] for line in lines} <= labels[name]
+        else:
+            assert all(0 <= float(line[1]) <= 5 for line in lines)
+    best = max((row for row in rows(out) if row["task"] == "MNLI"), key=lambda row: row["score"])
+    assert json.loads((out / "submission" / "MNLI.json").read_text())["dev_score"] == best["score"]
 
 
+@pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
 def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folder, checkpoint_folder, tmp_path, capsys):
     out = tmp_path / "out"
     tasks = ["--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI", "--epochs", "1"]
@@ -151,8 +143,7 @@ def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folde
     assert "1 of 4 runs to do" in capsys.readouterr().out and len(rows(out)) == 12
     shutil.rmtree(out / "models")
     reason = f"--start-from-task MNLI: the best run of {bert_folder}, MNLI-.*, kept no model in"
-    with pytest.raises(UserError, match=reason):
-        main(arguments(three_tasks, bert_folder, out, *more))
+    refused(reason, main, arguments(three_tasks, bert_folder, out, *more))
 
 
 def test_the_tables_show_the_settings_of_the_last_command_at_both_stages(three_tasks, bert_folder, tmp_path):
@@ -168,12 +159,6 @@ def test_the_tables_show_the_settings_of_the_last_command_at_both_stages(three_t
     assert [len(cell["scores"]) for cell in cells.values()] == [2, 2]
 
 
-def test_no_task_to_start_is_refused(glue_dir, bert_folder, tmp_path):
-    reason = "--start-from-task MNLI: --tasks must name at least one of RTE, MRPC, STS-B"
-    with pytest.raises(UserError, match=reason):
-        parse_arguments(arguments(glue_dir, bert_folder, tmp_path, "--start-from-task", "MNLI"))
-
-
 def test_a_dry_run_tells_runs_and_rows_and_writes_nothing(glue_dir, bert_folder, tmp_path, capsys):
     out = tmp_path / "out"
     main(arguments(glue_dir, bert_folder, out, "--dry-run", "--lr", "1e-3", "1e-2"))
@@ -186,97 +171,113 @@ def test_a_dry_run_tells_runs_and_rows_and_writes_nothing(glue_dir, bert_folder,
     assert not out.exists()
 
 
-def test_the_submission_has_glues_format(three_tasks, bert_folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    tasks = ["--tasks", "CoLA", "STS-B", "MNLI"]
-    words = arguments(three_tasks, bert_folder, out, "--epochs", "1", "--seeds", "2", *tasks, "--predict-test")
-    main(words)
-    assert (
-        "the server also wants RTE.tsv, MRPC.tsv, SST-2.tsv, QNLI.tsv, QQP.tsv, AX.tsv, WNLI.tsv"
-        in capsys.readouterr().out
-    )
-    expected = {"CoLA.tsv": {"0", "1"}, "MNLI-m.tsv": MNLI_LABELS, "MNLI-mm.tsv": MNLI_LABELS, "STS-B.tsv": None}
-    with zipfile.ZipFile(out / "submission" / "submission.zip") as archive:
-        assert sorted(archive.namelist()) == sorted(expected)
-        for name, labels in expected.items():
-            text = archive.read(name).decode()
-            assert text == (out / "submission" / name).read_text()
-            header, *lines = (line.split("\t") for line in text.splitlines())
-            assert header == ["index", "prediction"]
-            assert [line[0] for line in lines] == [str(index) for index in range(13)]
-            if labels:
-                assert {line[1] for line in lines} <= labels
-            else:
-                assert all(0 <= float(line[1]) <= 5 for line in lines)
-    best = max((row for row in rows(out) if row["task"] == "MNLI"), key=lambda row: row["score"])
-    assert json.loads((out / "submission" / "MNLI.json").read_text())["dev_score"] == best["score"]
-    main(words)
-    assert "test predictions [" not in capsys.readouterr().out
-
-
-def test_one_report_over_several_folders(glue_dir, bert_folder, tmp_path, capsys):
-    for number in "12":
-        main(arguments(glue_dir, bert_folder, tmp_path / number, "--epochs", "1", *["--random-init"] * (number == "2")))
-    main(["--report", str(tmp_path / "1"), str(tmp_path / "2"), "--output-dir", str(tmp_path / "both")])
-    text = (tmp_path / "both" / "table.md").read_text()
-    assert f"| {bert_folder} |" in text
-    assert f"| {bert_folder}, random weights |" in text
-    with pytest.raises(UserError, match="no runs.jsonl in it"):
-        main(["--report", str(tmp_path), "--output-dir", str(tmp_path / "both")])
-    (tmp_path / "2" / "runs.jsonl").write_text("")
-    with pytest.raises(UserError, match="2: no finished run in its runs.jsonl"):
-        main(["--report", str(tmp_path / "1"), str(tmp_path / "2"), "--output-dir", str(tmp_path / "both")])
-
-
-def test_several_checkpoints_stand_side_by_side(glue_dir, bert_folder, checkpoint_folder, tmp_path):
-    out = tmp_path / "out"
-    main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--load", str(bert_folder), str(checkpoint_folder)))
-    assert {row["load"] for row in rows(out)} == {str(bert_folder), str(checkpoint_folder)}
-    assert len(rows(out)) == 4
-
-
 def test_fp16_on_a_cpu_is_refused(glue_dir, bert_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    with pytest.raises(UserError, match="--fp16 needs a GPU; leave --fp16 out") as refused:
-        main(arguments(glue_dir, bert_folder, tmp_path / "out", "--fp16"))
-    assert refused.value.exit_code == 2
+    said = "--fp16 needs a GPU; leave --fp16 out"
+    error = refused(said, main, arguments(glue_dir, bert_folder, tmp_path / "out", "--fp16"))
+    assert error.exit_code == 2
 
 
-@pytest.mark.parametrize("epochs", ["1", "2"])
-def test_fewer_training_rows_than_a_batch(glue_dir, bert_folder, tmp_path, epochs, capsys):
-    out = tmp_path / "out"
-    words = arguments(glue_dir, bert_folder, out, "--epochs", epochs, "--seeds", "1", "--max-train-examples", "3")
-    main([*words, "--dry-run"])
+QUICK = ("--epochs", "1", "--seeds", "1", "--predict-test")
+
+
+def test_random_weights_are_another_encoder_and_one_report_covers_several_folders(glue_dir, bert_folder, tmp_path):
+    folders = [str(tmp_path / name) for name in "12"]
+    report = ["--report", *folders, "--output-dir", str(tmp_path / "both")]
+    for folder, more in zip(folders, ([], ["--random-init"]), strict=True):
+        main(arguments(glue_dir, bert_folder, folder, "--epochs", "1", *more))
+    loads = [str(bert_folder)] * 2 + [f"{bert_folder}, random weights"] * 2
+    found = [row for folder in folders for row in rows(Path(folder))]
+    assert [row["load"] for row in found] == loads and len({row["encoder"] for row in found}) == 2
+    main(report)
+    text = (tmp_path / "both" / "table.md").read_text()
+    assert all(f"| {load} |" in text for load in loads)
+    refused("no runs.jsonl in it", main, ["--report", str(tmp_path), *report[-2:]])
+    (tmp_path / "2" / "runs.jsonl").write_text("")
+    refused("2: no finished run in its runs.jsonl", main, report)
+
+
+def test_the_flags_of_training_reach_the_run(glue_dir, bert_folder, tmp_path, capsys):
+    """32 training rows are half as many steps as all 64, and 3, fewer than a batch, are one step per epoch."""
+    flags = ["--seeds", "1", "--epochs", "1", "--layerwise-lr-decay", "0.5", "--micro-batch-size", "3"]
+    command = arguments(glue_dir, bert_folder, tmp_path / "out", *flags, "--max-seq-length", "500")
+    for more in ([], ["--max-train-examples", "32"], ["--max-train-examples", "3", "--epochs", "2"]):
+        main([*command, *more])
+    found = rows(tmp_path / "out")
+    assert [(row["train_examples"], row["steps"]) for row in found] == [(64, 8), (32, 4), (3, 2)]
     assert "1 runs of 3 train, 21 dev" in capsys.readouterr().out
-    main(words)
-    assert [(row["train_examples"], row["steps"]) for row in rows(out)] == [(3, int(epochs))]
+    assert {(row["layerwise_lr_decay"], row["micro_batch_size"]) for row in found} == {(0.5, 3)}
+    assert {row["max_seq_length"] for row in found} == {load_encoder(bert_folder).max_length} != {500}
 
 
-def test_a_run_that_collapses_scores_0_and_says_so(glue_dir, bert_folder, tmp_path, capsys):
-    """Labels of one class: Matthews' correlation is 0/0 whatever is predicted."""
-    path = glue_dir / "CoLA" / "dev.tsv"
-    path.write_text("made\t1\t\tred cat runs\n" * 5)
+@pytest.fixture
+def other_folder(bert_folder, tmp_path):
+    """`bert_folder` with other weights."""
+    from transformers import BertForMaskedLM
+
+    folder = shutil.copytree(bert_folder, tmp_path / "other")
+    model = BertForMaskedLM.from_pretrained(folder)
+    torch.nn.init.normal_(model.bert.embeddings.word_embeddings.weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+def archived(folder):
+    with zipfile.ZipFile(folder / "submission.zip") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_server_gets_numbers_within_the_range_and_names_of_classes(tmp_path):
+    """STS-B's scores are 0 to 5; a row without a prediction gets 0."""
+    write_test_predictions(tmp_path / "STS-B.tsv", TASKS["STS-B"], np.array([-0.25, 2.5, 5.125, np.nan, np.inf]))
+    index, prediction = zip(
+        *(line.split("\t") for line in (tmp_path / "STS-B.tsv").read_text().splitlines()), strict=True
+    )
+    assert index == ("index", "0", "1", "2", "3", "4")
+    assert prediction[0] == "prediction" and [float(one) for one in prediction[1:]] == [0, 2.5, 5, 0, 5]
+    write_test_predictions(tmp_path / "RTE.tsv", TASKS["RTE"], np.array([1, 0]))
+    assert (tmp_path / "RTE.tsv").read_text() == "index\tprediction\n0\tnot_entailment\n1\tentailment\n"
+
+
+def test_a_second_encoder_gets_a_submission_of_its_own(three_tasks, bert_folder, other_folder, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--seeds", "1")) == 0
-    (row,) = rows(out)
-    assert (row["score"], row["undefined"], row["best_epoch_score"], row["epoch_scores"]) == (0.0, True, 0.0, [0.0])
-    assert "matthews 0.00 (undefined, counts as 0)" in capsys.readouterr().out
-    assert f"| {bert_folder} | 0.00 (1 undefined) |" in (out / "table.md").read_text()
-    assert main(["--report", str(out), "--output-dir", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again" / "table.md").read_text() == (out / "table.md").read_text()
+    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "CoLA", "STS-B"))
+    first, plain = archived(out / "submission"), out / "submission"
+    assert f"test predictions of {bert_folder}: written to {plain / 'submission.zip'};" in capsys.readouterr().out
+    main(arguments(three_tasks, other_folder, out, *QUICK, "--tasks", "STS-B"))
+    assert archived(plain) == first
+    (second,) = out.glob("submission-*")
+    assert list(archived(second)) == ["STS-B.tsv"] and archived(second)["STS-B.tsv"] != first["STS-B.tsv"]
+    told = f"{second / 'submission.zip'}; {plain} keeps those of another encoder"
+    assert f"test predictions of {other_folder}: written to {told}" in capsys.readouterr().out
+    owners = [json.loads((folder / "encoder.json").read_text()) for folder in (plain, second)]
+    assert [owner["name"] for owner in owners] == [str(bert_folder), str(other_folder)]
+    assert second.name == f"submission-{owners[1]['encoder']}"
+    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "MNLI"))
+    assert archived(plain).keys() == first.keys() | {"MNLI-m.tsv", "MNLI-mm.tsv"}
 
 
-def test_fewer_training_rows_are_runs_of_their_own(glue_dir, bert_folder, tmp_path):
+def test_tasks_that_start_from_another_share_the_submission(three_tasks, bert_folder, other_folder, tmp_path):
     out = tmp_path / "out"
-    for more in ([], ["--max-train-examples", "32"]):
-        main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--seeds", "1", *more))
-    assert [(row["train_examples"], row["steps"]) for row in rows(out)] == [(64, 8), (32, 4)]
+    tasks = ["--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI"]
+    loads = [str(bert_folder), str(other_folder)]
+    main(arguments(three_tasks, bert_folder, out, *QUICK, *tasks, "--load", *loads))
+    folders = list(out.glob("submission*"))
+    assert len(folders) == 2
+    for folder in folders:
+        assert sorted(archived(folder)) == ["CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "STS-B.tsv"]
+    assert {json.loads((folder / "encoder.json").read_text())["name"] for folder in folders} == set(loads)
 
 
-def test_the_flags_of_training_reach_the_run(glue_dir, bert_folder, tmp_path):
-    flags = {"--seeds": 1, "--epochs": 1, "--layerwise-lr-decay": 0.5, "--micro-batch-size": 3, "--max-seq-length": 500}
-    main(arguments(glue_dir, bert_folder, tmp_path / "out", *(str(word) for pair in flags.items() for word in pair)))
-    [row] = rows(tmp_path / "out")
-    assert (row["layerwise_lr_decay"], row["micro_batch_size"]) == (0.5, 3)
-    assert row["max_seq_length"] == load_encoder(bert_folder).max_length < 500
+def test_a_test_set_that_changed_is_predicted_anew(three_tasks, bert_folder, tmp_path, capsys):
+    out, path = tmp_path / "out", three_tasks / "CoLA" / "test.tsv"
+    command = arguments(three_tasks, bert_folder, out, *QUICK)
+    main(command)
+    assert "test predictions [1/1]" in capsys.readouterr().out
+    main(command)
+    assert "test predictions [" not in capsys.readouterr().out
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    main(command)
+    assert "test predictions [1/1]" in capsys.readouterr().out
+    assert len(archived(out / "submission")["CoLA.tsv"].splitlines()) == 8

@@ -1,41 +1,39 @@
-"""The table: medians, the best grid point, undefined scores, the average."""
+"""runs.jsonl, files of predictions, and the table: medians, grid points, undefined scores, intervals."""
+
+from __future__ import annotations
 
 import json
 import math
 import statistics
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.finetune import tables as figure
-from megatron_ddrp.tasks.finetune.runs import Items, TuningRun, best_cells, task_order
+from megatron_ddrp.tasks.finetune.metrics import drawn_rows
+from megatron_ddrp.tasks.finetune.options import Search
+from megatron_ddrp.tasks.finetune.runs import (
+    Items,
+    Point,
+    RunStore,
+    TuningRun,
+    best_cells,
+    read_predictions,
+    task_order,
+    write_predictions,
+)
 from megatron_ddrp.tasks.finetune.tables import all_tables, differences, gains, page, summary, write_report
-from megatron_ddrp.tasks.glue import GLUE, PAPER_ROWS, PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.glue import GLUE, PAPER_ROWS, PAPER_TASKS, TASKS, main
 from megatron_ddrp.tasks.statistics import student_interval
+from tests.refusals import refused
+from tests.unit.tasks.conftest import finished, scored_folder
 
 
 def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
-    return {
-        "task": task,
-        "batch_size": 16,
-        "lr": lr,
-        "epochs": 4,
-        "seed": seed,
-        "max_seq_length": 128,
-        "encoder": "e" * 16,
-        "data": "d" * 16,
-        "load": load,
-        "metric": TASKS[task].metric,
-        "score": score or 0.0,
-        "undefined": score is None,
-        "best_epoch_score": score or 0.0,
-        "train_examples": 2490,
-        "dev_examples": 277,
-        "micro_batch_size": 8,
-        "layerwise_lr_decay": 1.0,
-        "precision": "fp32",
-        "max_train_examples": None,
-        **more,
-    }
+    run = TuningRun(task, 16, lr, 4, seed, 128, encoder="e" * 16, data="d" * 16, micro_batch_size=8)
+    row = asdict(run) | {"load": load, "metric": TASKS[task].metric, "score": score or 0.0, "undefined": score is None}
+    return row | {"best_epoch_score": score or 0.0, "train_examples": 2490, "dev_examples": 277} | more
 
 
 def table(rows):
@@ -108,10 +106,8 @@ def test_the_average_needs_all_eight_tasks():
 
 def test_new_weights_in_an_old_folder_are_another_row():
     cells = best_cells([row(), row(score=0.7, encoder="f" * 16)])
-    assert {name: tasks["RTE"].median for name, tasks in cells.items()} == {
-        "base (eeeeeeee)": 0.5,
-        "base (ffffffff)": 0.7,
-    }
+    medians = {name: tasks["RTE"].median for name, tasks in cells.items()}
+    assert medians == {"base (eeeeeeee)": 0.5, "base (ffffffff)": 0.7}
 
 
 def test_one_encoder_under_two_paths_is_one_row():
@@ -145,10 +141,9 @@ def test_averages_of_8_and_9_columns_are_never_mixed():
     assert GLUE.means(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
     rows = [{k: v for k, v in row.items() if k != "other_scores"} for row in full()]
     assert GLUE.means(best_cells(rows)["base"])["average of 9"] is None
-    assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in table(
-        full()
-    )
-    assert "| base | MNLI (mean of both) | accuracy | 80.00 |" in table(full())
+    text = table(full())
+    assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in text
+    assert "| base | MNLI (mean of both) | accuracy | 80.00 |" in text
 
 
 def test_averages_are_those_of_medians_over_the_seeds():
@@ -159,9 +154,8 @@ def test_averages_are_those_of_medians_over_the_seeds():
         for seed, (score, other) in by_seed.items()
         for one in full(seed)
     ]
-    assert GLUE.means(best_cells(rows)["base"]) == pytest.approx(
-        {"average of 8": 0.3, "average of 9": (8 * 0.3 + 0.65) / 9}
-    )
+    expected = {"average of 8": 0.3, "average of 9": (8 * 0.3 + 0.65) / 9}
+    assert GLUE.means(best_cells(rows)["base"]) == pytest.approx(expected)
 
 
 def test_a_grid_point_with_all_its_seeds_beats_a_lucky_single_one():
@@ -342,9 +336,239 @@ def test_encoders_with_other_files_are_not_compared_in_silence():
     rows = [row(score=0.5, seed=seed, data="a") for seed in (1, 2)]
     alike = [row(score=0.6, seed=seed, data="a", load="new", encoder="f") for seed in (1, 2)]
     unlike = [one | {"data": "b"} for one in alike]
-    assert len(differences(best_cells(rows + alike), Items(GLUE))) == 1 and "are not comparable" not in table(
-        rows + alike
-    )
+    assert len(differences(best_cells(rows + alike), Items(GLUE))) == 1
+    assert "are not comparable" not in table(rows + alike)
     assert "| base | new | 1 | 2 | -10.00 | equal seeds: no spread |\n" in table(rows + alike)
     assert not differences(best_cells(rows + unlike), Items(GLUE))
     assert "RTE: new had other files, labels or another metric than base" in table(rows + unlike)
+
+
+ROWS = 60
+LABELS = np.arange(ROWS) % 2.0
+
+
+def predictions(right, first_seed):
+    """Return the predictions of three seeds, each right in about the given share of the rows."""
+    draws = [np.random.default_rng(seed).random(ROWS) for seed in range(first_seed, first_seed + 3)]
+    return [np.where(draw < right, LABELS, 1 - LABELS) for draw in draws]
+
+
+SIDES = {"good": predictions(0.9, 0), "alike": predictions(0.9, 3), "bad": predictions(0.3, 6)}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Return output folder → runs of three encoders on RTE: two are right in 90 % of the rows, one in 30 %."""
+    folders = [scored_folder(tmp_path / name, found, "RTE", encoder=name) for name, found in SIDES.items()]
+    return {folder: RunStore(folder / "runs.jsonl") for folder in folders}
+
+
+def shares(name):
+    """Return the share of right rows of each seed in each sample, `[seeds, samples]`, row by row."""
+    drawn = drawn_rows("RTE", ROWS)
+    return np.array([[np.repeat(found == LABELS, counts).mean() for counts in drawn] for found in SIDES[name]])
+
+
+def interval(samples):
+    return pytest.approx(np.quantile(samples, (0.025, 0.975)).tolist())
+
+
+def test_a_file_of_too_many_rows_has_no_interval(runs, monkeypatch):
+    cell = best_cells(row | {"folder": str(folder)} for folder, store in runs.items() for row in store)["good"]["RTE"]
+    assert Items(GLUE).of_cell(cell)
+    monkeypatch.setattr("megatron_ddrp.tasks.finetune.runs.MOST_RESAMPLED", ROWS - 1)
+    assert Items(GLUE).of_cell(cell) is None
+
+
+def test_the_table_has_intervals_over_items_and_words(runs, tmp_path):
+    text = write_report(runs, tmp_path / "out", GLUE)
+    numbers = json.loads((tmp_path / "out" / "table.json").read_text())
+    good, alike, bad = (shares(name) for name in SIDES)
+    cell = numbers["encoders"]["good"]["tasks"]["RTE"]
+    assert cell["over_items"] == interval(np.median(good, axis=0)) and cell["constant_guess"] == 0.5
+    same, far, _ = numbers["differences"]
+    assert same["over_items"] == interval((good - alike).mean(axis=0))
+    assert far["over_items"] == interval((good - bad).mean(axis=0))
+    assert [pair["judgement"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
+    assert "(below a constant guess) |" in text and text.count("below a constant guess") == 1
+    assert "| (constant guess) | 50.00 |" in text
+    assert ",better\n" in (tmp_path / "out" / "tables" / "differences.csv").read_text()
+
+
+def test_without_predictions_the_cells_stay_empty(runs, tmp_path):
+    folder = next(iter(runs))
+    row = next(iter(runs[folder]))
+    (folder / "predictions" / f"{TuningRun.of_row(row).name}.tsv").unlink()
+    write_report(runs, tmp_path / "out", GLUE)
+    numbers = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert [pair["over_items"] is None for pair in numbers["differences"]] == [True, True, False]
+    assert numbers["encoders"]["good"]["tasks"]["RTE"]["over_items"] is None
+    assert [pair["judgement"] for pair in numbers["differences"]] == ["not told apart", "better", "better"]
+
+
+def test_a_negative_correlation_is_below_a_constant_guess(tmp_path):
+    folder = scored_folder(tmp_path / "out", [1 - LABELS + 0.1 * LABELS], "STS-B")
+    rows = [row | {"folder": str(folder)} for row in RunStore(folder / "runs.jsonl")]
+    assert Items(GLUE).guess(best_cells(rows)["e"]["STS-B"]) == 0.0
+    assert "-100.00 (below a constant guess)" in write_report({folder: rows}, tmp_path / "table", GLUE)
+
+
+PREDICTIONS = [[0, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
+
+
+@pytest.fixture
+def out(tmp_path):
+    return scored_folder(tmp_path / "out", PREDICTIONS)
+
+
+def report(out, capsys):
+    """(exit code, standard error, table.md) of `--report`."""
+    code = main(["--report", str(out), "--output-dir", str(out.parent / "table")])
+    return code, capsys.readouterr().err, (out.parent / "table" / "table.md").read_text()
+
+
+def test_whole_lines_are_shown_with_and_without_sums(out, capsys):
+    """Earlier versions wrote no sums, and later ones a sum of the predictions."""
+    code, said, text = report(out, capsys)
+    assert (code, said) == (0, "") and "Damage" not in text
+    assert "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 | 0.00 to 100.00 | 57.74 | 3 | 1 |" in text
+    path = out / "runs.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    own = [{key: value for key, value in row.items() if key != "crc32"} for row in rows]
+    for more in ({}, {"predictions_crc32": "00000000"}):
+        path.write_text("".join(json.dumps(row | more) + "\n" for row in own))
+        assert report(out, capsys) == (0, "", text)
+
+
+def test_a_changed_line_is_left_out_and_named(out, capsys):
+    path = out / "runs.jsonl"
+    content = path.read_text()
+    assert '"score": 0.577' in content
+    path.write_text(content.replace('"score": 0.577', '"score": 0.977', 1))
+    code, said, text = report(out, capsys)
+    assert code == 1 and f"{path}, line 1: changed since it was written" in said and len(said.splitlines()) == 1
+    assert "| 2 | 1 |" in text and "## Damage found" in text
+
+
+def test_missing_predictions_cost_the_interval_and_half_a_line_is_none(out, capsys):
+    (path,) = (out / "predictions").glob("*-s1-*.tsv")
+    path.unlink()
+    with (out / "runs.jsonl").open("a") as stream:
+        stream.write('{"task": "Co')
+    code, said, text = report(out, capsys)
+    assert code == 0 and "| e | CoLA | matthews | 57.74 | 0.00 to 57.74 |" in text and "0.00 to 100.00" not in text
+    assert len(said.splitlines()) == 1 and "its last line is cut off" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("dev\t1\t", "dev\t7\t", "dev: row 7 is at the place of row 1"),
+        ("\tprediction\t", "\tguess\t", "its first line is"),
+        ("dev\t0\t0\t0", "dev\t0\tx\t0", "x"),
+        ("dev\t0\t0\t0", "dev\t0", "not enough values"),
+    ],
+)
+def test_damaged_predictions_are_refused(out, old, new, reason):
+    (path,) = (out / "predictions").glob("*-s1-*.tsv")
+    content = path.read_text()
+    assert old in content
+    with pytest.raises(ValueError, match=reason):
+        read_predictions(content.replace(old, new, 1).encode(), TASKS["CoLA"])
+
+
+@pytest.mark.parametrize("task", ["CoLA", "STS-B", "MNLI"])
+def test_predictions_are_read_as_they_were_written(tmp_path, task):
+    highest = 5.0 if task == "STS-B" else len(TASKS[task].labels) - 1
+    values = np.linspace(0, highest, 7) if task == "STS-B" else np.arange(7.0) % (highest + 1)
+    predicted = values[::-1].copy()
+    predicted[2] = np.nan
+    write_predictions(tmp_path / "x.tsv", TASKS[task], {"a": (values, predicted), "b": (values[:3], values[:3])})
+    found = read_predictions((tmp_path / "x.tsv").read_bytes(), TASKS[task])
+    assert list(found) == ["a", "b"]
+    np.testing.assert_array_equal(found["a"], (values, predicted))
+    np.testing.assert_array_equal(found["b"], (values[:3], values[:3]))
+
+
+RUN = TuningRun("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)
+
+
+def test_the_paper_runs_480_a_checkpoint():
+    assert len(Search().points) * Search().seeds * 8 == 480
+    assert Search(grid="quick").points == (Point(32, 3e-5, 4),)
+
+
+def test_finished_runs_are_found_again(tmp_path):
+    store = RunStore(tmp_path / "out" / "runs.jsonl")
+    assert RUN.name not in store
+    store.append(finished(RUN))
+    for known in (store, RunStore(store.path)):
+        assert RUN.name in known
+        for other in (replace(RUN, seed=2), replace(RUN, lr=2e-5), replace(RUN, encoder="ab"), replace(RUN, data="c")):
+            assert other.name not in known
+
+
+def test_an_unfinished_last_line_is_cut_off(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    RunStore(path).append(finished(RUN))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    store = RunStore(path)
+    assert len(store.rows) == 1
+    store.append(finished(replace(RUN, seed=2)))
+    assert [row["seed"] for row in RunStore(path)] == [1, 2]
+
+
+def test_a_foreign_line_is_named_and_left_alone(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"task": "RTE"}\n')
+    refused(r"runs\.jsonl, line 1: not a run", RunStore, path, tasks=TASKS)
+    assert path.read_text() == '{"task": "RTE"}\n'
+
+
+def test_lines_of_earlier_versions_count_an_undefined_score_as_0(tmp_path):
+    """They had null for it, left it out of the best epoch, and carried no sum."""
+    path = tmp_path / "runs.jsonl"
+    old = finished(RUN) | {"score": None, "best_epoch_score": None, "best_epoch": None, "epoch_scores": [None, None]}
+    del old["undefined"]
+    other = finished(replace(RUN, seed=2)) | {"score": -0.1, "best_epoch_score": -0.1, "epoch_scores": [-0.1, None]}
+    other |= {"other_scores": {"dev_mismatched": None}}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (old, other)))
+    first, second = RunStore(path)
+    assert (first["score"], first["undefined"], first["best_epoch_score"]) == (0.0, True, 0.0)
+    assert (second["score"], second["undefined"], second["best_epoch_score"]) == (-0.1, False, 0.0)
+    assert (second["other_scores"], second["other_undefined"]) == ({"dev_mismatched": 0.0}, ["dev_mismatched"])
+    assert RUN.name in RunStore(path)
+
+
+DAMAGES = {
+    "a changed score": lambda line: line.replace(b'"score": 0.5', b'"score": 0.9'),
+    "a changed name": lambda line: line.replace(b'"load": "e"', b'"load": "f"'),
+    "a list": lambda line: b"[]\n",
+    "deep": lambda line: b"[" * 100_000 + b"\n",
+    "not UTF-8": lambda line: line.replace(b"RTE", b"R\xffE"),
+    "a list for a number": lambda line: _without_sum(line).replace(b'"lr": 1e-05', b'"lr": []'),
+    "an unknown task": lambda line: _without_sum(line).replace(b'"RTE"', b'"RTF"'),
+    "a score that is no number": lambda line: _without_sum(line).replace(b'"score": 0.5', b'"score": NaN'),
+    "no scores": lambda line: _without_sum(line).replace(b'"epoch_scores": [0.5]', b'"epoch_scores": []'),
+    "blank": lambda line: b"\n",
+}
+
+
+def _without_sum(line):
+    return line[: line.index(b', "crc32"')] + b"}\n"
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_line_is_named(tmp_path, damage):
+    path = tmp_path / "runs.jsonl"
+    store = RunStore(path)
+    for seed in (1, 2, 3):
+        store.append(finished(replace(RUN, seed=seed)))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert damage(lines[1]) != lines[1]
+    path.write_bytes(b"".join([lines[0], damage(lines[1]), lines[2]]))
+    refused(r"runs\.jsonl, line 2: ", RunStore, path, tasks=TASKS)
+    told = []
+    assert [row["seed"] for row in RunStore(path, told.append, TASKS)] == [1, 3]
+    assert len(told) == 1 and "line 2: " in told[0]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
+from tests.unit.tasks.conftest import tokenizer_of
 
 PAIRS = [
     ("the cat sings.", "the cat sing."),
@@ -27,9 +27,7 @@ def write_pairs(folder, pairs=PAIRS, uid="toy", **more):
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    vocab = tmp_path_factory.mktemp("pieces") / "vocab.txt"
-    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
-    return build_tokenizer("BertWordPieceLowerCase", vocab)
+    return tokenizer_of(tmp_path_factory.mktemp("pieces"), WORDS)
 
 
 @pytest.fixture(scope="session")

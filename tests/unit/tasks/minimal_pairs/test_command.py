@@ -7,13 +7,10 @@ from importlib.util import find_spec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.minimal_pairs.command import main
+from tests.refusals import refused
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
-from tests.unit.tasks.glue.conftest import checkpoint_folder, training_run
 from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
-
-__all__ = ["checkpoint_folder", "training_run"]
 
 
 @pytest.fixture
@@ -142,24 +139,21 @@ def test_each_seed_has_random_weights_of_its_own(words, tmp_path):
     ],
 )
 def test_wrong_arguments_end_with_code_2(words, more, reason):
-    with pytest.raises(UserError, match=reason) as stopped:
-        main([*words, *more])
-    assert stopped.value.exit_code == 2
+    error = refused(reason, main, [*words, *more])
+    assert error.exit_code == 2
 
 
 @pytest.mark.parametrize(("text", "count"), [("\u200b\x00", 0), ("red " * 30, 30)])
 def test_a_sentence_without_a_piece_or_too_long_is_named(words, pairs, text, count):
     write_pairs(pairs, [("red", "cat"), ("red", text)], uid="bad")
-    with pytest.raises(UserError, match=rf"bad.jsonl, line 2: sentence_bad has {count} pieces; expected 1 to 22"):
-        main(words)
+    refused(rf"bad.jsonl, line 2: sentence_bad has {count} pieces; expected 1 to 22", main, words)
 
 
 def test_a_damaged_line_of_the_store_is_refused(words, tmp_path):
     main(words[:-1])
     path = tmp_path / "out" / "scores.jsonl"
     path.write_text(path.read_text().replace('"identical": 0', '"identical": 1', 1))
-    with pytest.raises(UserError, match="scores.jsonl, line 1: changed since it was written"):
-        main(words[:-1])
+    refused("scores.jsonl, line 1: changed since it was written", main, words[:-1])
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
@@ -174,8 +168,7 @@ def test_a_run_that_saves_meanwhile_is_scored_at_the_checkpoint_that_was_chosen(
 
 def test_jobs_that_nobody_does_are_no_success(words, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ddrp.tasks.minimal_pairs.scoring.drain", lambda *_, **__: None)
-    with pytest.raises(UserError, match=r"4 jobs are missing in .*out, and the tables are not written"):
-        main(words)
+    refused(r"4 jobs are missing in .*out, and the tables are not written", main, words)
     main([*words, "--no-wait"])
 
 
@@ -200,12 +193,9 @@ def test_scores_that_are_not_finite_end_with_1_after_the_tables(words, tmp_path,
     weights[name][slice(None) if place == "everywhere" else tokenizer.pieces.index("red")] = value
     save_file(weights, path)
     seal_again(path)
-    with pytest.raises(
-        UserError, match=r"scores that are not finite, in pairs out of 7: .*; they count as wrong"
-    ) as told:
-        main([*words[:-2], str(run), words[-1]])
-    assert f"{run} (" in str(told.value) and words[-1] not in str(told.value) and told.value.exit_code == 1
+    said = r"scores that are not finite, in pairs out of 7: .*; they count as wrong"
+    error = refused(said, main, [*words[:-2], str(run), words[-1]])
+    assert f"{run} (" in str(error) and words[-1] not in str(error) and error.exit_code == 1
     table = (tmp_path / "out" / "table.md").read_text()
     assert "undefined" in table and "written to" in capsys.readouterr().out
-    with pytest.raises(UserError, match="scores that are not finite"):
-        main([*words[:-2], str(run), words[-1]])
+    refused("scores that are not finite", main, [*words[:-2], str(run), words[-1]])

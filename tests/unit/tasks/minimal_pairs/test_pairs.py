@@ -1,11 +1,18 @@
-"""Reading minimal pairs, and the published levels that may lie beside them."""
+"""Reading minimal pairs, what counts as right, and intervals beside loops that draw pair by pair."""
 
 import json
+import math
+import random
+import re
+import statistics
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.minimal_pairs.pairs import published_levels, read_pairs
+from megatron_ddrp.tasks.minimal_pairs import pairs, scoring
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, ParadigmScore, Result, difference, read_pairs
+from tests.refusals import refused
 from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
 
 GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
@@ -19,35 +26,22 @@ GOOD = '{"sentence_good": "a b", "sentence_bad": "b a"}\n'
         (GOOD + "\n" + '{"sentence_good": "a b"}\n', "line 3: sentence_bad is missing"),
         (GOOD + '{"sentence_good": " ", "sentence_bad": "b"}\n', "line 2: sentence_good is ' '"),
         (GOOD + '{"sentence_good": 3, "sentence_bad": "b"}\n', "line 2: sentence_good is 3"),
-        (GOOD + "[1]\n", "line 2: a JSON list, expected one object per line"),
         (GOOD + "{\n", "line 2: not JSON"),
-        (GOOD + "[" * 100_000 + "\n", "line 2: not JSON (nested too deeply); expected one object per line"),
-        (GOOD + '{"sentence_good": "\xe9", "sentence_bad": "b"}\n', "line 2: not UTF-8"),
         (GOOD[:-2] + ', "UID": 7}\n', "line 1: UID is 7"),
-        (
-            GOOD + GOOD[:-2] + ', "sentence_bad": "b"}\n',
-            "line 2: key 'sentence_bad' is twice in one object; remove one",
-        ),
-        (GOOD[:-2] + ', "UID": "a", "UID": "b"}\n', "line 1: key 'UID' is twice in one object; remove one"),
     ],
 )
 def test_a_bad_file_is_one_line_with_its_name_and_line(tmp_path, content, reason):
-    (tmp_path / "pairs.jsonl").write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match="pairs.jsonl") as error:
-        read_pairs(tmp_path)
-    assert reason in str(error.value)
+    (tmp_path / "pairs.jsonl").write_text(content)
+    refused(f"pairs.jsonl.*{re.escape(reason)}", read_pairs, tmp_path)
 
 
 def test_a_folder_without_files_and_a_uid_in_two_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no .jsonl file"):
-        read_pairs(tmp_path)
+    refused("holds no .jsonl file", read_pairs, tmp_path)
     write_pairs(tmp_path / "blimp" / "data", uid="zero")
-    with pytest.raises(UserError, match=f"sentence_bad; maybe --data-dir {tmp_path}/blimp/data$"):
-        read_pairs(tmp_path)
+    refused(f"sentence_bad; maybe --data-dir {tmp_path}/blimp/data$", read_pairs, tmp_path)
     write_pairs(tmp_path, uid="one")
     (tmp_path / "two.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    with pytest.raises(UserError, match="two.jsonl: UID 'one' is in .*one.jsonl too"):
-        read_pairs(tmp_path)
+    refused("two.jsonl: UID 'one' is in .*one.jsonl too", read_pairs, tmp_path)
 
 
 def test_a_pair_belongs_to_its_uid_else_to_its_file(tmp_path):
@@ -75,11 +69,145 @@ def test_published_levels_are_shown_where_they_cover_all_paradigms(tmp_path):
     row = {"UID": "a", "ngram": 0.1, "lstm": 0.2, "txl": 0.3, "gpt2": 0.4}
     (summary / "models_summary.jsonl").write_text(json.dumps(row) + "\n")
     levels = {"5-gram": {"a": 0.1}, "LSTM": {"a": 0.2}, "Transformer-XL": {"a": 0.3}, "GPT-2": {"a": 0.4}}
-    assert published_levels(tmp_path, ["a"]) == levels
+    assert pairs.published_levels(tmp_path, ["a"]) == levels
     (summary / "human_validation_summary.csv").write_text('"Condition","total_mean"\n"a",0.9\n')
-    assert published_levels(tmp_path / "data", ["a"]) == levels | {"human": {"a": 0.9}}
-    assert published_levels(tmp_path, ["a", "b"]) == {}
-    assert published_levels(tmp_path / "data" / "deeper", ["a"]) == {}
+    assert pairs.published_levels(tmp_path / "data", ["a"]) == levels | {"human": {"a": 0.9}}
+    assert pairs.published_levels(tmp_path, ["a", "b"]) == {}
+    assert pairs.published_levels(tmp_path / "data" / "deeper", ["a"]) == {}
     (summary / "models_summary.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="not BLiMP's summary of models"):
-        published_levels(tmp_path, ["a"])
+    refused("not BLiMP's summary of models", pairs.published_levels, tmp_path, ["a"])
+
+
+def row(good, bad, pieces=((5, 5), (5, 5), (4, 5), (6, 5)), identical=1):
+    counts = list(pieces)[: len(good)]
+    return {
+        "good": good,
+        "bad": bad,
+        "pieces_good": [first for first, _ in counts],
+        "pieces_bad": [second for _, second in counts],
+        "identical": identical,
+    }
+
+
+def encoder(name, *accuracies, pairs=100):
+    """A result whose n-th paradigm has this many hundredths right, the first pairs first."""
+    cells = {
+        f"p{n}": ParadigmScore(np.arange(pairs) < share * pairs, ties=0, undefined=0, piece_counts=0.5)
+        for n, share in enumerate(accuracies)
+    }
+    return Result(name, cells)
+
+
+def test_ties_and_what_is_no_number_are_never_right():
+    for rounding in (-1e-5, 1e-5):
+        found = pairs.cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 + rounding, -5.0, None]))
+        assert found.right.tolist() == [True, False, False, False]
+        assert (found.ties, found.undefined, found.accuracy) == (1, 2, 0.25)
+
+
+def test_a_difference_beyond_rounding_decides():
+    assert pairs.cell(row([-2.0, -2.0], [-2.0 - 4e-5, -2.0 + 4e-5])).right.tolist() == [True, False]
+
+
+def test_piece_counts_alone_prefer_the_shorter_sentence():
+    """Shorter 1 of 4, equally long 2 of which one has identical pieces: ½, and a tie."""
+    assert pairs.cell(row([0.0] * 4, [0.0] * 4)).piece_counts == (1 + 0.5) / 4
+
+
+def test_standard_errors_are_those_of_a_mean():
+    result = encoder("e", 0.7, 0.4)
+    of_pairs = [statistics.stdev(map(float, cell.right)) / 10 for cell in result.cells.values()]
+    assert result.macro_average == pytest.approx(0.55)
+    assert [cell.standard_error for cell in result.cells.values()] == pytest.approx(of_pairs)
+    assert result.standard_error == pytest.approx(math.hypot(*of_pairs) / 2)
+    assert result.paradigm_error == pytest.approx(statistics.stdev([0.7, 0.4]) / math.sqrt(2))
+    lonely = encoder("e", 1.0, pairs=1)
+    assert lonely.standard_error is None and lonely.paradigm_error is None
+
+
+def quantiles(draws):
+    ordered = sorted(draws)
+    return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))]
+
+
+def anew(values, rng):
+    """The mean of values drawn with replacement, its deviation as large as that of other values."""
+    mean, widening = statistics.fmean(values), math.sqrt(len(values) / (len(values) - 1))
+    return mean + widening * (statistics.fmean(rng.choices(values, k=len(values))) - mean)
+
+
+def drawn(rng, share, uids="xyzuvw"):
+    rights = {uid: np.array([rng.random() < share for _ in range(40)]) for uid in uids}
+    return Result("e", {uid: ParadigmScore(right, 0, 0, 0.5) for uid, right in rights.items()})
+
+
+@pytest.mark.parametrize(("uids", "step"), [("xyzuvw", 0.012), ("x", 0.026)])  # one pair of 40 is 0.025
+def test_the_interval_is_that_of_drawing_paradigms_or_the_pairs_of_one_anew(uids, step):
+    rng = random.Random(0)
+    first, second = drawn(rng, 0.7, uids), drawn(rng, 0.5, uids)
+    gains = [
+        [int(a) - int(b) for a, b in zip(first.cells[uid].right, second.cells[uid].right, strict=True)] for uid in uids
+    ]
+    values = [statistics.fmean(gain) for gain in gains] if len(uids) > 1 else gains[0]
+    found = difference(first, second)
+    assert found.seeds.mean == pytest.approx(first.macro_average - second.macro_average)
+    assert found.items == pytest.approx(quantiles([anew(values, rng) for _ in range(3000)]), abs=step)
+
+
+def test_pairs_of_several_paradigms_are_not_resampled():
+    """The means of the paradigms already contain the spread of their pairs."""
+    apart = difference(encoder("a", 1.0, 0.0, 1.0), encoder("b", 0.0, 0.0, 0.0))
+    assert apart.items == pytest.approx((2 / 3 * (1 - math.sqrt(3 / 2)), 1.0))  # no gain is above 1
+    alike = difference(encoder("a", 0.6, 0.6), encoder("b", 0.5, 0.5))
+    assert alike.items == pytest.approx((0.1, 0.1))
+    one = difference(encoder("a", 0.6), encoder("b", 0.5))
+    assert one.items[0] < 0.1 < one.items[1]
+    assert one == difference(encoder("a", 0.6), encoder("b", 0.5))
+
+
+def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
+    """The interval is that of the mean's standard error; resampling 3 pairs alone would make it narrower by √(2/3)."""
+    gain = np.array([1, 0, 0])
+    sides = (Result(name, {"x": ParadigmScore(gain > least, 0, 0, 0.5)}) for name, least in (("a", 0), ("b", 1)))
+    found = difference(*sides)
+    assert found.items[0] == pytest.approx(1 / 3 - math.sqrt(3 / 2) / 3)
+    assert difference(encoder("a", 1.0, pairs=1), encoder("b", 0.0, pairs=1)).items is None
+    one, other = encoder("a", 1.0, 1.0, pairs=1), encoder("b", 0.0, 1.0, pairs=1)
+    assert difference(one, other).items is not None
+
+
+def test_many_pairs_are_drawn_in_blocks_and_every_sample_is_the_same(monkeypatch):
+    values = np.arange(100) < 30
+    whole = pairs.resampled_means(values)
+    monkeypatch.setattr(pairs, "_BLOCK", 700)
+    assert pairs.resampled_means(values).tolist() == whole.tolist() and len(whole) == 2000
+
+
+def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit():
+    pytest.importorskip("matplotlib")
+    fields = {"p0": "syntax", "p1": "syntax"}
+    cells, bar = scoring.draw_heat_map({"e": {"p0": 0.7, "p1": 0.25}}, 1, fields).axes
+    (image,) = cells.images
+    assert [float(text.get_text()) for text in cells.texts] == image.get_array()[:, 0].tolist() == [70, 25]
+    assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()
+
+
+def test_the_table_has_each_standard_error_in_its_column():
+    paradigms = {uid: Paradigm(uid, Path("pairs.jsonl")) for uid in ("p0", "p1")}
+    report = scoring.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r")
+    table = scoring.all_tables(report, [])["scores"]
+    assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
+    of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
+    assert list(table.rows[0][:4]) == ["e", "55.00", f"{of_pairs:.2f}", "15.00"]  # (0.7 - 0.4) / 2 over paradigms
+
+
+@pytest.mark.parametrize(
+    ("count", "names"), [(1, ("over_pairs", "over_paradigms")), (2, ("over_paradigms", "over_pairs"))]
+)
+def test_the_numbers_say_what_the_interval_is_over(count, names):
+    paradigms = {f"p{number}": Paradigm(f"p{number}", Path("pairs.jsonl")) for number in range(count)}
+    results = [encoder("a", *[0.6] * count), encoder("b", *[0.5] * count)]
+    report = scoring.Report(paradigms, results, {}, "l2r")
+    (found,) = scoring.summary(report, report.differences)["differences"]
+    assert found[names[0]] == report.differences[0].items is not None and found[names[1]] is None
+    assert (found["first"], found["second"], found["difference"]) == ("a", "b", pytest.approx(0.1))

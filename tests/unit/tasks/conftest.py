@@ -1,16 +1,53 @@
-"""A tiny task and a tiny Hugging Face encoder, made on the spot."""
+"""Tiny tasks, encoders and runs of fine-tuning, made on the spot."""
 
 import json
 from dataclasses import asdict
+from itertools import cycle
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_ddrp import checkpoint
+from megatron_ddrp.config import Config, save_config
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.encoders import encoder
+from megatron_ddrp.model import build_model
+from megatron_ddrp.tasks.finetune import command, training
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun, count_undefined, write_predictions
+from megatron_ddrp.tasks.finetune.table_files import Example, read_rows
 from megatron_ddrp.tasks.glue import TASKS
 
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
+KINDS_OF_FIRST_WORD = {"red": "colour", "green": "colour", "blue": "colour", "cat": "animal", "dog": "animal"}
+LEARN = ["--lr", "1e-2", "--batch-size", "8", "--epochs", "8", "--seeds", "2"]
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
+GLANCE = ["--lr", "1e-3", "--epochs", "1", "--seeds", "1"]
+
+
+def words(folder, load, out, *more):
+    """Return the command line of `finetune` for the files `train.jsonl` and `valid.jsonl` of a folder."""
+    files = ["--train", folder / "train.jsonl", "--valid", folder / "valid.jsonl"]
+    return [str(word) for word in (*files, "--load", load, "--output-dir", out, *more)]
+
+
+def rows(out):
+    """Return the rows of runs.jsonl in an output folder."""
+    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+
+
+def arguments(glue_dir, folder, out, *more):
+    """Return the command line of `glue` for two seeds on CoLA; later words win."""
+    words = ["--tasks", "CoLA", "--data-dir", str(glue_dir), "--load", str(folder), "--output-dir", str(out)]
+    return [*words, "--grid", "quick", "--seeds", "2", "--lr", "1e-2", "--batch-size", "8", "--epochs", "10", *more]
+
+
+def model_of(out):
+    """Return the folder of the only model that a sweep kept."""
+    (folder,) = (path for path in (out / "models").iterdir() if path.is_dir())
+    return folder
 
 
 def sentences(count, seed):
@@ -43,6 +80,18 @@ def scored_folder(folder, predictions, task="CoLA", **more):
     return folder
 
 
+def predict(model, source, output):
+    """Predict the rows of a file with a kept model; return the path of the output."""
+    command.main(["predict", "--load", str(model), "--input", str(source), "--output", str(output)])
+    return output
+
+
+def stored_predictions(out, row):
+    """Return the columns of a run's file of predictions: file, index, prediction and label of each row."""
+    _, *lines = (out / row["predictions"]).read_text().splitlines()
+    return list(zip(*(line.split("\t") for line in lines), strict=True))
+
+
 @pytest.fixture
 def glue_dir(tmp_path):
     folder = tmp_path / "glue" / "CoLA"
@@ -56,8 +105,6 @@ def glue_dir(tmp_path):
 @pytest.fixture
 def three_tasks(glue_dir):
     """`glue_dir` with a regression, a task of two development files, and test sets."""
-    from itertools import cycle
-
     shapes = {
         "STS-B": ("score", {"train": 64, "dev": 21, "test": 13}, cycle(["0.000", "2.500", "4.750"])),
         "MNLI": (
@@ -79,26 +126,45 @@ def three_tasks(glue_dir):
     return glue_dir
 
 
+def first_word_kind(text):
+    """One of three labels, by the first word."""
+    return KINDS_OF_FIRST_WORD.get(text.split()[0], "other")
+
+
+@pytest.fixture
+def topics(tmp_path):
+    return write_topics(tmp_path / "topics")
+
+
+def write_topics(folder):
+    """Write a three-class task in JSON lines and a test file without labels; return their folder."""
+    folder.mkdir()
+    for name, count, seed in (("train", 64, 0), ("valid", 21, 1), ("new", 9, 2)):
+        rows = [{"text": text, "label": first_word_kind(text)} for text, _ in sentences(count, seed)]
+        if name == "new":
+            rows = [{"id": number, "text": row["text"]} for number, row in enumerate(rows)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 @pytest.fixture
 def bert_folder(tmp_path):
     return write_bert(tmp_path / "bert")
 
 
-def write_bert(folder):
-    """Write a BERT of transformers with random weights, and its vocabulary; return its folder."""
+def write_bert(folder, words=WORDS, hidden=16, max_length=16, spread=0.2):
+    """Write a BERT of transformers with one layer and random weights, and its vocabulary; return its folder."""
     transformers = pytest.importorskip("transformers")
-    import torch
-
     torch.manual_seed(0)
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    pieces = [*SPECIAL, *words]
     config = transformers.BertConfig(
         vocab_size=len(pieces),
-        hidden_size=16,
+        hidden_size=hidden,
         num_hidden_layers=1,
         num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        initializer_range=0.2,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=max_length,
+        initializer_range=spread,
     )
     transformers.BertForMaskedLM(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
@@ -106,24 +172,20 @@ def write_bert(folder):
     return folder
 
 
+def tokenizer_of(folder, pieces, kind="BertWordPieceLowerCase"):
+    """Write the vocabulary of a WordPiece tokenizer into a folder and return the tokenizer."""
+    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *pieces]) + "\n")
+    return build_tokenizer(kind, folder / "vocab.txt")
+
+
 @pytest.fixture(params=["absolute", "ddrp"])
 def checkpoint_folder(tmp_path, request):
     """What pretrain_bert.py --save leaves: a tiny model of this project with random weights, and its tokenizer."""
-    from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
-    return write_checkpoint(tmp_path / "run", build_tokenizer("BertWordPieceLowerCase", vocabulary), request.param)
+    return write_checkpoint(tmp_path / "run", tokenizer_of(tmp_path, WORDS), request.param)
 
 
 def write_checkpoint(folder, tokenizer, position_encoding):
     """Write a run's folder with a tiny model of random weights that knows 16 positions; return it."""
-    import torch
-
-    from megatron_ddrp import checkpoint
-    from megatron_ddrp.config import Config, save_config
-    from megatron_ddrp.model import build_model
-
     path = folder / checkpoint.tag(3)
     path.mkdir(parents=True)
     tokenizer.save(folder / checkpoint.TOKENIZER)
@@ -146,10 +208,6 @@ def write_checkpoint(folder, tokenizer, position_encoding):
 
 def save_again(folder):
     """Write the next checkpoint of a run's folder, with other weights, as a run does that still trains."""
-    import torch
-
-    from megatron_ddrp import checkpoint
-
     newest = checkpoint.newest(folder)
     model, _, config = checkpoint.read_model(newest)
     weights = {name: weight + torch.rand_like(weight) for name, weight in model.named_parameters()}
@@ -164,8 +222,6 @@ def save_again(folder):
 @pytest.fixture
 def training_run(checkpoint_folder, monkeypatch):
     """A run's folder that gets a new checkpoint after each one that is loaded; the first one is iter_0000003."""
-    from megatron_ddrp.encoders import encoder
-
     read_model = encoder.read_model
 
     def read(path):
@@ -175,3 +231,25 @@ def training_run(checkpoint_folder, monkeypatch):
 
     monkeypatch.setattr(encoder, "read_model", read)
     return checkpoint_folder
+
+
+def read_examples(path, task):
+    """Read a file by the usual columns of the task's kind, every row checked."""
+    kind = KINDS[task.kind]
+    examples = []
+    for row in read_rows(str(path)):
+        texts = kind.texts(row.cells, kind.usual_columns)
+        label = row.cells[kind.usual_columns.label]
+        kind.check(texts, label)
+        examples.append(Example(texts, kind.label(label, task)))
+    return examples
+
+
+def fine_tune(task, encoder, train, dev, max_length, epochs, head="common"):
+    """Do one run at batch 16 and a rate of 1e-2; return its result and the encoded development rows."""
+    kind = KINDS[task.kind]
+    encoded = [kind.encode(task, rows, encoder.tokenizer, max_length) for rows in (train, dev)]
+    more = {"encoder": "e", "data": "d", "micro_batch_size": 16, "head": head}
+    run = TuningRun(task.name, 16, 1e-2, epochs, 1, max_length, **more)
+    model = training.build_model(encoder, task, run, torch.device("cpu"))
+    return training.finetune(run, task, model, encoded[0], {"dev": encoded[1]}), encoded[1]

@@ -1,4 +1,4 @@
-"""One run: what it learns, what decides it, and the schedule."""
+"""One run: what it learns, what decides it, the schedule, deterministic operators, and ranks."""
 
 from dataclasses import asdict, replace
 
@@ -13,9 +13,10 @@ from megatron_ddrp.encoders.encoder import TrainedEncoder
 from megatron_ddrp.encoders.rows import RowWriter, pad_batch
 from megatron_ddrp.engine.build import names_without_decay
 from megatron_ddrp.model import build_model
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.tasks.finetune import training
 from megatron_ddrp.tasks.finetune.runs import TuningRun
-from megatron_ddrp.tasks.finetune.training import FineTuning, TaskModel, finetune, layer_depths, learning_rate_factor
+from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.glue import TASKS
 
 HIDDEN = 8
@@ -53,7 +54,7 @@ def rows(count, seed, regression=False):
 
 def classifier(task, encoder, seed=1):
     torch.manual_seed(seed)
-    return TaskModel(encoder, HIDDEN, SEQUENCE, max(1, len(TASKS[task].labels)))
+    return training.TaskModel(encoder, HIDDEN, SEQUENCE, max(1, len(TASKS[task].labels)))
 
 
 def make_run(task="CoLA", seed=1, epochs=6, lr=3e-2, batch=8, micro=8, **more):
@@ -66,7 +67,8 @@ def do(task="CoLA", seed=1, dropout=0.1, **more):
     encoder.dropout.p = dropout
     regression = task == "STS-B"
     train, dev = rows(96, 0, regression), {"dev": rows(41, 1, regression)}
-    return dev, finetune(make_run(task, seed, **more), TASKS[task], classifier(task, encoder, seed), train, dev)
+    model = classifier(task, encoder, seed)
+    return dev, training.finetune(make_run(task, seed, **more), TASKS[task], model, train, dev)
 
 
 def test_learns_a_separable_task():
@@ -87,11 +89,9 @@ def test_a_seed_fixes_everything():
     first, second = (do(seed=1)[1] for _ in range(2))
     assert first.scores == second.scores
     assert (first.predictions["dev"] == second.predictions["dev"]).all()
-    first_number, second_number, other_number = (
-        do("STS-B", seed, epochs=1)[1].predictions["dev"] for seed in (1, 1, 2)
-    )
-    assert (first_number == second_number).all()
-    assert (first_number != other_number).any()
+    number, again, other = (do("STS-B", seed, epochs=1)[1].predictions["dev"] for seed in (1, 1, 2))
+    assert (number == again).all()
+    assert (number != other).any()
 
 
 def test_nothing_but_the_seed_fixes_it():
@@ -102,7 +102,7 @@ def test_nothing_but_the_seed_fixes_it():
     model = classifier("STS-B", encoder)
     torch.rand(7)
     run, dev = make_run("STS-B", epochs=1), {"dev": rows(41, 1, True)}
-    again = finetune(run, TASKS["STS-B"], model, rows(96, 0, True), dev)
+    again = training.finetune(run, TASKS["STS-B"], model, rows(96, 0, True), dev)
     assert (again.predictions["dev"] == first).all()
 
 
@@ -125,7 +125,7 @@ def tuning(micro=8, dropout=0.0, **more):
     torch.manual_seed(0)
     encoder = BagOfPieces()
     encoder.dropout.p = dropout
-    result = FineTuning(make_run(micro=micro, **more), TASKS["CoLA"], classifier("CoLA", encoder), rows(64, 0))
+    result = training.FineTuning(make_run(micro=micro, **more), TASKS["CoLA"], classifier("CoLA", encoder), rows(64, 0))
     result.model.head.dropout.p = dropout
     return result
 
@@ -221,7 +221,7 @@ def test_half_precision_leaves_rotary_frequencies_as_they_are():
     )  # fmt: skip
     rotary = transformers.ModernBertModel(config)
     before = {name: buffer.clone() for name, buffer in rotary.named_buffers() if buffer.is_floating_point()}
-    one = FineTuning(make_run(precision="bf16"), TASKS["CoLA"], classifier("CoLA", rotary), rows(8, 0))
+    one = training.FineTuning(make_run(precision="bf16"), TASKS["CoLA"], classifier("CoLA", rotary), rows(8, 0))
     one.finish()
     assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
 
@@ -244,7 +244,7 @@ def test_numbers_of_any_size_are_learned_and_the_model_returns_them(precision):
     prices, dev_prices = (replace(each, targets=300_000 + 20_000 * each.targets) for each in (counts, dev))
     model = classifier("STS-B", BagOfPieces())
     run = make_run("STS-B", precision=precision, scales_labels=True)
-    result = finetune(run, TASKS["STS-B"], model, prices, {"dev": dev_prices})
+    result = training.finetune(run, TASKS["STS-B"], model, prices, {"dev": dev_prices})
     predicted = result.predictions["dev"]
     assert result.scores["dev"][-1] > 0.7
     assert np.sqrt(np.mean((predicted - dev_prices.targets) ** 2)) < 0.7 * dev_prices.targets.std()
@@ -252,7 +252,9 @@ def test_numbers_of_any_size_are_learned_and_the_model_returns_them(precision):
     with torch.no_grad():
         told = result.model.eval()(batch)[:, 0].double().numpy()
     np.testing.assert_allclose(told, predicted, rtol=1e-6 if precision == "fp32" else 0.01)
-    raw = finetune(make_run("STS-B"), TASKS["STS-B"], classifier("STS-B", BagOfPieces()), prices, {"dev": dev_prices})
+    raw = training.finetune(
+        make_run("STS-B"), TASKS["STS-B"], classifier("STS-B", BagOfPieces()), prices, {"dev": dev_prices}
+    )
     assert raw.predictions["dev"].max() < 10_000
 
 
@@ -263,13 +265,13 @@ def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
 
 
 def test_layers_are_numbered_from_the_embeddings_to_the_head():
-    assert layer_depths(NAMES) == NAMES
+    assert training.layer_depths(NAMES) == NAMES
 
 
 def test_layerwise_decay_divides_the_rate_by_depth():
     one = tuning(layerwise_lr_decay=0.5, lr=1.0)
     one.step(np.arange(8))
-    rate = learning_rate_factor(0, one.total)
+    rate = training.learning_rate_factor(0, one.total)
     rates = {id(p): group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
     assert rates[id(one.weights["head.classifier.weight"])] == rates[id(one.weights["head.pooler.dense.bias"])] == rate
     assert rates[id(one.weights["encoder.embedding.weight"])] == 0.5 * rate
@@ -281,8 +283,8 @@ def test_layerwise_decay_divides_the_rate_by_depth():
 def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does(name, table, expected):
     more = {"relative_table": table} if table else {}
     config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, position_encoding=name, **more)
-    model = TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
-    one = FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
+    model = training.TaskModel(TrainedEncoder(build_model(config)), 8, SEQUENCE, 2)
+    one = training.FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
     decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
     spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
     assert spared == [place for place in one.weights if place.endswith(".position.direction")]
@@ -292,10 +294,161 @@ def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does(name, 
 
 
 def test_learning_rate_rises_for_a_tenth_and_falls_to_zero():
-    factors = [learning_rate_factor(step, 100) for step in range(100)]
+    factors = [training.learning_rate_factor(step, 100) for step in range(100)]
     assert max(factors) == factors[9] == factors[10] == 1.0
     assert factors[0] == pytest.approx(0.1)
     assert np.allclose(np.diff(factors[:10]), 0.1)
     assert np.allclose(np.diff(factors[10:]), -1 / 90)
     assert 0 < factors[-1] < 0.02
-    assert learning_rate_factor(0, 1) == 1.0
+    assert training.learning_rate_factor(0, 1) == 1.0
+
+
+GPU = torch.device("cuda")
+
+
+def settings():
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.fixture(autouse=True)
+def settings_of_before():
+    before = settings()
+    training._tell.cache_clear()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = before[2]
+
+
+class PutBackward(torch.autograd.Function):
+    """The identity, with a backward pass through `put_`, which torch has no deterministic form of on any device."""
+
+    @staticmethod
+    def forward(ctx, given):
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        places = torch.arange(gradient.numel())
+        return torch.zeros_like(gradient).put_(places, gradient.flatten())
+
+
+class Encoder(nn.Module):
+    """Means of embeddings with dropout; the embedding's backward pass ends before that of `put_` fails."""
+
+    def __init__(self, puts):
+        super().__init__()
+        self.puts = puts
+        self.embedding, self.after = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, batch):
+        hidden = nn.functional.dropout(self.embedding(batch.input_ids), 0.1, self.training)
+        return self.after(PutBackward.apply(hidden) if self.puts else hidden)
+
+
+def tune(puts, precision="fp32"):
+    """Do one run of 3 epochs in micro-batches of half a batch; return its weights and predictions."""
+    torch.manual_seed(0)
+    writer = RowWriter(0)
+    random = np.random.default_rng(0)
+    for length in random.integers(3, 9, 16):
+        writer.add(random.integers(1, 20, length).tolist())
+    rows = writer.rows(np.arange(16) % 2)
+    run = TuningRun("t", 8, 1e-2, 3, 1, 8, encoder="e", data="d", micro_batch_size=4, precision=precision)
+    task = Task(name="t", kind="classification", labels=("a", "b"), metric="accuracy")
+    result = training.finetune(run, task, training.TaskModel(Encoder(puts), 8, SEQUENCE, 2), rows, {"dev": rows})
+    return result.model.state_dict(), result.predictions["dev"]
+
+
+def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction(monkeypatch):
+    """3 epochs of 2 steps, and after each epoch one batch of 16 development rows, 64 at most."""
+    shown = []
+
+    class Bar:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, count=1):
+            shown[0]["moved"] += count
+
+    def made(unit, total, doing, show):
+        shown.append({"unit": unit, "total": total, "doing": doing, "show": show, "moved": 0})
+        return Bar()
+
+    monkeypatch.setattr(training, "progress", made)
+    tune(puts=False)
+    assert shown == [{"unit": "batch", "total": 9, "doing": "t seed 1", "show": True, "moved": 9}]
+
+
+@pytest.mark.parametrize("before", [(False, False, True), (True, True, False), (True, False, True)])
+def test_settings_are_put_back_as_they_were(before):
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = before[2]
+    with pytest.raises(KeyError), training.deterministic(GPU):
+        assert settings() == (True, False, False)
+        raise KeyError
+    assert settings() == before
+    with training.deterministic(torch.device("cpu")):
+        assert settings() == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_at_an_operator_without_a_deterministic_form_begins_anew(precision, monkeypatch, capsys):
+    expected, predicted = tune(puts=False, precision=precision)
+    monkeypatch.setattr(training, "deterministic", lambda device, real=training.deterministic: real(GPU))
+    before = settings()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+            weights, again = tune(puts=True, precision=precision)
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+        assert again.tolist() == predicted.tolist()
+    told = "torch's put_ has no deterministic form on this device: results may differ between runs of one seed\n"
+    assert capsys.readouterr().err == f"warning: {told}"
+    assert settings() == before
+
+
+def test_cublas_without_a_fixed_workspace_is_named_and_other_errors_pass(capsys):
+    asked = []
+
+    def product():
+        asked.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        if not asked[-1]:
+            raise RuntimeError(
+                "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+                "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it "
+                "uses CuBLAS and you have CUDA >= 10.2."
+            )
+        return 3
+
+    with training.deterministic(GPU):
+        assert training.with_fallback(product) == 3 and asked == [False, True]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            training.with_fallback(lambda: (_ for _ in ()).throw(RuntimeError("CUDA out of memory")))
+    assert "torch's CuBLAS, with this CUBLAS_WORKSPACE_CONFIG, has no" in capsys.readouterr().err
+
+
+def test_a_workspace_of_the_user_stays(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    training.fix_workspace()
+    assert training.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    training.fix_workspace()
+    assert training.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_rank_without_a_micro_batch_steps_in_fp16(monkeypatch):
+    """Rank 0 has the only micro-batch of the step, and gradients."""
+    own = []
+    monkeypatch.setattr(training, "sum_over_ranks", lambda summed: own.append(summed) or summed + 1)
+    config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=100)
+    model = training.TaskModel(TrainedEncoder(build_model(config)), 32, SEQUENCE, 2)
+    run = make_run(lr=1e-5, micro=4, precision="fp16")
+    tuning = training.FineTuning(run, TASKS["CoLA"], model, rows(8, 0), Ranks(1, 2, torch.device("cpu")))
+    tuning.step(np.arange(4))
+    assert tuning.steps == 1 and not own[0].any(), "this rank adds nothing"

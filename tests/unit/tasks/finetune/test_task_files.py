@@ -1,0 +1,524 @@
+"""Task files: labels as people write them, test files without labels, and files that `predict` writes."""
+
+import csv
+import datetime
+import decimal
+import hashlib
+import io
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.encoders.rows import Encoded
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune import task_files
+from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.contract import JsonLinesFile, TableFile
+from megatron_ddrp.tasks.finetune.options import TaskFiles
+from megatron_ddrp.tasks.finetune.runs import Cell
+from megatron_ddrp.tasks.finetune.table_files import Columns, Task, read_rows
+from megatron_ddrp.tasks.finetune.task_files import FineTuned, read_task
+from tests.refusals import refused
+from tests.unit.tasks.conftest import GLANCE, words
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read a task whose rows have these labels."""
+
+    def read(labels, **more):
+        path = tmp_path / "train.csv"
+        path.write_text("text,label\n" + "".join(f'x,"{label}"\n' for label in labels))
+        return read_task(TaskFiles(train=path, valid=path, **more))
+
+    return read
+
+
+@pytest.fixture
+def read_lists(tmp_path):
+    """Read a task whose rows have these lists as labels."""
+
+    def read_lists(labels):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps({"text": "x", "labels": each}) + "\n" for each in labels))
+        return read_task(TaskFiles(train=path, valid=path))
+
+    return read_lists
+
+
+def fault(call, *arguments, **more):
+    """Return what a call is refused with, from the name of the file."""
+    return str(refused("/", call, *arguments, **more)).rpartition("/")[2]
+
+
+WHOLE = [str(number % 5) for number in range(1000)]
+"""More rows than those from which the kind of a task is guessed."""
+LIST = """, line 3: label is '["A", "B"]', expected labels with | between them, such as A|B"""
+COMMA = ": labels look like numbers with a decimal comma, such as 1,5; write 1.5, or name the kind by "
+LATER = ": labels look like whole numbers in the first rows and like 2.5 in later ones; name the kind by "
+BAD_LABELS = [
+    (["A|B", '[""A"", ""B""]'], "multi-label", LIST),
+    (["1,5", "2,5"], None, COMMA),
+    (["1,5"], "regression", ", line 2: label is '1,5', expected a number such as 1.5, with a decimal point"),
+    (["1.5", "1e39"], "regression", ", line 3: label is '1e39', expected at most 3.40282e+38 in size; use another"),
+    ([*WHOLE, "2.5"], None, LATER),
+]
+
+
+@pytest.mark.parametrize(("labels", "kind", "told"), BAD_LABELS, ids=range(len(BAD_LABELS)))
+def test_labels_of_another_kind_are_refused(read, labels, kind, told):
+    assert fault(read, labels, kind=kind).startswith(f"train.csv{told}")
+
+
+def test_labels_are_read_as_the_named_kind(read):
+    assert read(["1,5", "2,5"], kind="classification").task.labels == ("1,5", "2,5")
+    assert read(["1,5", "x"]).task.labels == ("1,5", "x")
+    assert len(read([*WHOLE, "2.5"], kind="classification").task.labels) == 6
+    assert read([*WHOLE, "2.5"], kind="regression").task.labels == ()
+
+
+@pytest.mark.parametrize(
+    ("labels", "order"),
+    [
+        (["+1", "-1"], ("-1", "+1")),
+        (["1", "-1"], ("-1", "1")),
+        (["1.0", "-1.0"], ("-1.0", "1.0")),
+        (["+1", "+0"], ("+0", "+1")),
+        (["1e0", "-1e0"], ("-1e0", "1e0")),
+        (["10", "+9", "-10"], ("-10", "+9", "10")),
+        ([str(10**20 + 1), str(10**20)], (str(10**20), str(10**20 + 1))),
+        (["+1", "-1", "x"], ("+1", "-1", "x")),
+    ],
+)
+def test_labels_that_are_numbers_are_sorted_by_size(read, labels, order):
+    data = read(labels, kind="classification", **({"metric": "f1"} if len(order) == 2 else {}))
+    assert data.task.labels == order
+    if len(order) == 2:
+        assert data.facts[0].startswith(f"classification, f1 of {order[1]!r}; ")
+
+
+@pytest.mark.parametrize("pair", [("A", "A "), ("O\u0308ff", "\u00d6ff")])
+def test_labels_that_look_alike_are_warned_of(read, pair):
+    (told,) = (fact for fact in read(["B", *pair]).facts if "Unicode" in fact)
+    assert told.startswith("WARNING, labels that differ only in blanks or Unicode form are different classes: ")
+    assert all(ascii(label) in told for label in pair) and told.isascii()
+    assert not any("Unicode" in fact for fact in read(["B", "A", "a"]).facts)
+
+
+def test_f1_of_two_classes_names_the_positive_one(read):
+    data = read(["ja", "nein"], metric="f1")
+    assert data.facts[0] == "classification, f1 of 'nein'; text from text, label from label"
+    assert data.task.metric == "f1"
+    assert Cell("t", [{"metric": "f1", "facts": data.task.facts}]).score_name == "f1 of 'nein'"
+    assert Cell("MRPC", [{"metric": "f1"}]).score_name == "f1"
+    assert KINDS["multi-label"].score_name(Task("t", "f1", "multi-label", ("a", "b"))) == "f1"
+
+
+@pytest.fixture
+def read_tags(tmp_path):
+    """Read a task whose training rows are `train`, and whose validation rows are `valid`: tags with blanks between."""
+
+    def read_tags(train, valid, metric="seqeval-strict"):
+        paths = [tmp_path / f"{name}.jsonl" for name in ("train", "valid")]
+        for path, rows in zip(paths, (train, valid), strict=True):
+            tags = [[tag if tag == "O" else f"{tag}-PER" for tag in row.split()] for row in rows]
+            path.write_text("".join(json.dumps({"tokens": ["x"] * len(row), "tags": row}) + "\n" for row in tags))
+        return read_task(TaskFiles(*paths, metric=metric))
+
+    read_tags.folder = tmp_path
+    return read_tags
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "scheme", "broken"),
+    [
+        ("O B I B", "B I O B B", "IOB2", ""),
+        ("B I O", "B I O I I B", "IOB2", "1 of 2, such as I- I- B-"),
+        ("O I E E", "I E O E", "IOE2", ""),
+        ("O I E", "I E O E I", "IOE2", "1 of 2, such as E- I-"),
+        ("B I E S O", "S O B E", "IOBES", ""),
+        ("B I E S O", "S I O I I", "IOBES", "2 of 2"),
+        ("B I L U O", "B O U", "BILOU", "1 of 2"),
+        ("O B I", "O O", "IOB2", ""),
+    ],
+)  # fmt: skip
+def test_the_plan_names_the_scheme_of_tags_and_counts_what_breaks_it(read_tags, train, valid, scheme, broken):
+    facts = read_tags([train], [valid]).facts
+    assert facts[0] == f"tokens, seqeval-strict ({scheme}); text from tokens, label from tags"
+    told = [fact for fact in facts if "break the rules" in fact]
+    count, _, example = broken.partition(",")
+    of_scheme = f"groups of neighbouring tags of one type break the rules of {scheme},{example}"
+    assert len(told) == bool(broken)
+    assert all(fact.startswith(f"valid: WARNING, {count} {of_scheme}") for fact in told)
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "metric", "reason"),
+    [
+        ("O B I", "I O I I B O I", "seqeval-strict", "valid.jsonl: its tags are of IOB1, for which --metric seqeval-"),
+        ("O I E", "I O I E I O I", "seqeval-strict", "valid.jsonl: its tags are of IOE1, for which --metric seqeval-"),
+        ("O I", "I O", "seqeval-strict", "train.jsonl: tags with I- have no strict rules, expected IOB2 (B- I-), IOE2"),
+        ("B I E L", "B E", "seqeval-strict", "train.jsonl: tags with B- E- I- L- have no strict rules, expected IOB2"),
+        ("O B M E", "O", "seqeval-strict", "train.jsonl: tag 'M-PER', expected O, or B- or I- and a type, such as"),
+        ("O B M E", "O", "seqeval", "tag 'M-PER', expected O, or B- or I- and a type, such as B-PER (also"),
+        ("B L U O", "B", "seqeval", "train.jsonl: tags of BILOU have only strict rules; use --metric seqeval-strict"),
+    ],
+)
+def test_tags_without_rules_are_refused_by_name(read_tags, train, valid, metric, reason):
+    refused(re.escape(reason), read_tags, [train], [valid], metric)
+
+
+def test_runs_that_earlier_versions_scored_by_other_rules_are_done_again(read_tags):
+    """They scored all tags as IOB2, and the digest of a task was that of its facts, columns and files."""
+    for rows, is_same in ((["B I O"], True), (["B E O"], False)):
+        data = read_tags(rows, rows)
+        before = hashlib.sha256(json.dumps([data.task.facts, list(data.columns)]).encode())
+        before.update(2 * hashlib.sha256((read_tags.folder / "train.jsonl").read_bytes()).digest())
+        assert (data.digest == before.hexdigest()) == is_same
+
+
+@pytest.mark.parametrize("vector", [[1, 0, 0], [0, 0], [True, False, True], [1, 1]])
+def test_a_vector_of_0_and_1_is_no_list_of_labels(read_lists, vector):
+    assert read_lists([[3, 1], [1], [], [0]]).task.labels == ("0", "1", "3")
+    refused(r"train\.jsonl, line 2: label is .*, a vector of 0 and 1; write a list of the", read_lists, [[1], vector])
+
+
+def test_vectors_of_two_classes_are_no_lists_of_labels(read_lists):
+    """Read as lists, [0, 1] and [1, 0] both have the labels 0 and 1, and a model that always says both is perfect."""
+    refused(r"train\.jsonl: every row has the labels 0 and 1, as vectors of 0 and 1 do", read_lists, [[0, 1], [1, 0]])
+    assert read_lists([[0, 1], [1]]).task.labels == ("0", "1")
+    assert read_lists([["a", "b"]]).task.labels == ("a", "b")
+
+
+@pytest.fixture
+def read_two(tmp_path):
+    """Read a task from the texts of a training and a validation file."""
+
+    def read_two(train, valid, ending=".csv", **more):
+        paths = [tmp_path / f"{name}{ending}" for name in ("train", "valid")]
+        for path, text in zip(paths, (train, valid), strict=True):
+            path.write_text(text)
+        return read_task(TaskFiles(*paths, **more))
+
+    return read_two
+
+
+@pytest.mark.parametrize(
+    ("metric", "train", "valid", "is_told"),
+    [
+        ("matthews", "no yes", "yes yes", True),
+        ("f1", "no yes", "no no", True),
+        ("f1", "no yes", "no yes", False),
+        ("accuracy", "no yes", "yes yes", False),
+        ("pearson", "1.5 2.5", "2.5 2.5", True),
+        ("spearman", "1.5 2.5", "1.5", True),
+        ("pearson", "1.5 2.5", "1.5 3.5", False),
+    ],
+)
+def test_labels_on_which_no_model_has_a_score_are_warned_of(read_two, metric, train, valid, is_told):
+    kind = "regression" if "." in train else "classification"
+    rows = ["text,label\n" + "".join(f"x,{label}\n" for label in labels.split()) for labels in (train, valid)]
+    told = f"valid: WARNING, no model scores above 0 by {metric} on its labels: they are all alike, or none is positive"
+    assert (told in read_two(*rows, metric=metric, kind=kind).facts) == is_told
+
+
+@pytest.mark.parametrize("metric", ["seqeval", "seqeval-strict"])
+def test_validation_tags_without_an_entity_are_warned_of(read_tags, metric):
+    for valid, is_told in (["O O"], True), (["O B"], False):
+        facts = read_tags(["O B I"], valid, metric).facts
+        assert any(f"no model scores above 0 by {metric}" in fact for fact in facts) == is_told
+
+
+def test_whole_numbers_with_a_point_are_said_to_be_no_classes(read):
+    """pandas writes whole numbers so once one of them was missing."""
+    told = "valid: all labels are whole numbers; if they are classes, name another --kind than regression"
+    assert told in read(["1.0", "0.0"]).facts
+    assert told not in read(["1.0", "0.5"]).facts and told not in read(["1.0", "0.0"], kind="regression").facts
+
+
+def test_quotation_marks_that_a_program_has_put_into_a_tsv_are_warned_of(read_two):
+    rows = 'text\tlabel\n"He said ""no""."\tA\n"open\tB\n"whole"\tA\n"a" and "b"\tB\n'
+    told = "train: WARNING, 1 rows have texts in quotation marks with doubled marks inside; in .tsv they are text"
+    found = [fact[: len(told)] for fact in read_two(rows, rows + "x\tA\n", ".tsv").facts if "marks" in fact]
+    assert found == [told, told.replace("train", "valid")]
+    rows = 'text,label\n"""He said """"no"""".""",A\nx,B\n'  # quoted again, so that the marks are text here too
+    assert not any("marks" in fact for fact in read_two(rows, rows).facts)
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_told"),
+    [("-1 0 1 2", True), ("-1 0 1 2 3", True), ("-1 0 1", False), ("0 1 2 3", False), ("-2 -1 0 1", False)],
+)
+def test_the_mark_of_rows_without_a_label_is_no_silent_class(read, labels, is_told):
+    """SNLI has it; three labels from -1 may be a scale from negative to positive."""
+    told = "WARNING, label -1 is how Hugging Face's datasets mark rows without a label; it is a class here: remove "
+    assert (f"{told}these rows" in read(labels.split()).facts) == is_told
+    told_of_a_scale = told.replace("remove", "unless the labels are a scale, remove") + "these rows"
+    assert (told_of_a_scale in read(labels.split()).facts) == (set(labels.split()) == {"-1", "0", "1"})
+
+
+@pytest.mark.parametrize(
+    ("header", "read_as"),
+    [
+        ("index,question,sentence,label", "question + sentence"),
+        ("index,sentence,question,label", "question + sentence"),
+        ("index,question,context,label", "question + context"),
+        ("index,sentence,other,label", "sentence"),
+        ("index,question,other,label", "question"),
+        ("text,question,sentence,label", "text"),
+    ],
+)
+def test_a_question_and_its_sentence_are_a_pair(read_two, header, read_as):
+    """GLUE's QNLI has these columns, and its sentences alone do not decide the labels."""
+    rows = header + "\n0,x,y,A\n1,z,w,B\n"
+    assert f"text from {read_as}, label" in read_two(rows, rows).facts[0]
+
+
+def test_a_file_that_is_another_one_too_is_told(read, read_two, tmp_path):
+    rows = "text,label\nx,A\ny,B\n"
+    assert "valid: WARNING, the same file as train" in " ".join(read(["A", "B"]).facts)
+    facts = read_two(rows, rows + "z,A\n", test=tmp_path / "valid.csv").facts
+    told = "test: WARNING, the same file as valid; its score says nothing about new rows"
+    assert [fact for fact in facts if "same file" in fact] == [told]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (TaskFiles(Path("data/reviews-train.csv")), "reviews"),
+        (TaskFiles(Path("data/reviews.csv.gz")), "reviews"),
+        (TaskFiles(Path("data/topics/train.csv")), "topics"),
+        (TaskFiles(Path("data/topics/train.csv"), name="of mine"), "of-mine"),
+    ],
+)
+def test_a_task_is_called_as_its_page_says(given, name):
+    assert given.task_name == name
+
+
+def test_the_most_frequent_tag_is_that_of_most_words(read_two):
+    lines = (("red green dog runs", "A A A V"), ("runs", "V"))
+    text = "".join(json.dumps({"tokens": said.split(), "tags": tags.split()}) + "\n" for said, tags in lines)
+    assert read_two(text, text, ".jsonl", kind="tokens", metric="accuracy").baseline == 3 / 5
+
+
+def test_words_have_no_second_text_and_their_tags_may_be_ner_tags(read_two):
+    rows = json.dumps({"tokens": ["red", "cat"], "ner_tags": ["B-A", "O"], "label": "x", "more": "a text"}) + "\n"
+    data = read_two(rows, rows, ".jsonl")
+    assert data.facts[0] == "tokens, seqeval; text from tokens, label from ner_tags"
+    said = r"line 1: --text-pair-column more: words have no second text; leave the flag"
+    refused(said, read_two, rows, rows, ".jsonl", text_pair_column="more")
+
+
+def test_a_score_of_a_plug_ins_metric_has_a_name_without_it():
+    facts = Task("own", "kappa", "classification", ("a", "b")).facts
+    row = {"task": "own", "score": 0.5, "dev_examples": 1, "metric": "own", "facts": facts | {"kind": "own"}}
+    assert Cell("own", [row]).score_name == "own"
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"text_column": "label"}, "column 'label' is --text-column and --label-column at once"),
+        ({"label_column": "text"}, "column 'text' is --text-column and --label-column at once"),
+        ({"text_pair_column": "label"}, "column 'label' is --text-pair-column and --label-column at once"),
+        ({"text_pair_column": "text"}, "column 'text' is --text-column and --text-pair-column at once"),
+        ({"text_column": "x", "label_column": "x", "kind": "tokens"}, "column 'x' is --text-column and --label-column"),
+        ({"text_pair_column": "q", "kind": "qa", "text_column": "q"}, "column 'q' is --text-column"),
+    ],
+)
+def test_a_column_with_two_uses_is_refused(read, columns, told):
+    error = refused(told, read, ["A", "B"], **columns)
+    assert error.exit_code == 2
+
+
+BAD_TEST = {
+    "another column": ({"sentence": "red cat runs"}, r"test\.jsonl, line 1: no column 'text', it has sentence"),
+    "an empty text": ({"text": " "}, r"test\.jsonl, line 1: text is empty"),
+    "a prediction": ({"text": "red cat", "prediction": "x"}, r"there is a column 'prediction' already; rename it"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_TEST.values(), ids=BAD_TEST)
+def test_a_bad_test_file_without_labels_is_refused_before_anything_is_loaded(topics, tmp_path, row, message):
+    (topics / "test.jsonl").write_text(json.dumps(row) + "\n")
+    command = words(topics, tmp_path / "no-such-encoder", tmp_path / "out", "--test", topics / "test.jsonl")
+    refused(message, main, command)
+
+
+def test_the_table_is_there_if_the_prediction_fails(topics, bert_folder, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise UserError("no space left")
+
+    monkeypatch.setattr(task_files, "predict_file", fail)
+    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", topics / "new.jsonl")
+    refused("no space left", main, command)
+    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "out" / "table.json").is_file()
+
+
+def written(writer, ending, cells, prediction, kind="classification"):
+    """Return the last line that a writer of predictions writes for a row of cells."""
+    stream = io.BytesIO()
+    writer(stream, ending, Columns("text", None, "label"), KINDS[kind].cell_text).write(cells, prediction)
+    return stream.getvalue().decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize("writer", [JsonLinesFile, TableFile])
+def test_times_of_a_parquet_file_are_written_as_text(writer):
+    line = written(writer, ".csv", {"day": datetime.date(2026, 1, 2)}, "red")
+    assert "2026-01-02" in line and "red" in line
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (decimal.Decimal("1.50"), "1.50"),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        (b"red", "b'red'"),
+        (True, "true"),
+        ([datetime.date(2026, 1, 2)], '["2026-01-02"]'),
+    ],
+)
+def test_a_label_of_a_parquet_file_is_written_as_other_columns_are(cell, text):
+    for kind in ("classification", "regression"):
+        line = written(TableFile, ".tsv", {"note": cell, "label": cell}, "red", kind)
+        assert line.split("\t") == [text, text, "red"]
+
+
+def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():
+    """A Parquet file has null and nan, and JSON has no nan."""
+    empty = {"note": None, "number": float("nan"), "label": None}
+    assert written(TableFile, ".csv", empty, None) == ",,,null"
+    assert written(TableFile, ".tsv", empty, None) == "\t\t\tnull"
+    assert json.loads(written(JsonLinesFile, ".jsonl", empty, None)) == dict.fromkeys([*empty, "prediction"])
+    for cell in (float("inf"), [float("nan")]):
+        with pytest.raises(ValueError, match=r"number of a cell is nan or infinite, which JSON cannot hold; write \."):
+            written(JsonLinesFile, ".jsonl", {"number": cell}, None)
+
+
+def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
+    """The second one comes to its predictions while the first is writing the same file."""
+    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", task_files.use_models, []
+
+    def finish_twice(sweep):
+        predict = FineTuned.predict
+
+        def predict_beside_another(model, encoded):
+            monkeypatch.setattr(FineTuned, "predict", predict)
+            other.start()
+            other.join(1)  # without a lock it fails at once
+            return predict(model, encoded)
+
+        def also_finish():
+            try:
+                ends.append(finish(sweep))
+            except UserError as error:
+                ends.append(str(error))
+
+        other = threading.Thread(target=also_finish)
+        monkeypatch.setattr(FineTuned, "predict", predict_beside_another)
+        lines = finish(sweep)
+        other.join()
+        assert ends == [lines]
+        return lines
+
+    monkeypatch.setattr(task_files, "use_models", finish_twice)
+    assert main(words(topics, bert_folder, out, *GLANCE, "--test", path)) == 0
+    (told,) = (out / "predictions").glob("*-test.jsonl")
+    assert len(told.read_text().splitlines()) == 9 and len(ends) == 1
+
+
+ANSWERS = {
+    "classification": (Columns("text", None, "label"), "A"),
+    "multi-label": (Columns("text", None, "labels"), ["A", "B"]),
+    "qa": (Columns("question", "context", "answers"), "Ada"),
+}
+"""Kind → columns, and the prediction for every row."""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Predict rows of JSON lines with a model that gives one answer; return the path of the output."""
+
+    def write(rows, ending, kind="classification", prediction=None):
+        columns, usual = ANSWERS[kind]
+        model = FineTuned(None, None, Task("t", "f1", kind, ("A", "B")), columns, 64, None)
+        monkeypatch.setattr(task_files, "load_finetuned", lambda *_: model)
+        answer = usual if prediction is None else prediction
+        encoded = Encoded(np.empty(0), np.empty(0), np.empty(0), np.empty(0), 0)
+        monkeypatch.setattr(FineTuned, "encode", lambda self, texts: replace(encoded, ends=np.zeros(len(texts))))
+        monkeypatch.setattr(FineTuned, "predict", lambda self, encoded: [answer] * len(encoded))
+        (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task_files.predict_file(tmp_path, tmp_path / "new.jsonl", tmp_path / f"told{ending}", None)
+        return tmp_path / f"told{ending}"
+
+    return write
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_a_column_that_the_first_row_lacks_is_refused(write, ending):
+    rows = [{"text": "one"}, {"text": "two", "akz": "1 ZR 2/20"}]
+    assert fault(write, rows, ending) == "new.jsonl, line 2: column 'akz' is not in the first row; write .jsonl"
+    assert [row.cells.get("akz") for row in read_rows(str(write(rows[::-1], ending)))] == ["1 ZR 2/20", ""]
+    assert json.loads(write(rows, ".jsonl").read_text().splitlines()[1])["akz"] == "1 ZR 2/20"
+
+
+def test_tsv_keeps_every_blank_and_counts_cells_that_it_changes(write, capsys):
+    text = " § 433  Abs. 2\u2028BGB "
+    path = write([{"text": text}, {"text": "a\tb\r\nc"}], ".tsv")
+    assert [row.cells["text"] for row in read_rows(str(path))] == [text, "a b  c"]
+    assert capsys.readouterr().err == f"{path}: cells whose tabs and line breaks became blanks: 1\n"
+    write([{"text": text}], ".tsv")
+    assert capsys.readouterr().err == ""
+
+
+def test_csv_with_any_line_break_is_read_back(write):
+    texts = ["a\rb", "c\r\nd", "e\nf", 'g "h", i']
+    path = write([{"text": text} for text in texts], ".csv")
+    assert [row.cells["text"] for row in read_rows(str(path))] == texts
+    with path.open(newline="") as stream:
+        assert [row["text"] for row in csv.DictReader(stream)] == texts
+
+
+def test_two_questions_with_one_id_are_refused(write):
+    row = {"question": "Who?", "context": "Ada."}
+    told = "new.jsonl, line 2: an earlier question has the id '1' too, which .json cannot hold; write .jsonl or .csv"
+    assert fault(write, [row | {"id": "1"}] * 2, ".json", "qa") == told
+    assert fault(write, [row | {"id": "1"}, row], ".json", "qa") == told
+    assert json.loads(write([row, row], ".json", "qa").read_text()) == {"0": "Ada", "1": "Ada"}
+    assert len(write([row | {"id": "1"}] * 2, ".jsonl", "qa").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_several_labels_are_written_as_training_reads_them(write, ending):
+    path = write([{"text": "one", "labels": ["B", "A"]}], ending, "multi-label")
+    (row,) = read_rows(str(path))
+    assert row.cells == {"text": "one", "labels": "B|A", "prediction": "A|B"}
+    parted = "label 'a|b' has a |, which separates labels in "
+    assert parted in fault(write, [{"text": "one"}], ending, "multi-label", ["a|b"])
+    told = json.loads(write([{"text": "one"}], ".jsonl", "multi-label").read_text())
+    assert told["prediction"] == ["A", "B"]
+
+
+def test_a_file_is_checked_before_its_first_row_is_predicted(write, monkeypatch):
+    monkeypatch.setattr(task_files, "chunks", lambda *_: pytest.fail("a row was predicted"))
+    told = "new.jsonl, line 2: text is empty, expected text; fill it in or remove the row"
+    assert fault(write, [{"text": "one"}, {"text": " "}], ".csv") == told
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("classification", None), ("multi-label", None), ("tokens", ["O", None])])
+def test_rows_without_a_prediction_are_counted(write, monkeypatch, capsys, kind, answer):
+    monkeypatch.setitem(ANSWERS, "tokens", (Columns("tokens", None, "tags"), ["O", "O"]))
+    rows = [{"text": "one", "tokens": ["a", "b"]}] * 3
+    write(rows, ".jsonl", kind)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(ANSWERS, kind, (ANSWERS[kind][0], answer))
+    path = write(rows, ".jsonl", kind)
+    told = f"{path}: rows without a prediction, because the model's outputs are not finite: 3\n"
+    assert capsys.readouterr().err == told

@@ -1,0 +1,374 @@
+"""Sweeps of several processes and commands, kills, and files that change while a command runs."""
+
+import json
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ddrp.data.points import VARIABLE
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.tasks import glue
+from megatron_ddrp.tasks.finetune import task_files, workers
+from megatron_ddrp.tasks.finetune.command import main, parse_arguments
+from megatron_ddrp.tasks.finetune.options import TaskFiles
+from megatron_ddrp.tasks.finetune.runs import RunStore, TuningRun
+from megatron_ddrp.tasks.finetune.workers import Sweep
+from megatron_ddrp.tasks.jobs import drain
+from tests.integration.launch import TIMEOUT, exit_codes_of, fork_server, redirect_streams
+from tests.refusals import refused
+from tests.unit.tasks.conftest import GLANCE, arguments, finished, rows, words
+
+RUNS = [
+    TuningRun(task, 16, lr, 4, seed, 128, encoder="e", data="d", micro_batch_size=8)
+    for task in ("RTE", "CoLA")
+    for lr in (1e-5, 3e-5)
+    for seed in range(1, 11)
+]
+LONG = 400
+"""Seconds after which something hangs."""
+
+
+def worker(folder, seconds, barrier=None, begun=None, points=""):
+    """Do RUNS, from when all workers are there; every start of a run leaves a line in its own file.
+
+    With `begun` tell it of every start, and without `seconds` never end a run. Arm the `points`.
+    """
+    if points:
+        os.environ[VARIABLE] = points
+    if barrier:
+        barrier.wait(LONG)
+
+    def perform(run):
+        with open(folder / f"begun-{run.name}", "a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        if begun:
+            begun.put(run.name)
+        if seconds is None:
+            signal.pause()
+        time.sleep(seconds)
+        return finished(run, run.seed / 97, by=os.getpid())
+
+    drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
+
+
+def start(folder, count, seconds=0.004, barrier=None, begun=None, points=""):
+    arguments = (folder, seconds, barrier, begun, points)
+    processes = [fork_server().Process(target=worker, args=arguments) for _ in range(count)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def look(folder, answer):
+    """Tell whether the first run is free."""
+    answer.value = RunStore(folder / "runs.jsonl").lease(RUNS[0].name) is not None
+
+
+def lasting_rows(folder):
+    """Return the rows of a folder, sorted, without what differs from machine to machine."""
+    differs = ("by", "seconds", "crc32")
+    return sorted(
+        json.dumps({k: v for k, v in row.items() if k not in differs}, sort_keys=True) for row in rows(folder)
+    )
+
+
+def test_a_sweep_with_killed_workers_ends_as_one_undisturbed(tmp_path):
+    """One dies with a lease and one after its row; of three others, one is left and ends the sweep."""
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    for folder in (calm, killed):
+        folder.mkdir()
+    worker(calm, 0)
+    for points, count, ended in (
+        ("job.leased=SIGKILL@3", 1, []),
+        ("job.appended=SIGKILL@7", 1, []),
+        ("job.appended=SIGKILL@15,job.appended=SIGKILL@25", 3, [0]),
+    ):
+        processes = start(killed, count, points=points)
+        for process in processes:
+            process.join(LONG)
+        killed_ones = [-signal.SIGKILL] * max(1, count - 1)
+        assert sorted(process.exitcode for process in processes) == killed_ones + ended, points
+    assert lasting_rows(killed) == lasting_rows(calm)
+    assert len(lasting_rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
+
+
+def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
+    barrier = fork_server().Barrier(4)
+    for process in start(tmp_path, 4, barrier=barrier):
+        process.join(LONG)
+    begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
+    assert set(begun) == {f"begun-{run.name}" for run in RUNS}
+    assert all(len(starts) == 1 for starts in begun.values())
+    assert len({starts[0] for starts in begun.values()}) > 1
+
+
+def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
+    """A worker dies within a run while another waits for it."""
+    begun = fork_server().Queue()
+    (stuck,) = start(tmp_path, 1, seconds=None, begun=begun)
+    first = begun.get(timeout=LONG)
+    (other,) = start(tmp_path, 1, seconds=0, begun=begun)
+    rest = [begun.get(timeout=LONG) for _ in range(len(RUNS) - 1)]
+    assert sorted([first, *rest]) == sorted(run.name for run in RUNS)
+    assert other.is_alive(), "the leased run is not done yet: somebody must wait for it"
+    os.kill(stuck.pid, signal.SIGKILL)
+    stuck.join()
+    other.join(LONG)
+    assert other.exitcode == 0
+    assert len(lasting_rows(tmp_path)) == len(RUNS)
+    assert (tmp_path / f"begun-{first}").read_text().split() == [str(stuck.pid), str(other.pid)]
+
+
+def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
+    lease = RunStore(tmp_path / "runs.jsonl").lease(RUNS[0].name)
+    assert lease
+
+    def free():
+        answer = fork_server().Value("b", 2)
+        process = fork_server().Process(target=look, args=(tmp_path, answer))
+        process.start()
+        process.join(LONG)
+        return answer.value
+
+    assert free() == 0
+    lease.close()
+    assert free() == 1
+
+
+def test_a_finished_run_is_appended_once(tmp_path):
+    first, second = RunStore(tmp_path / "runs.jsonl"), RunStore(tmp_path / "runs.jsonl")
+    for store in (first, second, first):
+        store.append(finished(RUNS[0]))
+    assert len(lasting_rows(tmp_path)) == 1
+    second.append(finished(RUNS[1]))
+    assert RUNS[1].name not in first
+    first.refresh()
+    assert RUNS[1].name in first
+
+
+def array_task(number, folder, words):
+    """Run a task of the array in this process. It leaves its log, and its process id for each run that it begins."""
+    perform = Sweep.perform
+
+    def counted(self, run):
+        with (folder / f"begun-{run.name}").open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        return perform(self, run)
+
+    Sweep.perform = counted
+    redirect_streams(folder / f"task-{number}.log", folder / f"task-{number}.errors")
+    os.environ["SLURM_ARRAY_TASK_ID"] = str(number)
+    sys.exit(glue.main(words))
+
+
+def test_the_tasks_of_an_array_share_the_runs_and_one_of_them_writes_the_table(glue_dir, bert_folder, tmp_path):
+    several = ("--seeds", "4", "--epochs", "1", "--no-wait")
+    glue.main(arguments(glue_dir, bert_folder, tmp_path / "alone", *several))
+    words = arguments(glue_dir, bert_folder, tmp_path / "array", *several)
+    tasks = [fork_server().Process(target=array_task, args=(number, tmp_path, words)) for number in range(3)]
+    assert exit_codes_of(tasks, TIMEOUT) == [0, 0, 0], [path.read_text() for path in tmp_path.glob("task-*.errors")]
+    alone, array = (lasting_rows(tmp_path / out) for out in ("alone", "array"))
+    assert array == alone and len(array) == 4
+    begun = [path.read_text().split() for path in tmp_path.glob("begun-*")]
+    assert len(begun) == 4 and all(len(starts) == 1 for starts in begun)
+    for name in ("table.md", "table.json"):
+        assert (tmp_path / "array" / name).read_text() == (tmp_path / "alone" / name).read_text()
+    logs = [(tmp_path / f"task-{number}.log").read_text() for number in range(3)]
+    wrote = ["written to" in log for log in logs]
+    left = ["being done by other commands" in log and "the last one writes the tables" in log for log in logs]
+    assert any(wrote) and all(one != other for one, other in zip(wrote, left, strict=True))
+
+
+def test_a_command_that_does_not_wait_leaves_what_others_hold(tmp_path):
+    store, held = RunStore(tmp_path / "runs.jsonl"), RUNS[3]
+    lease = store.lease(held.name)
+    assert lease
+    drain(RUNS, store, finished, wait=False)
+    assert store.missing(RUNS) == [held] and len(store.rows) == len(RUNS) - 1
+    lease.close()
+    drain(RUNS, store, finished, wait=False)
+    assert store.missing(RUNS) == []
+
+
+CHANGED = "changed after this command had read it; finished runs are kept; run the same command again"
+ROW = json.dumps({"text": "red dog runs", "label": "colour"}) + "\n"
+CHANGES = {
+    "a row more": lambda text: text + ROW,
+    "another label": lambda text: text.replace("animal", "colour", 1),
+    "another text of equal length": lambda text: text.replace("red", "bed", 1),
+    "a new label": lambda text: text.replace("animal", "robot", 1),
+    "rows in another order": lambda text: "".join(text.splitlines(keepends=True)[::-1]),
+    "half a row": lambda text: text[:-20],
+    "nothing": lambda text: "",
+}
+
+
+@pytest.fixture
+def files(topics):
+    (topics / "test.jsonl").write_text(3 * ROW)
+    return TaskFiles(*(topics / f"{name}.jsonl" for name in ("train", "valid", "test")))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", ["train", "valid", "test"])
+def test_rows_are_refused_once_their_file_has_changed(files, name, change):
+    path = getattr(files, name)
+    path.write_text(3 * path.read_text().replace("bird", "red") + ROW.replace("colour", "animal"))
+    data = task_files.read_task(files)
+    examples = data.train if name == "train" else data.dev[name]
+    before = list(examples)
+    assert list(examples) == before
+    path.write_text(change(path.read_text()))
+    error = refused(CHANGED, list, examples)
+    assert str(path) in str(error)
+
+
+def test_a_change_within_a_pass_is_noticed_at_its_end(files):
+    data = task_files.read_task(files)
+    passing = iter(data.train)
+    next(passing)
+    with files.train.open("a") as stream:
+        stream.write(ROW)
+    refused(CHANGED, list, passing)
+
+
+def test_a_file_that_is_gone_is_named(files):
+    data = task_files.read_task(files)
+    files.valid.unlink()
+    refused(r"valid\.jsonl: No such file or directory; give a readable file", list, data.dev["valid"])
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_sweep_stops_before_a_run_on_changed_rows(
+    topics, bert_folder, checkpoint_folder, tmp_path, monkeypatch, name
+):
+    """The second encoder reads the rows again."""
+    perform, path = Sweep.perform, topics / f"{name}.jsonl"
+
+    def perform_and_change(self, run):
+        row = perform(self, run)
+        path.write_text(CHANGES["another label"](path.read_text()))
+        return row
+
+    monkeypatch.setattr(Sweep, "perform", perform_and_change)
+    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--load", str(bert_folder), str(checkpoint_folder))
+    refused(rf"{name}\.jsonl: {CHANGED}", main, command)
+    assert len(rows(tmp_path / "out")) == 1
+    monkeypatch.setattr(Sweep, "perform", perform)
+    main(command)
+    found = rows(tmp_path / "out")
+    assert [row["data"] == found[0]["data"] for row in found] == [True, False, False]
+
+
+def test_a_worker_that_read_other_files_stops(files):
+    digests = {"topics": task_files.read_task(files).digest}
+    files.train.write_text(files.train.read_text() + ROW)
+    options = Namespace(suite=Namespace(read=lambda: {"topics": task_files.read_task(files)}))
+    said = "topics: its files changed after this command had read them; finished runs"
+    refused(said, workers._work, 0, options, digests, set())
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+@pytest.mark.parametrize("loads", ["{run}", "{run} {run}/iter_0000003"])
+def test_a_run_that_saves_meanwhile_is_one_encoder_to_all_workers(
+    topics, training_run, tmp_path, monkeypatch, capsys, loads
+):
+    def in_this_process(work, given, count, jobs, store, tell, program):
+        for number in range(count):
+            work(number, *given)
+        store.refresh()
+
+    monkeypatch.setattr(workers, "share_out", in_this_process)
+    loads = loads.format(run=training_run).split()
+    several = ("--epochs", "1", "--seeds", "3", "--workers", "2")
+    assert main(words(topics, loads[0], tmp_path / "out", *several, "--load", *loads)) == 0
+    shown = capsys.readouterr().out
+    assert "weights of the encoder from iter_0000003;" in shown
+    assert (tmp_path / "out" / "table.md").read_text() in shown
+    assert {row["checkpoint"] for row in rows(tmp_path / "out")} == {str(training_run / "iter_0000003")}
+    assert len(rows(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, tmp_path, monkeypatch):
+    """Rank 1 comes when the run has saved again; what rank 0 sends is as it was."""
+    options = parse_arguments(words(topics, training_run, tmp_path / "out", *GLANCE))
+    sent = []
+
+    def gather(item):
+        sent.append(item)
+        return sent[:1]
+
+    monkeypatch.setattr(workers, "agree", lambda action: action())
+    monkeypatch.setattr(workers, "gather_objects", gather)
+    monkeypatch.setattr(workers, "refuse_differences", lambda _: None)
+    sweeps = [workers._open_on_ranks(options, Ranks(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
+    assert [one.options.load for one in sweeps] == [(training_run / "iter_0000003",)] * 2
+    assert [run.name for run in sweeps[0].runs] == [run.name for run in sweeps[1].runs] and sent[1] is None
+
+
+@pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
+def test_a_worker_that_read_another_encoder_stops(topics, checkpoint_folder, tmp_path):
+    options = parse_arguments(words(topics, checkpoint_folder, tmp_path / "out", *GLANCE))
+    digests = {name: data.digest for name, data in options.suite.read().items()}
+    said = f"--load {checkpoint_folder}: changed after this command had read it"
+    refused(said, workers._work, 0, options, digests, {"the encoder that the command has read"})
+
+
+def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_folder, tmp_path, monkeypatch, capsys):
+    """Without its table a command does not end with code 0, unless it was told --no-wait."""
+    monkeypatch.setattr(workers, "drain", lambda *_: None)
+    said = r"1 job is missing in .*out, and the tables are not written: run the same"
+    refused(said, main, words(topics, bert_folder, tmp_path / "out", *GLANCE))
+    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-wait")) == 0
+    assert "1 job is being done by other commands" in capsys.readouterr().out
+
+
+def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, tmp_path, monkeypatch, capsys):
+    path, perform = topics / "new.jsonl", Sweep.perform
+
+    def perform_and_change(self, run):
+        path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n')
+        return perform(self, run)
+
+    monkeypatch.setattr(Sweep, "perform", perform_and_change)
+    refused(rf"new\.jsonl: {CHANGED}", main, words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", path))
+    assert not list((tmp_path / "out" / "predictions").glob("*test*"))
+    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_a_file_that_changes_while_it_is_labelled_leaves_no_output(topics, tmp_path, monkeypatch):
+    path = topics / "new.jsonl"
+
+    class Model(Namespace):
+        def encode(self, texts):
+            path.write_text(path.read_text() + '{"id": 9, "text": "red cat"}\n')
+            return Namespace(cut=0)
+
+        def predict(self, encoded):
+            return ["colour"] * 3
+
+    task, columns = Namespace(kind="classification"), Namespace(text="text", pair=None, label="label")
+    model = Model(task=task, columns=columns, max_length=8)
+    monkeypatch.setattr(task_files, "load_finetuned", lambda *_: model)
+    monkeypatch.setattr(task_files, "_TOGETHER", 3)
+    refused(CHANGED, task_files.predict_file, tmp_path, path, tmp_path / "told.csv", torch.device("cpu"))
+    assert not (tmp_path / "told.csv").exists()
+
+
+def test_glue_reads_each_file_once(glue_dir, monkeypatch):
+    read_bytes, asked = Path.read_bytes, []
+    monkeypatch.setattr(Path, "read_bytes", lambda self: asked.append(self.name) or read_bytes(self))
+    data = glue.read_task(glue.TASKS["CoLA"], glue_dir)
+    assert asked == ["train.tsv", "dev.tsv"]
+    before = list(data.train), list(data.dev["dev"])
+    for name in asked:
+        (glue_dir / "CoLA" / name).unlink()
+    assert (list(data.train), list(data.dev["dev"])) == before
