@@ -16,7 +16,7 @@ from megatron_ddrp.commands import COMMANDS
 from megatron_ddrp.config.registry import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
-OF_ALL_SOURCES = ("test_house", "test_layering", "test_prose", "test_prose_of_pages", "test_packaging_files")
+OF_ALL_SOURCES = ("test_house", "test_pages")
 """Tests in tests/unit/ that read every file; they always run."""
 CHANGE_ALL = {"pyproject.toml", "tests/conftest.py"}
 ON_FIRST_USE = [(name, key, place) for name, table in TABLES.items() for key, place in table.items()]

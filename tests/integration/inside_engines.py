@@ -3,7 +3,7 @@ memory, CUDA graphs on an emulator, and a rank that computes wrong once.
 
 Gradients that engines step with are compared with the exact sums of their backward passes' gradients. A wait is a
 number read from a tensor, or DeepSpeed's `synchronize`, under a GPU's settings on a CPU's tensors, counted by the file
-that waits; what our own model could wait for is refused in `tests/unit/test_waits.py`. A rank computes wrong when a
+that waits; what our own model could wait for is refused in `tests/unit/test_loop.py`. A rank computes wrong when a
 mantissa bit flips in an activation, a gradient or a weight.
 """
 

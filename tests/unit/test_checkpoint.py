@@ -1,4 +1,7 @@
-"""Which checkpoint is taken where something in a `--save` folder is damaged; no reader takes damage silently."""
+"""The `--save` folder: which checkpoint is taken where something is damaged, no reader takes damage silently, one
+writer holds it, and it keeps copies of plug-ins."""
+
+from __future__ import annotations
 
 import json
 import re
@@ -9,15 +12,24 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_config, read_state, write_state
+from megatron_ddrp.checkpoint import (
+    choose_checkpoint,
+    fault,
+    load_model,
+    read_state,
+    refuse_folders,
+    write_state,
+)
 from megatron_ddrp.checkpoint.weights import Form, write_tensors
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.encoder import load_encoder
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.analysis.session import find_snapshots
 from megatron_ddrp.model import build_model
+from megatron_ddrp.run import run_folder
+from megatron_ddrp.run.run_folder import LOCK, RunFolder
+from tests.refusals import refused
 
 STEPS = (2, 4, 6)
 FILE = "weights-00-of-01.safetensors"
@@ -65,77 +77,76 @@ def chosen(folder, kinds=(checkpoint.MODEL,)):
     return choose_checkpoint(folder, kinds, told.append).name, told
 
 
-def link_to_nothing(pointer):
-    pointer.unlink()
-    pointer.symlink_to("nowhere")
-
-
-LATEST_DAMAGES = {
-    "empty": lambda pointer: pointer.write_bytes(b""),
-    "blank": lambda pointer: pointer.write_bytes(b" \n\n"),
-    "not-utf8": lambda pointer: pointer.write_bytes(b"\xff\xfeiter_0000006\n"),
-    "zeros": lambda pointer: pointer.write_bytes(b"\0" * 13),
-    "unknown": lambda pointer: pointer.write_bytes(b"best\n"),
-    "outside": lambda pointer: pointer.write_bytes(b"../x\n"),
-    "long": lambda pointer: pointer.write_bytes(b"iter_0000006" * 1000),
-    "newer-missing": lambda pointer: pointer.write_bytes(b"iter_0000009\n"),
-    "older-missing": lambda pointer: pointer.write_bytes(b"iter_0000003\n"),
-    "link": link_to_nothing,
+CONTENTS = {
+    "empty": b"",
+    "blank": b" \n\n",
+    "not-utf8": b"\xff\xfeiter_0000006\n",
+    "zeros": b"\0" * 13,
+    "unknown": b"best\n",
+    "outside": b"../x\n",
+    "long": b"iter_0000006" * 1000,
+    "newer-missing": b"iter_0000009\n",
+    "older-missing": b"iter_0000003\n",
 }
+"""Damage of the file `latest` → what it holds then."""
 
 
-@pytest.mark.parametrize("damage", [*LATEST_DAMAGES.values(), Path.unlink], ids=[*LATEST_DAMAGES, "missing"])
+def damage_latest(pointer, damage):
+    pointer.unlink(missing_ok=True)
+    if damage == "link":
+        pointer.symlink_to("nowhere")
+    elif damage != "missing":
+        pointer.write_bytes(CONTENTS[damage])
+
+
+@pytest.mark.parametrize("damage", [*CONTENTS, "link", "missing"])
 def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint(damage, run):
     pointer = run / checkpoint.LATEST
-    damage(pointer)
+    damage_latest(pointer, damage)
     name, (line,) = chosen(run)
     assert name == "iter_0000006" and line.startswith(f"{pointer} ") and "taking the newest whole checkpoint" in line
-    with pytest.raises(UserError, match="holds a run already"):
-        checkpoint.refuse_folders(run, None)
-    checkpoint.refuse_folders(run, run)
+    refused("holds a run already", refuse_folders, run, None)
+    refuse_folders(run, run)
     flip(run / "iter_0000006" / FILE)
     name, told = chosen(run)
     assert name == "iter_0000004" and len(told) == 2 and "skipped" in told[1]
 
 
-@pytest.mark.parametrize("damage", LATEST_DAMAGES.values(), ids=LATEST_DAMAGES)
+@pytest.mark.parametrize("damage", [*CONTENTS, "link"])
 def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
-    (tmp_path / checkpoint.LATEST).touch()
-    damage(tmp_path / checkpoint.LATEST)
+    damage_latest(tmp_path / checkpoint.LATEST, damage)
     for save, load in ((tmp_path, tmp_path), (None, tmp_path), (tmp_path, None)):
-        with pytest.raises(UserError, match=r"holds no checkpoint, and latest|holds a run already"):
-            checkpoint.refuse_folders(save, load)
+        refused(r"holds no checkpoint, and latest|holds a run already", refuse_folders, save, load)
 
 
 def test_a_folder_of_megatron_lm_is_refused(tmp_path):
     (tmp_path / "iter_0005000" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5000")
     for flag, folders in (("--load", (None, tmp_path)), ("--save", (tmp_path, None))):
-        with pytest.raises(UserError, match=f"{flag} {tmp_path} holds checkpoints of Megatron-LM, which are not read"):
-            checkpoint.refuse_folders(*folders)
+        words = f"{flag} {tmp_path} holds checkpoints of Megatron-LM, which are not read"
+        refused(words, refuse_folders, *folders)
 
 
 @pytest.mark.parametrize("file", ["latest", f"iter_0000002/{FILE}", "config.json"])
 def test_a_file_is_no_fresh_start(file, run, tmp_path):
+    words = f"--load {run / file} is a file: give the folder of a run, such as {run},"
     for save in (None, tmp_path / "new"):
-        with pytest.raises(UserError, match=f"--load {run / file} is a file: give the folder of a run, such as {run},"):
-            checkpoint.refuse_folders(save, run / file)
+        refused(words, refuse_folders, save, run / file)
 
 
 def test_a_misspelt_load_is_no_fresh_start(tmp_path):
     """A restart names one folder twice, which need not exist; an empty folder starts afresh."""
+    words = f"--load {tmp_path / 'strat'}: no such folder: .* leave --load out"
     for save in (None, tmp_path / "new"):
-        with pytest.raises(UserError, match=f"--load {tmp_path / 'strat'}: no such folder: .* leave --load out"):
-            checkpoint.refuse_folders(save, tmp_path / "strat")
-        checkpoint.refuse_folders(save, tmp_path)
-    checkpoint.refuse_folders(tmp_path / "new", tmp_path / "new")
+        refused(words, refuse_folders, save, tmp_path / "strat")
+        refuse_folders(save, tmp_path)
+    refuse_folders(tmp_path / "new", tmp_path / "new")
 
 
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
-    with pytest.raises(UserError, match="latest is not a file: remove it"):
-        choose_checkpoint(run)
+    refused("latest is not a file: remove it", choose_checkpoint, run)
 
 
 def test_going_back_to_an_older_checkpoint_is_told(run):
@@ -201,26 +212,20 @@ def refuse(*_):
 @pytest.mark.parametrize("load", [False, True])
 def test_a_run_does_not_replace_the_files_of_others(tmp_path, name, load):
     (tmp_path / name).write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match=f"--save .* holds {name}, which no run wrote"):
-        checkpoint.refuse_folders(tmp_path, tmp_path if load else None)
+    load_from = tmp_path if load else None
+    refused(f"--save .* holds {name}, which no run wrote", refuse_folders, tmp_path, load_from)
 
 
 def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path):
     save_config(Config(), tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    checkpoint.refuse_folders(tmp_path, tmp_path)
+    refuse_folders(tmp_path, tmp_path)
 
 
-def changed_state(path, **changes):
+def changed_state(path, *removed, **changes):
     """Edit state.json as a person would, which leaves its sum as it was."""
-    state = json.loads((path / checkpoint.STATE).read_text())
-    (path / checkpoint.STATE).write_text(json.dumps(state | changes))
-
-
-def without(path, *keys):
-    """Take keys out of state.json."""
-    state = json.loads((path / checkpoint.STATE).read_text())
-    (path / checkpoint.STATE).write_text(json.dumps({key: state[key] for key in state if key not in keys}))
+    state = json.loads((path / checkpoint.STATE).read_text()) | changes
+    (path / checkpoint.STATE).write_text(json.dumps({key: state[key] for key in state if key not in removed}))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +240,8 @@ def without(path, *keys):
         lambda path: changed_state(path, consumed_samples=1),
         lambda path: changed_state(path, crc32=None),
         lambda path: changed_state(path, crc32="00000000"),
-        lambda path: without(path, "crc32"),
-        lambda path: without(path, "optimizer_step"),
+        lambda path: changed_state(path, "crc32"),
+        lambda path: changed_state(path, "optimizer_step"),
     ],
 )
 def test_a_damaged_state_is_passed_over(damage, run):
@@ -280,10 +285,6 @@ def test_no_flipped_bit_of_a_state_is_taken(run):
     assert fault(path) is None
 
 
-def glue(folder):
-    return load_encoder(folder).origin
-
-
 def python(folder):
     from megatron_ddrp import load_encoder as load
 
@@ -295,22 +296,22 @@ def python(folder):
 
 def analysis_of_all(folder):
     assert find_snapshots([folder], every=True)[-1].iteration == 4
-    return ""
 
 
-READERS = {
-    "load_model": lambda folder: load_model(folder) and "",
-    "convert": lambda folder: export_checkpoint(folder, folder.parent / "hf") and "",
-    "glue": glue,
-    "analyze": lambda folder: find_snapshots([folder], every=False) and "",
-    "analyze-all": analysis_of_all,
+OF_ONE = {
+    "load_model": load_model,
+    "convert": lambda folder: export_checkpoint(folder, folder.parent / "hf"),
+    "glue": lambda folder: load_encoder(folder).origin,
+    "analyze": lambda folder: find_snapshots([folder], every=False),
 }
+"""Readers that also take one checkpoint by its name."""
+READERS = OF_ONE | {"analyze-all": analysis_of_all}
 
 
 @pytest.mark.parametrize("reader", [*READERS.values(), python], ids=[*READERS, "python"])
 def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys):
     flip(run / "iter_0000006" / FILE)
-    told = reader(run) + capsys.readouterr().err
+    told = str(reader(run)) + capsys.readouterr().err
     assert told.count(f"skipped {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
 
 
@@ -318,17 +319,15 @@ def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys
 def test_every_reader_refuses_in_one_line_where_nothing_is_whole(reader, run, capsys):
     for path in checkpoint.all_checkpoints(run):
         flip(path / FILE)
-    with pytest.raises(UserError, match=r"holds no complete checkpoint \(iter_0000006: .*iter_0000002: "):
-        reader(run)
+    refused(r"holds no complete checkpoint \(iter_0000006: .*iter_0000002: ", reader, run)
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("reader", [READERS[name] for name in ("load_model", "convert", "glue", "analyze")])
+@pytest.mark.parametrize("reader", OF_ONE.values(), ids=OF_ONE)
 def test_a_damaged_checkpoint_that_was_named_is_refused(reader, run):
     for damage in (lambda: flip(run / "iter_0000006" / FILE), (run / "iter_0000006" / "state.json").unlink):
         damage()
-        with pytest.raises(UserError, match=re.escape(f"--load {run / 'iter_0000006'}: ")):
-            reader(run / "iter_0000006")
+        refused(re.escape(f"--load {run / 'iter_0000006'}: "), reader, run / "iter_0000006")
 
 
 def test_only_the_files_that_the_caller_reads_are_checked_against_their_sums(run):
@@ -342,8 +341,7 @@ def test_only_the_files_that_the_caller_reads_are_checked_against_their_sums(run
     assert chosen(run) == chosen(path) == ("iter_0000006", [])
     name, (line,) = chosen(run, both)
     assert name == "iter_0000004" and f"{file} has the CRC-32" in line
-    with pytest.raises(UserError, match=f"--load {path}: {file} has the CRC-32"):
-        chosen(path, both)
+    refused(f"--load {path}: {file} has the CRC-32", chosen, path, both)
 
 
 def test_weights_come_from_the_checkpoint_before(run, whole_run):
@@ -376,20 +374,56 @@ def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(tmp_
         (run / name).mkdir(parents=True)
     for name in ("iter_0000002", "iter_0000003"):
         assert checkpoint.candidates(run / name).paths == [run / name]
-    with pytest.raises(UserError, match="iter_0000003: missing or incomplete"):
-        checkpoint.newest(run / "iter_0000003")
-    checkpoint.refuse_folders(tmp_path / "branch", run / "iter_0000002")
-    with pytest.raises(UserError, match="one checkpoint of --save"):
-        checkpoint.refuse_folders(run, run / "iter_0000002")
+    refused("iter_0000003: missing or incomplete", checkpoint.newest, run / "iter_0000003")
+    refuse_folders(tmp_path / "branch", run / "iter_0000002")
+    refused("one checkpoint of --save", refuse_folders, run, run / "iter_0000002")
 
 
-@pytest.mark.parametrize(("step", "theta"), [(4, 100.0), (5, 50.0)])
-def test_a_checkpoint_has_the_rotary_base_of_its_last_step(tmp_path, step, theta):
-    config = Config().replace(
-        model={"position_encoding": "rope", "relative_distance": None, "rope_theta": 50.0},
-        training={"train_iters": 8, "seq_length_phases": ("128:0.5:100",)},
-    )
-    path = tmp_path / checkpoint.tag(step)
-    path.mkdir()
-    write_state(path, {"iteration": step, "config": config.to_dict()})
-    assert read_config(path).model.rope_theta == theta
+@pytest.fixture
+def home(tiny_corpus, tmp_path):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+    config = Config().replace(model={"vocab_size": tokenizer.vocab_size})
+    with RunFolder(tmp_path / "run", config, tokenizer, 6.5) as home:
+        yield home
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_a_lock_of_others_is_not_touched(home, tmp_path, kind):
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    mine.write_text("mine")
+    (theirs / LOCK).hardlink_to(mine) if kind == "a file" else (theirs / LOCK).symlink_to(mine)
+    refused("not the lock of a run|Too many levels", RunFolder(theirs, home._config, home._tokenizer, 6.5).__enter__)
+    assert mine.read_text() == "mine" and [path.name for path in theirs.iterdir()] == [LOCK]
+
+
+def test_plug_ins_of_one_file_name_are_kept_beside_each_other(home, tmp_path, monkeypatch):
+    """Only code that a plug-in no longer has is one that has changed."""
+    files = [tmp_path / name / "mine.py" for name in ("a", "b")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(f"# {number}")
+    monkeypatch.setattr(run_folder, "plugin_files", lambda: files)
+    told = []
+    for text in ("# 0", "# 0", "# changed"):
+        files[0].write_text(text)
+        with RunFolder(tmp_path / "own", home._config, home._tokenizer, 6.5) as own:
+            told.append(own.remarks)
+    kept = {path.name: path.read_text() for path in (tmp_path / "own" / "plugins").iterdir()}
+    assert kept == {"mine.py": "# 0", "mine-2.py": "# 1", "mine-3.py": "# changed"}
+    line = "--plugin mine.py: changed since the run began; its new code is kept as plugins/mine-3.py"
+    assert told == [[], [], [line]]
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(home):
+    """A deleted lock is no longer this run's, so its end leaves the file of the next one."""
+    (home.path / LOCK).unlink()
+    (home.path / LOCK).write_text("another's")
+    home.__exit__()
+    assert (home.path / LOCK).read_text() == "another's"
+
+
+def test_a_folder_that_cannot_be_made_is_answered_with_the_flag(home, tmp_path):
+    (tmp_path / "file").write_text("")
+    below = RunFolder(tmp_path / "file" / "run", home._config, home._tokenizer, 6.5)
+    refused("file/run: Not a directory; give --save a folder", below.__enter__)

@@ -1,13 +1,24 @@
-"""Rates of the progress line: the share of the devices' peak, and memory."""
+"""What the progress line and a profile say: rates, the share of the devices' peak, shares of operations, and memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run import flops as profile
 from megatron_ddrp.run import log
-from megatron_ddrp.run.flops import peak_of_device, peak_of_run
+from megatron_ddrp.run.flops import StepProfile, peak_of_device, peak_of_run, shares_of
 from megatron_ddrp.run.log import Clock, MetricsLog, duration, progress_line, speed
 from megatron_ddrp.run.loop import peak_memory_bytes
 
@@ -73,10 +84,7 @@ def test_without_a_peak_there_is_no_mfu():
 def test_the_line_shows_mfu_and_memory():
     line = progress_line(ROW | {"mfu": 0.3123}, {}, 10, "1s")
     assert line.endswith("| 1.5k tok/s | mfu 31.2% | mem 21.3 GiB | eta 1s")
-
-
-def test_a_line_between_two_rows_has_no_memory():
-    """The memory is that of all ranks, which only a row asks for."""
+    # The memory is that of all ranks, which only a row asks for: a line between two rows has none.
     row = {name: value for name, value in ROW.items() if name != "peak_memory_gib"}
     assert progress_line(row, {}, 10, "1s").endswith("| 1.5k tok/s | eta 1s")
 
@@ -119,3 +127,121 @@ def test_the_processs_peak_counts_what_it_took():
     before = peak_memory_bytes(torch.device("cpu"))
     block = torch.ones(before // 4 + 2**24)  # fp32: more than the process ever had
     assert peak_memory_bytes(torch.device("cpu")) > max(before, block.nbytes)
+
+
+def event(number: int, name: str, begin: int, end: int, device: DeviceType, **more: Any) -> FunctionEvent:
+    thread = 0 if device == DeviceType.CPU else 7
+    return FunctionEvent(number, name, thread, begin, end, device_type=device, use_device="cuda", stack=[], **more)
+
+
+def launch(number: int, name: str, kernel: str, begin: int, microseconds: int) -> list[FunctionEvent]:
+    """An operation of the host that takes 5 µs, and the kernel that it launches."""
+    host = event(number, name, begin, begin + 5, DeviceType.CPU)
+    host.append_kernel(kernel, 0, microseconds)
+    return [host, event(100 + number, kernel, begin, begin + microseconds, DeviceType.CUDA)]
+
+
+def test_a_kernel_counts_once_and_a_named_range_not_at_all():
+    named_range = event(3, "Optimizer.step#AdamW.step", 0, 500, DeviceType.CUDA, is_user_annotation=True)
+    events = [*launch(1, "aten::mm", "gemm", 0, 300), *launch(2, "aten::add", "add", 400, 100), named_range]
+    listed = EventList(events, use_device="cuda")
+    listed._build_tree()
+    assert shares_of(listed.key_averages(), on_gpu=True) == [("gemm", 0.75), ("add", 0.25)]
+    on_host = shares_of(listed.key_averages(), on_gpu=False)
+    assert dict(on_host) == pytest.approx({"aten::mm": 0.5, "aten::add": 0.5, "gemm": 0, "add": 0, on_host[-1][0]: 0})
+
+
+def test_the_seconds_of_a_profile_are_those_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config().replace(
+        checkpoint={"save": "run"}, logging={"profile": True, "profile_step_start": 2, "profile_step_end": 6}
+    )
+    made = StepProfile(Setup(config, Ranks(0, 1, torch.device("cpu"))), steps_done=0)
+    made._began = 10.0
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: 18.0)
+    monkeypatch.setattr(profile, "gather_objects", lambda item: [item])
+    monkeypatch.setattr(StepProfile, "_stop", lambda self: "profiler")
+    monkeypatch.setattr(StepProfile, "_write", lambda self, profiler, seconds: f"{seconds} s per step")
+    assert made.finish(5) == [] and made.finish(6) == ["2.0 s per step"]
+
+
+MEMORY = """
+import json
+import os
+import resource
+import sys
+import torch
+from megatron_ddrp.run.loop import (
+    bound_kernel_caches, keep_freed_memory, peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
+)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def faults_of_rounds():
+    rounds = []
+    for _ in range(16):
+        before = faults()
+        first, second = torch.ones(2**24), torch.ones(2**23)
+        del first, second
+        rounds.append(faults() - before)
+    return rounds
+
+def growth_over_shapes():
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+    start = reset_peak_resident_bytes()
+    for rows in range(100, 500):
+        torch.ones(rows, 64, dtype=torch.bfloat16) @ weight
+    return (peak_resident_bytes() - start) / 2**20
+
+def peak_of(mebibytes):
+    start = reset_peak_resident_bytes()
+    torch.ones(mebibytes * 2**18)
+    return (peak_resident_bytes() - start) / 2**20
+
+for *before, number in json.loads(sys.argv[1]):
+    if not os.fork():
+        try:
+            exec("; ".join(before))
+            print(json.dumps(eval(number)), flush=True)
+        finally:
+            os._exit(0)
+    os.wait()
+"""
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc, and malloc is not glibc's")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """Numbers of processes that are forked from one without any tensor, by their names."""
+    sizes = [10, 10, 10, 200, 10]  # glibc would keep the second 10 MiB for the third
+    lines = {
+        "faults": ["faults_of_rounds()"],
+        "faults, kept": ["keep_freed_memory()", "faults_of_rounds()"],
+        "growth": ["growth_over_shapes()"],
+        "growth, bound": ["bound_kernel_caches()", "growth_over_shapes()"],
+        "peaks": ["return_freed_memory()", "torch.ones(300 * 2**18)", f"list(map(peak_of, {sizes}))"],
+    }
+    command = [sys.executable, "-c", MEMORY, json.dumps(list(lines.values()))]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return {"sizes": sizes} | dict(zip(lines, map(json.loads, said), strict=True))
+
+
+@on_linux
+def test_freed_tensors_are_taken_again_without_page_faults(measured):
+    # The median over the second half of the rounds: in the first, and now and then later, the heap still grows.
+    without, kept = (median(measured[name][8:]) for name in ("faults", "faults, kept"))
+    if without < 200:
+        pytest.skip(f"this malloc keeps freed memory by itself: {without} page faults")
+    assert kept < without / 100
+
+
+@on_linux
+def test_kernels_of_old_shapes_are_dropped(measured):
+    if (without := measured["growth"]) < 100:
+        pytest.skip(f"this CPU has no bf16 kernels per shape: {without} MiB")
+    assert measured["growth, bound"] < without / 2
+
+
+@on_linux
+def test_the_peak_is_that_of_the_tensors_since_it_was_reset(measured):
+    assert measured["peaks"] == [pytest.approx(size, abs=2) for size in measured["sizes"]]

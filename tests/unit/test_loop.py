@@ -1,4 +1,10 @@
-"""The loop over steps, with and without numbers that are read late: what is launched, logged, saved and tried when."""
+"""Steps of a run: what the loop launches, logs, saves and tries again, with numbers that are read late or at once; bit
+sums of weights; and no wait for the device in a micro-batch.
+
+Whole replays are in tests/integration/test_faults.py. Tests of waits run whole steps on torch's "meta" device: its
+tensors have no data, so that whatever would make the host wait for a GPU (reading a number, `nonzero`, an index by a
+mask, a copy to the host) raises. `Watch` sees what that device allows.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +12,40 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ObjectiveConfig
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.engine import nonfinite
+from megatron_ddrp.engine import step as engine_step
 from megatron_ddrp.engine.checkpoint import Progress, resumed_progress
-from megatron_ddrp.engine.layout import Setup
-from megatron_ddrp.engine.step import StepResult
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.engine.layout import GradientClipping, Setup
+from megatron_ddrp.engine.proofs import bit_sum, refuse_other_weights
+from megatron_ddrp.engine.step import StepResult, training_inputs
+from megatron_ddrp.model import on_meta_device
+from megatron_ddrp.model.attention.gpu import triton_attention
+from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.flops import StepProfile
 from megatron_ddrp.run.launch import StopRequests
 from megatron_ddrp.train import where_we_start
+from tests.refusals import refused
+from tests.unit.model.tiny import packed_batch, tiny_batch, tiny_config
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 CONFIG = Config().replace(
@@ -35,10 +55,13 @@ CONFIG = Config().replace(
 )
 
 
+NO_NORMS: dict[int, list[float]] = {}
+
+
 class Training:
     """A `TrainingRun` whose steps give chosen gradient norms; `events` is what happened, in order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]] = NO_NORMS) -> None:
         self.events: list[str] = []
         self.rows: list[dict[str, Any]] = []
         self.norms = {step: iter(values) for step, values in norms.items()}
@@ -89,28 +112,40 @@ class Training:
         return self.run.steps(SimpleNamespace(), None, Progress(), self.requests)  # type: ignore[arg-type]
 
 
-def training(monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]] | None = None) -> Training:
-    return Training(monkeypatch, late, norms or {})
+Build = Callable[..., Training]
 
 
-def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = training(monkeypatch, late=True)
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Return a function that makes a run, given whether numbers are read late and the gradient norms of some steps."""
+    return partial(Training, monkeypatch)
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest) -> bool:
+    """Whether numbers are read behind the next launch."""
+    return request.param
+
+
+def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(training: Build) -> None:
+    made = training(True)
     assert made() == (Progress(6, 12, 30), 0)
     assert made.events[:7] == ["launch 1", "launch 2", "row 1", "launch 3", "row 2", "launch 4", "row 3"]
     assert made.events[7:] == ["row 4", "save 4", "launch 5", "launch 6", "row 5", "row 6", "save 6"]
     assert made.saves == [(0, 4), (4, 6)]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_request_before_the_first_step_ends_the_run_there(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = training(monkeypatch, late)
+def test_a_request_before_the_first_step_ends_the_run_there(late: bool, training: Build) -> None:
+    made = training(late)
     made.requests.received = 10
     assert made() == (Progress(), 10) and made.events == []
 
 
-def test_a_profile_begins_and_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_profile_begins_and_ends_between_two_steps(
+    training: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """No step that is still being computed is in it, and none of its own is left out."""
-    made = training(monkeypatch, late=True)
+    made = training(True)
     monkeypatch.setattr(StepProfile, "begin", lambda self, step: made.events.append(f"begin? {step}"))
     monkeypatch.setattr(StepProfile, "finish", lambda self, step: made.events.append(f"end? {step}") or [])
     window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
@@ -120,10 +155,10 @@ def test_a_profile_begins_and_ends_between_two_steps(monkeypatch: pytest.MonkeyP
     assert made.events[5:11] == ["launch 2", "begin? 3", "launch 3", "row 2", "row 3", "end? 3"]
 
 
-def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_or_not_each_row_has_its_own_steps_numbers(training: Build) -> None:
     rows = []
     for late in (False, True):
-        made = training(monkeypatch, late)
+        made = training(late)
         made()
         kept = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm")
         rows.append([{name: row[name] for name in kept} for row in made.rows])
@@ -131,9 +166,9 @@ def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.Monk
     assert rows[0][2]["lm_loss"] == 6.0  # 10 · 3 ÷ 5
 
 
-def test_the_memory_of_a_row_is_the_largest_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_row_is_the_largest_of_the_ranks(training: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank's peak is 1, 3 and 2 GiB, another one's twice as much."""
-    made, peaks = training(monkeypatch, late=False), itertools.cycle((1, 3, 2))
+    made, peaks = training(False), itertools.cycle((1, 3, 2))
     monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: next(peaks) * 2**30)
     monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: 2 * number)
     made()
@@ -141,10 +176,10 @@ def test_the_memory_of_a_row_is_the_largest_of_the_ranks(monkeypatch: pytest.Mon
 
 
 def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_between_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    training: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step takes 2 s and 5 tokens here, a checkpoint 100 s."""
-    made, now = training(monkeypatch, late=False), [0.0]
+    made, now = training(False), [0.0]
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds
@@ -162,9 +197,8 @@ def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_betw
 SIX_STEPS_EVERY_FOUR = CONFIG.replace(logging={"log_interval": 4})
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_row_holds_the_mean_since_the_row_before(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = training(monkeypatch, late)
+def test_a_row_holds_the_mean_since_the_row_before(late: bool, training: Build) -> None:
+    made = training(late)
     made.configure(SIX_STEPS_EVERY_FOUR)
     assert made() == (Progress(6, 12, 30), 0)
     # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
@@ -172,14 +206,13 @@ def test_a_row_holds_the_mean_since_the_row_before(late: bool, monkeypatch: pyte
     assert [row["grad_norm"] for row in made.rows] == [1, 4, 6]
 
 
-@pytest.mark.parametrize("late", [False, True])
 def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
-    late: bool, monkeypatch: pytest.MonkeyPatch
+    late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two rows a line takes part in nothing that other ranks would have to join."""
     shown, rows, asked = [], [], []
     for quiet in (False, True):
-        made = training(monkeypatch, late)
+        made = training(late)
         made.is_quiet = quiet
         made.configure(SIX_STEPS_EVERY_FOUR)
         monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: asked.append(device) or 2**30)
@@ -191,13 +224,10 @@ def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
     assert rows[0] == rows[1] and len(asked) == 6
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(
-    late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(late: bool, training: Build) -> None:
     rows = []
     for last in (6, 3):
-        made = training(monkeypatch, late)
+        made = training(late)
         made.configure(SIX_STEPS_EVERY_FOUR.replace(checkpoint={"exit_interval": last}))
         progress, _ = made()
         state = json.loads(json.dumps(asdict(progress)))
@@ -206,25 +236,24 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(
     assert rows[0] == rows[1] and len(rows[0]) == 3
 
 
-def test_a_skipped_step_is_left_out_of_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = training(monkeypatch, False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2})
+def test_a_skipped_step_is_left_out_of_the_mean(training: Build) -> None:
+    made = training(False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2})
     made.configure(SIX_STEPS_EVERY_FOUR)
     made()
     assert [row["lm_loss"] for row in made.rows[:2]] == [2.0, 6.0]  # steps 2 and 4
     assert made.rows[2]["lm_loss"] == 12.0  # of skipped steps alone, the last one's own
 
 
-def test_sums_of_another_objective_are_dropped_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = training(monkeypatch, False)
+def test_sums_of_another_objective_are_dropped_at_a_resume(training: Build) -> None:
+    made = training(False)
     begin = Progress(2, 4, 10, {"of_another_objective": 1e9})
     made.run.steps(None, None, begin, made.requests)  # type: ignore[arg-type]
     assert [row["lm_loss"] for row in made.rows] == [6.0, 8.0, 10.0, 12.0]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_was_not_finite_is_tried_again(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_not_finite_is_tried_again(late: bool, training: Build) -> None:
     """Late, the step behind it was launched by then."""
-    made = training(monkeypatch, late, {2: [math.nan, 7.0]})
+    made = training(late, {2: [math.nan, 7.0]})
     made()
     between = ["launch 3"] if late else []
     begin = made.events.index("launch 2")
@@ -233,13 +262,11 @@ def test_a_step_that_was_not_finite_is_tried_again(late: bool, monkeypatch: pyte
     assert [row["grad_norm"] for row in made.rows] == [1, 7, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_steps_that_stay_not_finite_end_the_run(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_stay_not_finite_end_the_run(late: bool, training: Build) -> None:
     bad = dict.fromkeys(range(2, 7), [math.inf] * 2)
-    made = training(monkeypatch, late, bad)
+    made = training(late, bad)
     made.configure(CONFIG.replace(training={"max_skipped_steps": 2}))
-    with pytest.raises(UserError, match="2 steps in a row were not finite, the last of them step 3"):
-        made()
+    refused("2 steps in a row were not finite, the last of them step 3", made)
     assert ("launch 4" in made.events) == late
 
 
@@ -260,15 +287,14 @@ class FakeReplay:
         pass
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("faulty", "replayed"), [((), [2, 4, 6]), ((2,), [2, 3, 4, 6]), ((2, 3), [2, 3, 4, 6])])
 def test_every_step_is_replayed_until_one_has_no_fault(
-    faulty: tuple[int, ...], replayed: list[int], late: bool, monkeypatch: pytest.MonkeyPatch
+    faulty: tuple[int, ...], replayed: list[int], late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
     monkeypatch.setattr(FakeReplay, "steps", [])
     monkeypatch.setattr(FakeReplay, "faulty", faulty)
-    made = training(monkeypatch, late, {step: [math.nan] for step in faulty})
+    made = training(late, {step: [math.nan] for step in faulty})
     made.configure(CONFIG.replace(training={"replay_interval": 2, "max_skipped_steps": 3}))
     assert made()[0].iteration == 6 and FakeReplay.steps == replayed
     skipped = [f"step {step} skipped, parameters and optimizer unchanged: rank 1 in {step}" for step in faulty]
@@ -276,20 +302,17 @@ def test_every_step_is_replayed_until_one_has_no_fault(
     assert [event for event in made.events if event.startswith("launch")] == [f"launch {n}" for n in range(1, 7)]
 
 
-def test_replays_that_stay_different_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_that_stay_different_end_the_run(training: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
     monkeypatch.setattr(FakeReplay, "faulty", (4, 5))
-    made = training(monkeypatch, True, {4: [math.nan], 5: [math.nan]})
+    made = training(True, {4: [math.nan], 5: [math.nan]})
     made.configure(CONFIG.replace(training={"replay_interval": 4, "max_skipped_steps": 2}))
-    with pytest.raises(UserError, match="2 steps in a row were computed wrong, the last of them step 5: rank 1 in 5;"):
-        made()
+    refused("2 steps in a row were computed wrong, the last of them step 5: rank 1 in 5;", made)
 
 
 @pytest.mark.parametrize(("late", "last"), [(False, 2), (True, 3)])
-def test_a_request_ends_the_run_at_its_step_or_one_later(
-    late: bool, last: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = training(monkeypatch, late)
+def test_a_request_ends_the_run_at_its_step_or_one_later(late: bool, last: int, training: Build) -> None:
+    made = training(late)
     made.asks_after = 2
     progress, request = made()
     assert (progress.iteration, request) == (last, 15)
@@ -321,14 +344,184 @@ def test_a_row_never_mixes_two_objectives(change: dict[str, Any]) -> None:
     assert (progress.iteration, progress.since_logged, progress.started_from) == (3, {}, None)
 
 
-def test_a_row_has_the_peak_of_the_memory_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: 3 * 1024**3)
-    made = training(monkeypatch, late=False)
-    made()
-    assert [row["peak_memory_gib"] for row in made.rows] == [3.0] * 6
-
-
 def test_the_start_says_that_nothing_is_saved() -> None:
     config = Config()
     assert where_we_start(config, None) == "starting afresh; nothing is saved without --save"
     assert where_we_start(config.replace(checkpoint={"save": "run"}), None) == "starting afresh"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype) -> None:
+    size = dtype.itemsize
+    for bit in range(8 * size):
+        numbers = torch.linspace(-3, 3, 12, dtype=dtype).view(3, 4).t()
+        before = bit_sum(numbers)
+        flat = numbers.t().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).view(-1)
+        flat[5] ^= 1 << bit if bit < 8 * size - 1 else -(1 << bit)
+        assert bit_sum(numbers) != before, bit
+
+
+def test_the_sum_does_not_depend_on_the_order_or_the_strides() -> None:
+    numbers = torch.randn(5, 7)
+    assert bit_sum(numbers) == bit_sum(numbers.t()) == bit_sum(numbers.flip(0)) == bit_sum(numbers.clone())
+    assert bit_sum(torch.ones(()).expand(3, 4)) == 12 * bit_sum(torch.ones(()))
+
+
+def told(*sums: int) -> list[tuple[str, dict[str, int]]]:
+    """Return what ranks tell about two weights, of which the second is theirs alone."""
+    return [(f"host{rank}", {"norm.weight": own, f"part {rank}": rank}) for rank, own in enumerate(sums)]
+
+
+def test_equal_weights_and_weights_of_one_rank_are_accepted() -> None:
+    refuse_other_weights(told(4, 4, 4), 0)
+    refuse_other_weights([("host0", {}), ("host1", {})], 0)
+
+
+@pytest.mark.parametrize(
+    ("sums", "named"),
+    [
+        ((4, 5), "rank 0 (host host0) and rank 1 (host host1) hold"),
+        ((4, 4, 5), "rank 2 (host host2) holds"),
+        ((6, 4, 4, 4, 5), "rank 0 (host host0) and rank 4 (host host4) hold"),
+        ((4, 5, 6), "rank 0 (host host0) and rank 1 (host host1) and rank 2 (host host2) hold"),
+    ],
+)
+def test_a_majority_of_ranks_is_right(sums: tuple[int, ...], named: str) -> None:
+    words = f"^{re.escape(named)} other bits of norm.weight than the ranks that share it: "
+    refusal = refused(words, refuse_other_weights, told(*sums), 7)
+    assert "a checkpoint of step 7 or earlier into DIR/latest" in str(refusal) and refusal.agreed
+
+
+META = torch.device("meta")
+RANKS_OF_META = Ranks(0, 1, META)
+WORDS = RareWords(np.arange(3, dtype=np.uint64), np.full(3, 9), np.arange(3), np.arange(1, 4))
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations on the device, and copies to it for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.blocking_copies = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), "the meta device allows a mask"
+        result = func(*args, **(kwargs or {}))
+        devices = {x.device.type for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)}
+        self.operations += "meta" in devices
+        if devices == {"cpu", "meta"} and func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            self.blocking_copies += not ((kwargs or {}).get("non_blocking") or args[2:] == (True,))
+        return result
+
+
+class Engine:
+    """What `train_step` uses of DeepSpeed's engine. No optimizer steps: torch's does not know the device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.optimizer = module, SimpleNamespace(param_groups=[])
+        self.own_clipping = GradientClipping(module, 1.0, RANKS_OF_META)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.own_clipping(self.optimizer)
+
+
+class CopyOfZeros:
+    """`HostCopy` of a tensor without data. Reading it is a wait if the device got work after the last one."""
+
+    def __init__(self, tensor: Tensor, watch: Watch, waits: list[int]) -> None:
+        self.on_device, self.watch, self.waits = tensor.device == META, watch, waits
+        self.copy = torch.zeros(tensor.shape, dtype=tensor.dtype).numpy() if self.on_device else tensor.numpy()
+
+    def read(self) -> np.ndarray:
+        if self.on_device and self.watch.operations not in self.waits:
+            self.waits.append(self.watch.operations)
+        return self.copy
+
+
+@pytest.fixture
+def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package take its GPU's paths, without kernels, a compiler or pinned memory."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: tensor.device == META), raising=False)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
+    monkeypatch.setattr(triton_attention, "launch", lambda *_: None)
+    monkeypatch.setattr(engine_step, "seed_dropout", lambda *_: None)
+
+
+@pytest.fixture
+def watched(gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, list[int]]]:
+    """A mode that is on, and the waits for a step's numbers."""
+    waits: list[int] = []
+    with Watch() as watch:
+        monkeypatch.setattr(engine_step, "HostCopy", lambda tensor: CopyOfZeros(tensor, watch, waits))
+        yield watch, waits
+
+
+def micro_batch() -> Batch:
+    """Return arrays: a row of two documents and a padded row, with rare words."""
+    batch = packed_batch(tiny_batch(lengths=(7, 4, 2)), [[0], [1, 2]]).map(Tensor.numpy)
+    note_ids = np.zeros_like(batch.labels)
+    note_ids[:, 1] = (1, 2)
+    return batch._replace(note_ids=note_ids)
+
+
+@pytest.mark.parametrize("by_triton", [False, True], ids=["sdpa", "triton"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_step_waits_for_its_numbers_alone(
+    encoding: str, objective: str, by_triton: bool, watched: tuple[Watch, list[int]]
+) -> None:
+    # Every encoding × objective meets both backends, once with notes and once without; neighbours in turn.
+    notes = (list(ENCODINGS).index(encoding) + list(OBJECTIVES).index(objective) + by_triton) % 2 == 1
+    backend = "triton" if by_triton else "sdpa"
+    watch, waits = watched
+    # Triton's kernels take heads of at least 16.
+    sizes = {"num_layers": 1, "hidden_size": 48, "attention_dropout": 0.1}
+    model = tiny_config(position_encoding=encoding, attention_backend=backend, **sizes)
+    config = Config(model=model, objective=ObjectiveConfig(objective=objective, notes=notes))
+    dictionary = NoteDictionary(WORDS, model.hidden_size, config.objective) if notes else None
+    setup = Setup(config, RANKS_OF_META)
+    inputs = training_inputs([micro_batch()], setup, 1)
+    engine = Engine(on_meta_device(model, config.objective).train())
+    result = engine_step.train_step(engine, inputs, setup, 1, dictionary)
+    assert len(waits) == notes, "only notes are read before the next step"
+    assert (result.grad_norm, result.counts["tokens"], result.losses["loss"]) == (0, 0, 0) and len(waits) == 1
+    assert watch.operations > 100 and watch.blocking_copies == 0
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+    ],
+    ids=["item", "bool", "tolist", "nonzero", "index by a mask", "copy to the host"],
+)
+def test_the_device_refuses_to_be_waited_for(wait: Any) -> None:
+    # torch refuses some waits on its meta device by a NotImplementedError of its own
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta|Meta"):
+        wait(torch.ones(3, device=META))
+
+
+def test_the_watch_sees_masks_and_copies_that_wait() -> None:
+    x = torch.ones(3, device=META)
+    with Watch(), pytest.raises(AssertionError, match="a mask"):
+        x[x > 0] = torch.zeros(1, device=META)  # a number would be filled in without a wait
+    with Watch() as watch:
+        torch.ones(3).to(META, non_blocking=True)
+        assert watch.blocking_copies == 0
+        torch.ones(3).to(META)
+        torch.empty(3, device=META).copy_(torch.ones(3))
+    assert watch.blocking_copies == 2

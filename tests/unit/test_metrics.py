@@ -1,20 +1,39 @@
-"""metrics.jsonl: damaged lines are kept aside and told, rows after them count, and a full disk loses none."""
+"""metrics.jsonl, whose rows survive damage and a full disk; the plateau of loss curves; and drawn learning curves."""
+
+from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import write_state
+from megatron_ddrp.checkpoint import tag, write_state
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.checkpoint import Progress, Resumed
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.lab.compare.rows import as_run
 from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
-from megatron_ddrp.run.metrics import DAMAGED, METRICS, MetricsFile, read_rows
+from megatron_ddrp.run.metrics import (
+    BELOW,
+    DAMAGED,
+    METRICS,
+    WINDOW,
+    MetricsFile,
+    PlateauWatch,
+    curve_of,
+    onset,
+    read_rows,
+    stored_level,
+)
+from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS, Score, curves_of, draw_learning_curves
 from megatron_ddrp.train import open_log
+from tests.refusals import refused
 
 BAD_LINES = {
     "not-json": b'{"iteration": 2, "lo',
@@ -98,8 +117,7 @@ def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
     assert steps(tmp_path) == []
     (tmp_path / METRICS).mkdir()
     for use in (lambda: read_rows(tmp_path), lambda: MetricsFile(tmp_path / METRICS, 0, pytest.fail)):
-        with pytest.raises(UserError, match="Is a directory"):
-            use()
+        refused("Is a directory", use)
 
 
 @pytest.fixture
@@ -137,6 +155,7 @@ def test_rows_that_waited_in_vain_are_told(tmp_path, disk_of):
     disk_of(10)
     log.write(row(1))
     log.close()
+    disk_of()
     assert told[1:] == [f"{tmp_path / METRICS}: File too large; rows lost: 1"]
 
 
@@ -145,6 +164,28 @@ def test_a_number_that_is_not_finite_is_none(tmp_path):
     log.write({"iteration": 1, "grad_norm": float("inf")})
     log.close()
     assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]
+
+
+def told_at_a_resume(capsys, folder, kept, start, interval, before=None, source=None):
+    """Return the step after which rows are missing, as a run says it that resumes a folder; None if it says nothing."""
+    if kept is not None:
+        write(folder, *map(row, kept))
+    config = Config().replace(
+        checkpoint={"save": str(folder), "load": str(source or folder)}, logging={"log_interval": interval}
+    )
+    if before:
+        path = folder / tag(start)
+        path.mkdir()
+        write_state(path, {"iteration": start, "config": config.replace(logging={"log_interval": before}).to_dict()})
+        log = open_log(config, Resumed(Progress(start), path, ()), active=True)
+    else:
+        log = MetricsLog(config, start, active=True)
+    with log:
+        pass
+    line = capsys.readouterr().out
+    found = re.fullmatch(rf"{re.escape(str(folder / METRICS))}: the rows after step (.+) are missing\n", line)
+    assert bool(found) == bool(line)
+    return found and found[1]
 
 
 @pytest.mark.parametrize(
@@ -161,15 +202,7 @@ def test_a_number_that_is_not_finite_is_none(tmp_path):
     ],
 )
 def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, missing, tmp_path, capsys):
-    if kept is not None:
-        write(tmp_path, *map(row, kept))
-    config = Config().replace(
-        checkpoint={"save": str(tmp_path), "load": str(tmp_path)}, logging={"log_interval": interval}
-    )
-    with MetricsLog(config, start, active=True):
-        pass
-    told = f"{tmp_path / METRICS}: the rows after step {missing} are missing\n" if missing else ""
-    assert capsys.readouterr().out == told
+    assert told_at_a_resume(capsys, tmp_path, kept, start, interval) == missing
 
 
 @pytest.mark.parametrize(
@@ -182,17 +215,11 @@ def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, missi
     ],
 )
 def test_rows_up_to_a_resume_were_due_at_the_interval_of_the_checkpoint(before, kept, now, missing, tmp_path, capsys):
-    write(tmp_path, *map(row, kept))
-    config = Config().replace(
-        checkpoint={"save": str(tmp_path), "load": str(tmp_path)}, logging={"log_interval": before}
-    )
-    path = tmp_path / "iter_0000015"
-    path.mkdir()
-    write_state(path, {"iteration": 15, "config": config.to_dict()})
-    with open_log(config.replace(logging={"log_interval": now}), Resumed(Progress(15), path, ()), active=True):
-        pass
-    told = f"{tmp_path / METRICS}: the rows after step {missing} are missing\n" if missing else ""
-    assert capsys.readouterr().out == told
+    assert told_at_a_resume(capsys, tmp_path, kept, 15, now, before) == missing
+
+
+def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):
+    assert told_at_a_resume(capsys, tmp_path, None, 4, 1, source=tmp_path / "source") is None
 
 
 @pytest.mark.parametrize(
@@ -208,20 +235,12 @@ def test_rows_up_to_a_resume_were_due_at_the_interval_of_the_checkpoint(before, 
 def test_a_tensorboard_folder_that_cannot_be_is_refused_before_a_run_begins(name, reason, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(UserError) as refusal:
-        TensorBoard(f"{tmp_path}/{name}")
+    refusal = refused("--tensorboard-dir", TensorBoard, f"{tmp_path}/{name}")
     line = f"--tensorboard-dir {tmp_path}/{name}: cannot be written: {reason}; give a folder that can be"
-    assert (str(refusal.value), refusal.value.exit_code) == (line, 2)
+    assert (str(refusal), refusal.exit_code) == (line, 2)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     TensorBoard(f"{tmp_path}/new/board")
     assert not (tmp_path / "new").exists(), "the run makes it when it starts"
-
-
-def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):
-    config = Config().replace(checkpoint={"save": str(tmp_path), "load": str(tmp_path / "source")})
-    with MetricsLog(config, 4, active=True):
-        pass
-    assert not capsys.readouterr().out
 
 
 def test_tensorboard_keeps_the_steps_before_a_resume_and_drops_those_after_it(tmp_path):
@@ -237,13 +256,21 @@ def test_tensorboard_keeps_the_steps_before_a_resume_and_drops_those_after_it(tm
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (2, 5.0), (3, 6.0)]
 
 
+@contextmanager
+def no_reader(monkeypatch):
+    """Standard output of which nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        yield
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for the last flush
+
+
 def test_a_run_that_saves_goes_on_without_its_reader(tmp_path, monkeypatch):
     """The reader goes when the ssh of a host ends; the rows are in the folder."""
     for save in (tmp_path, None):
-        reader, writer = os.pipe()
-        os.close(reader)
-        with open(writer, "w", encoding="utf-8") as stream:
-            monkeypatch.setattr("sys.stdout", stream)
+        with no_reader(monkeypatch):
             config = Config().replace(checkpoint={"save": str(save) if save else None})
             with MetricsLog(config, 0, active=True) as log:
                 if save is None:
@@ -253,5 +280,183 @@ def test_a_run_that_saves_goes_on_without_its_reader(tmp_path, monkeypatch):
                     log.say("lost")
                     log.write({"iteration": 1, "loss": 2.0}, "on_step")
                     log.say("lost too")
-            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for the last flush
     assert [row["iteration"] for row in read_rows(tmp_path)] == [1]
+
+
+LEVEL = 7.0
+STEP = WINDOW // 4
+"""Tokens between two rows: the smoothed loss is the mean of four."""
+
+
+def curve(*losses):
+    return [((number + 1) * STEP, loss) for number, loss in enumerate(losses)]
+
+
+def onset_in_loops(points, level):
+    """The definition: the first tokens from which on no mean of the last `WINDOW` tokens lies above the bound.
+
+    The very first tokens are no onset.
+    """
+
+    def mean(end):
+        inside = [loss for tokens, loss in points if end - WINDOW < tokens <= end]
+        return sum(inside) / len(inside)
+
+    for tokens, _ in points:
+        if all(mean(end) <= level - BELOW for end, _ in points if end >= tokens):
+            return None if tokens == points[0][0] else tokens
+    return None
+
+
+@pytest.mark.parametrize(
+    ("losses", "rows"),
+    [
+        ([9, 7, 7, 7, 7, 6.5], None),
+        ([9, 7, 7, 7, 5, 5, 5, 5, 5, 5], 6),  # (7 + 7 + 5 + 5) / 4 is 6
+        ([9, 7, 7, 7, 5, 5, 5, 5, 5, 8, 8, 8, 5, 5, 5, 5, 5], 15),  # it comes back
+        ([5, 5, 5], None),  # a trained model
+        ([5, 8, 8, 8, 8, 5, 5, 5, 5, 5], 8),  # one that came back
+        ([9, 7, 5, 5, 5, 5, 8, 8.5], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_onset_is_the_first_smoothed_loss_that_stays_below(losses, rows):
+    points = curve(*losses)
+    assert onset(points, LEVEL) == (rows and rows * STEP) == onset_in_loops(points, LEVEL)
+
+
+def ladder():
+    path = Path(__file__).parents[2] / "docs" / "ladder" / "rows.jsonl"
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        yield row, row.get("curve") or row["curves"]["training masked-LM loss"]
+
+
+def test_the_onsets_of_the_ladder_tell_the_encodings_apart():
+    found = {}
+    for row, points in ladder():
+        assert onset(points, LEVEL) == onset_in_loops(points, LEVEL)
+        if not row["check"] and not row["half"]:
+            found.setdefault((row["model"], row["planned_tokens"]), []).append(onset(points, LEVEL))
+    lowest, middle, highest = 4_194_304, 16_777_216, 67_108_864
+    assert max(found["rope", lowest]) < min(one for one in found["ddrp", lowest] if one)
+    assert max(found["rope", middle]) < min(found["ddrp", middle]) < max(found["ddrp", middle]) < 3_000_000
+    for model in ("absolute", "nope", "t5"):
+        assert set(found[model, lowest]) == {None}
+    assert set(found["absolute", middle]) == {None}
+    assert all(25_000_000 < one < 35_000_000 for one in found["absolute", highest])
+    assert max(found["ddrp", highest]) < 5_000_000
+
+
+def test_a_row_counts_a_run_that_never_left_with_all_its_tokens_and_no_arm_at_half_the_budget():
+    row = {"run": "r", "model": "m", "encoding": "ddrp", "objective": "mlm", "seed": 1, "planned_tokens": 10**6}
+    row |= {"values": {}, "tokens": 900_000, "curves": {TRAINING_LOSS: curve(9, 7, 5, 5, 5, 5)}}
+    left, resting = as_run(row | {"unigram_loss": LEVEL}), as_run(row | {"unigram_loss": 4.0})
+    assert (left.onset, left.values[ONSET]) == (5 * STEP, 5 * STEP)
+    assert (resting.onset, resting.values[ONSET]) == (None, 900_000)
+    assert ONSET not in as_run(row).values  # written by an earlier version
+    assert ONSET not in as_run(row | {"unigram_loss": LEVEL, "half": True}).values
+    assert ONSET not in as_run(row | {"unigram_loss": 11.0}).values  # trained weights, which were never on the plateau
+
+
+def rows_of(points):
+    return [{"iteration": n, "consumed_tokens": t, "lm_loss": loss} for n, (t, loss) in enumerate(points, 1)]
+
+
+def lines_of(watch, points):
+    return [line for row in rows_of(points) if (line := watch.line(row))]
+
+
+def test_a_run_says_when_it_rests_when_it_leaves_and_when_it_comes_back():
+    reached, left, back = lines_of(PlateauWatch(LEVEL), curve(9, 8, *[6.9] * 8, *[5] * 8, *[6.9] * 8))
+    assert reached.startswith("the loss is down to the unigram level, 7.00: the plateau")
+    assert left.startswith(f"the run has left the plateau after {12 * STEP:,} tokens")
+    assert back == "the run is back on the plateau"
+
+
+@pytest.mark.parametrize(
+    ("losses", "count"),
+    [
+        ([9, 8, 8, 8], 0),
+        ([6.9] * 9, 0),  # where a run begins is no news
+        ([5] * 9, 0),
+        ([9, *[6.9, 7.1] * 9], 1),  # noise around the level
+        ([9, 8, *[6.9] * 6, *[5.9] * 5, *[6.1] * 5, *[5.9] * 5], 2),  # and below it
+        ([9, 8, *[5] * 6], 2),
+    ],
+    ids=str,
+)
+def test_noise_says_nothing(losses, count):
+    assert len(lines_of(PlateauWatch(LEVEL), curve(*losses))) == count
+
+
+def test_rows_without_a_masked_lm_loss_are_left_out():
+    rows = [{"iteration": 1, "valid_lm_loss": 3.0}, {"consumed_tokens": 5, "lm_loss": None}, {"consumed_tokens": 7}]
+    assert curve_of(rows) == [] and not any(map(PlateauWatch(LEVEL).line, rows))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), None])
+def test_a_row_without_a_finite_loss_changes_nothing(odd):
+    """A step may diverge, before the onset, at it or after it."""
+    losses = [9, 8, *[6.9] * 8, *[5] * 8]
+    for place in range(len(losses) + 1):
+        with_it = curve(*losses[:place], odd, *losses[place:])
+        without = [point for point in with_it if point[1] is not odd]
+        assert lines_of(PlateauWatch(LEVEL), with_it) == lines_of(PlateauWatch(LEVEL), without)
+        assert curve_of(rows_of(with_it)) == without
+
+
+def test_a_resumed_run_knows_where_it_was(tmp_path, capsys):
+    before, after = rows_of(curve(9, 8, *[6.9] * 8)), rows_of(curve(9, 8, *[6.9] * 8, 6.9, 5, 5, 5, 5))[10:]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in before))
+    watch = PlateauWatch(LEVEL)
+    watch.on_start(Config().replace(checkpoint={"save": str(tmp_path)}), len(before), SimpleNamespace())
+    assert capsys.readouterr().out == ""
+    for row in after:
+        watch.on_step(row)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"the run has left the plateau after {13 * STEP:,} tokens")
+
+
+def test_a_line_that_nobody_reads_ends_no_run(monkeypatch):
+    """The line may be the first after the end of a terminal."""
+    with no_reader(monkeypatch):
+        watch = PlateauWatch(LEVEL)
+        for row in rows_of(curve(9, 8, *[6.9] * 8)):
+            watch.on_step(row)
+        with pytest.raises(BrokenPipeError):
+            print("the next line of the run, which says what to do then", flush=True)
+
+
+def test_a_folder_of_an_earlier_version_has_no_level(tmp_path):
+    assert stored_level(tmp_path) is None
+
+
+LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
+
+
+def test_a_run_with_several_scored_checkpoints_has_a_curve_in_the_order_of_steps() -> None:
+    scores = {"runs/a/iter_0000200": HIGH, "runs/a/iter_0000100": LOW, "runs/b/iter_0000100": LOW, "bert-base": HIGH}
+    scores |= {"iter_0000002": HIGH, "iter_0000001": LOW, "runs/c/iter_0000100, random weights": LOW}
+    assert curves_of(scores) == {"runs/a": [(100, LOW), (200, HIGH)], ".": [(1, LOW), (2, HIGH)]}
+
+
+def test_encoders_that_are_no_checkpoints_of_one_run_draw_nothing() -> None:
+    assert draw_learning_curves([("RTE", {"a/iter_0000001": LOW, "b": HIGH})], "none") is None
+
+
+def test_a_panel_shows_each_run_with_its_bands() -> None:
+    pytest.importorskip("matplotlib")
+    scores = {"a/iter_0000001": LOW, "a/iter_0000002": HIGH, "b/iter_0000001": HIGH, "b/iter_0000003": LOW}
+    without_b = {name: score for name, score in scores.items() if name[0] == "a"}
+    panels = [("CoLA", scores), ("RTE", without_b), ("QQP", {}), ("MNLI", scores), ("WNLI", scores)]
+    figure = draw_learning_curves(panels, "seeds")
+    axes = [axis for axis in figure.axes if axis.axison]
+    assert [axis.get_title() for axis in axes] == ["CoLA", "RTE", "MNLI", "WNLI"]
+    first, second = axes[0].lines
+    assert [list(values) for values in first.get_data()] == [[1, 2], [50, 70]]
+    assert list(second.get_xdata()) == [1, 3] and len(axes[1].lines) == 1
+    ends = {(x, round(y)) for x, y in axes[0].collections[0].get_paths()[0].vertices}
+    assert ends == {(1, 40), (1, 60), (2, 60), (2, 75)}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "seeds"]

@@ -133,14 +133,19 @@ class TestAttention:
 
 
 class TestMth:
-    def test_tcd_of_two_known_tokens(self) -> None:
-        close(objectives.tcd(mat([3, 4], [4, 3]), [0, 1]), 24 / 25)
-        close(objectives.tcd(mat([1, 0], [-2, 0]), [0, 1]), -1.0)
-
-    def test_tcd_is_the_mean_over_pairs_of_the_sampled_tokens(self) -> None:
-        hidden = mat([1, 0], [99, 7], [2, 0], [0, 5])  # token 1 is not sampled
-        close(objectives.tcd(hidden, [0, 2, 3]), 1 / 3)  # cosines 1, 0, 0
-        close(objectives.tcd(hidden, [3, 0, 2]), 1 / 3)
+    @pytest.mark.parametrize(
+        ("hidden", "sampled", "expected"),
+        [
+            (mat([3, 4], [4, 3]), [0, 1], 24 / 25),
+            (mat([1, 0], [-2, 0]), [0, 1], -1.0),
+            (mat([1, 0], [99, 7], [2, 0], [0, 5]), [0, 2, 3], 1 / 3),  # cosines 1, 0, 0; token 1 is not sampled
+            (mat([1, 0], [99, 7], [2, 0], [0, 5]), [3, 0, 2], 1 / 3),
+        ],
+    )
+    def test_tcd_is_the_mean_over_pairs_of_the_sampled_tokens(
+        self, hidden: Tensor, sampled: list[int], expected: float
+    ) -> None:
+        close(objectives.tcd(hidden, sampled), expected)
 
     def test_hcd_of_identical_heads_is_one_and_of_orthogonal_heads_zero(self) -> None:
         head, orthogonal = mat([1, 2], [3, 4]), mat([4, 3], [-2, -1])

@@ -1,12 +1,17 @@
-"""Muon against its slow twin, what it takes and what it leaves to AdamW, and its refusals."""
+"""Muon against its slow twin, learning rates of each decay style against values worked out by hand, AdamW's numbers,
+and which devices train in which precision."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,15 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.engine import optimizers as muon
-from megatron_ddrp.engine.build import build_optimizer
+from megatron_ddrp.engine.build import allow_tf32, build_optimizer, precision_fault, precision_remarks
 from megatron_ddrp.engine.checkpoint import check_optimizer
 from megatron_ddrp.engine.layout import GradientClipping, Setup
-from megatron_ddrp.engine.optimizers import MOMENTUM, AdamW, Muon, hidden_matrices
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.engine.optimizer_state import USED_NAMES, check_deepspeed
+from megatron_ddrp.engine.optimizers import MOMENTUM, AdamW, Muon, hidden_matrices, learning_rate
 from megatron_ddrp.memory import by_zero_stage
 from megatron_ddrp.model import build_model, on_meta_device
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.reference import muon as twin
+from tests.refusals import refused
 from tests.unit.model.tiny import tiny_config
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
@@ -205,9 +211,14 @@ def test_it_takes_the_layers_of_a_generator_too() -> None:
     assert not any(word in name for name in found for word in ("head", "embeddings", "norm"))
 
 
-def test_gradients_are_clipped_once_before_either_steps() -> None:
+def make_clipped() -> tuple[torch.nn.Module, Muon]:
     model, optimizer = make()
     optimizer.register_step_pre_hook(GradientClipping(model, 1.0, RANKS))
+    return model, optimizer
+
+
+def test_gradients_are_clipped_once_before_either_steps() -> None:
+    model, optimizer = make_clipped()
     gradients = give_gradients(model, 1)
     optimizer.step()
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
@@ -219,8 +230,7 @@ def test_gradients_are_clipped_once_before_either_steps() -> None:
 
 
 def test_a_norm_that_is_not_finite_changes_nothing() -> None:
-    model, optimizer = make()
-    optimizer.register_step_pre_hook(GradientClipping(model, 1.0, RANKS))
+    model, optimizer = make_clipped()
     before = weights_of(model)
     give_gradients(model, 1)
     next(model.parameters()).grad[0] = torch.inf
@@ -232,9 +242,8 @@ def test_a_norm_that_is_not_finite_changes_nothing() -> None:
 
 
 def test_a_step_with_nan_is_as_if_it_had_not_been() -> None:
-    (model, optimizer), (spared, other) = make(), make()
+    (model, optimizer), (spared, other) = make_clipped(), make_clipped()
     for chosen, each in ((optimizer, model), (other, spared)):
-        chosen.register_step_pre_hook(GradientClipping(each, 1.0, RANKS))
         give_gradients(each, 1)
         chosen.step()
     give_gradients(model, 2)
@@ -278,15 +287,230 @@ def test_its_memory_is_one_moment_of_each_matrix() -> None:
 
 
 def test_it_is_refused_where_it_cannot_work() -> None:
-    with pytest.raises(UserError, match="--optimizer muon with --zero-stage 1.*use --zero-stage 0") as refused:
-        Config().replace(optimizer={"optimizer": "muon"})
-    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
+    words = "--optimizer muon with --zero-stage 1.*use --zero-stage 0"
+    assert refused(words, Config().replace, optimizer={"optimizer": "muon"}).exit_code == 2
 
 
 def test_state_of_the_other_optimizer_is_refused() -> None:
     stored = Config().to_dict()
     del stored["optimizer"]["optimizer"]  # as an older version stored it
-    check_optimizer(Path("run"), Config.from_dict(stored).optimizer, Config().optimizer)
+    before = Config.from_dict(stored).optimizer
+    check_optimizer(Path("run"), before, Config().optimizer)
     muon = Config().replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
-    with pytest.raises(UserError, match="its optimizer state comes from --optimizer adamw, this run has muon"):
-        check_optimizer(Path("run"), Config.from_dict(stored).optimizer, muon.optimizer)
+    words = "its optimizer state comes from --optimizer adamw, this run has muon"
+    refused(words, check_optimizer, Path("run"), before, muon.optimizer)
+
+
+STYLES = ("linear", "cosine", "constant", "inverse-square-root", "wsd")
+
+
+def rows(style: str, total: int, warmup: float = 0.0, lr: float = 1.0, min_lr: float = 0.0) -> list[float]:
+    """The rates of steps 1 … total."""
+    config = OptimizerConfig(lr=lr, min_lr=min_lr, lr_decay_style=style, lr_warmup_fraction=warmup)
+    return [learning_rate(step, total, config) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize(
+    ("style", "changes", "expected"),
+    [
+        ("linear", {}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("linear", {"warmup": 1 / 3}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("linear", {"min_lr": 0.2}, [1.0, 0.8, 0.6, 0.4]),
+        ("cosine", {}, [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+        ("constant", {"warmup": 0.5}, [0.5, 1.0, 1.0, 1.0]),
+        ("wsd", {}, [*[1.0] * 90, *(1 - tenth / 10 for tenth in range(10))]),  # falls over the last tenth
+    ],
+)
+def test_rates_by_hand(style: str, changes: dict[str, float], expected: list[float]) -> None:
+    assert rows(style, len(expected), **changes) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("fraction, steps, expected", [(0.07, 100, 7), (0.28, 25, 7), (0.05, 2048, 103), (1e-5, 10, 1)])
+def test_a_share_that_is_a_whole_number_of_steps_takes_no_step_more(fraction: float, steps: int, expected: int) -> None:
+    assert OptimizerConfig(lr_warmup_fraction=fraction).warmup_steps(steps) == expected
+
+
+def test_inverse_square_root_halves_at_four_times_the_warm_up() -> None:
+    rates = rows("inverse-square-root", 100, warmup=0.1)
+    assert rates[9] == rates[10] == pytest.approx(1.0)
+    assert rates[40] == pytest.approx(0.5)  # step 41: 40 steps are behind it
+    assert rates[90] == pytest.approx(1 / 3)
+
+
+def rates_of(config: OptimizerConfig, steps: Iterable[int], total: int, **changes: Any) -> list[float]:
+    return [learning_rate(step, total, dataclasses.replace(config, **changes)) for step in steps]
+
+
+def test_wsd_falls_over_the_last_steps_that_are_given() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="wsd", lr_wsd_decay_iters=4, lr_warmup_iters=2)
+    assert rates_of(config, range(1, 11), 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
+    slow = [0.2 + 0.8 * (1 - (done / 4) ** 0.5) for done in range(4)]
+    assert rates_of(config, range(7, 11), 10, lr_wsd_decay_style="minus_sqrt") == pytest.approx(slow)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "expected"),
+    [
+        ({}, range(1, 9), [1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]),
+        ({"lr_decay_style": "cosine"}, [4], [0.6]),
+        ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 2}, range(3, 8), [1, 1, 0.6, 0.2, 0.2]),
+        ({"lr_decay_style": "constant"}, [8], [1.0]),
+        ({"lr_decay_style": "inverse-square-root", "min_lr": 0.0}, (5, 6, 7), [0.5, 0.2**0.5, 0.0]),
+    ],
+)
+def test_a_decay_that_ends_before_the_run_keeps_the_lowest_rate(
+    changes: dict[str, Any], steps: Iterable[int], expected: list[float]
+) -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_iters=5, lr_warmup_fraction=0.2)
+    assert rates_of(config, steps, 8, **changes) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("style", ["linear", "minus_sqrt"])
+def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(style: str) -> None:
+    stable = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_warmup_iters=5)
+    branch = dataclasses.replace(
+        stable, lr_decay_style="wsd", lr_wsd_decay_iters=10, lr_wsd_decay_style=style, min_lr=1e-5
+    )
+    for step in range(1, 32):  # the rate of step 31 is still the peak
+        assert learning_rate(step, 40, branch) == learning_rate(step, 10**6, stable)
+    assert learning_rate(32, 40, branch) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 with --lr-decay-style linear"),
+        ({"lr_wsd_decay_style": "minus_sqrt"}, "--lr-wsd-decay-style minus_sqrt with --lr-decay-style linear"),
+        ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 10, "lr_warmup_iters": 1}, "more than --train-iters 10"),
+        ({"lr_decay_iters": 4, "lr_warmup_iters": 4}, "--lr-decay-iters 4: the warm-up alone has 4 steps"),
+        (
+            {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 4, "lr_warmup_iters": 1, "lr_decay_iters": 4},
+            "more than --lr-decay-iters 4",
+        ),
+    ],
+)
+def test_a_decay_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    assert refused(message, Config().replace, optimizer=settings, training={"train_iters": 10}).exit_code == 2
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_warm_up_is_linear_and_reaches_the_peak(style: str) -> None:
+    assert rows(style, 20, warmup=0.2, lr=3e-4)[:5] == pytest.approx([0.75e-4, 1.5e-4, 2.25e-4, 3e-4, 3e-4])
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("warmup", [0.0, 0.01, 0.5, 1.0])
+def test_rates_stay_between_the_floor_and_the_peak(style: str, warmup: float) -> None:
+    rates = rows(style, 60, warmup, lr=2.0, min_lr=0.5)
+    begin = math.ceil(warmup * 60)
+    assert all(0 < rate <= 2.0 for rate in rates[:begin])
+    assert all(0.5 <= rate <= 2.0 for rate in rates[begin:])
+    assert rates[begin:] == sorted(rates[begin:], reverse=True)
+
+
+def test_a_run_made_longer_decays_to_the_new_end() -> None:
+    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.0)
+    assert learning_rate(6, 10, config) == pytest.approx(0.5)
+    assert learning_rate(6, 20, config) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), "0.5", None, 10**400, -1, math.nan],
+    ids=lambda share: repr(share)[:20],
+)
+def test_a_share_is_any_number_of_at_least_0(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plug-in: of Python, numpy or torch; anything else is one line."""
+    monkeypatch.setattr("megatron_ddrp.engine.optimizers.linear", lambda step, warmup, last, config: share)
+    if isinstance(share, (str, int, type(None))) or math.isnan(share):
+        refused("--lr-decay-style linear gave .* for step 1: expected a share", rows, "linear", 2)
+        return
+    assert [(type(rate), rate) for rate in rows("linear", 2, lr=2.0)] == [(float, 1.0)] * 2
+
+
+def engine(stage, names):
+    optimizer = SimpleNamespace(**dict.fromkeys(names))
+    return SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(stage, name) for stage, names in USED_NAMES.items() for name in names], ids=str
+)
+def test_one_missing_name_is_enough(stage, name):
+    check_deepspeed(engine(stage, USED_NAMES[stage]))
+    words = rf"^DeepSpeed \S+: SimpleNamespace has no {name}, .*requirements-lock"
+    refused(words, check_deepspeed, engine(stage, set(USED_NAMES[stage]) - {name}))
+
+
+def test_adamw_has_the_numbers_of_the_flags():
+    numbers = {"lr": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-5, "weight_decay": 0.2}
+    model, ranks = torch.nn.ModuleDict({"map": torch.nn.Linear(2, 3)}), Ranks(0, 1, torch.device("cpu"))
+    groups = build_optimizer(model, Config().replace(optimizer=numbers), ranks).param_groups
+    assert [(group["lr"], group["betas"], group["eps"]) for group in groups] == [(0.3, (0.8, 0.95), 1e-5)] * 2
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.2), (1, 0.0)]
+
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def set_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+
+@pytest.mark.parametrize("capability, refused", [((7, 0), True), ((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_bf16_needs_compute_capability_8(
+    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_gpu(monkeypatch, "Tesla V100", capability)
+    fault = precision_fault("bf16", CUDA)
+    assert (fault is not None) == refused
+    if fault:
+        major, minor = capability
+        assert f"Tesla V100 has compute capability {major}.{minor}" in fault and "--fp16" in fault
+    assert precision_fault("fp16", CUDA) is None and precision_fault("fp32", CUDA) is None
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_fp16_on_a_cpu_is_what_deepspeed_says(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: supported)
+    assert (precision_fault("fp16", CPU) is None) == supported
+    for capability, advice in (("AVX2", "leave --fp16 out"), ("AVX512", "use --bf16, or neither")):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
+        assert supported or advice in (precision_fault("fp16", CPU) or "")
+    assert precision_fault("bf16", CPU) is None
+
+
+def test_an_fp32_run_is_told_of_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, "A100", (8, 0))
+    (line,) = precision_remarks(Config(), CUDA)
+    assert line == "A100 computes in bfloat16: --bf16 is faster than TF32 and halves the activations"
+    (line,) = precision_remarks(Config().replace(training={"tf32": False}, parallel={"zero_stage": 0}), CUDA)
+    assert "--bf16 is faster than fp32" in line
+    assert precision_remarks(Config().replace(training={"bf16": True}), CUDA) == []
+    assert precision_remarks(Config(), CPU) == []
+    set_gpu(monkeypatch, "V100", (7, 0))
+    assert precision_remarks(Config(), CUDA) == []
+
+
+@pytest.mark.parametrize("capability, slow", [("AVX2", True), ("AVX512", False), ("DEFAULT", False)])
+def test_a_bf16_run_is_told_of_a_cpu_that_multiplies_slowly_in_it(
+    capability: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    remarks = precision_remarks(Config().replace(training={"bf16": True}), CPU)
+    assert bool(remarks) == slow and all("this CPU has no AVX-512" in line for line in remarks)
+    assert precision_remarks(Config(), CPU) == []
+
+
+def test_tf32_is_for_gpus_alone_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    allow_tf32(True, CPU)
+    assert asked == []
+    allow_tf32(True, CUDA)
+    allow_tf32(False, CUDA)
+    assert asked == ["high", "highest"]

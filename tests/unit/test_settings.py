@@ -1,4 +1,4 @@
-"""Masking rates and row lengths by step: values worked out by hand, one way to write each, refusals in one line."""
+"""Settings that change by step, such as masking rates and row lengths, and settings without effect, which are named."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import read_config, write_state
 from megatron_ddrp.commands.dry_run import hours_of
 from megatron_ddrp.config import Config, changed_settings
+from megatron_ddrp.config.run import changed_model
 from megatron_ddrp.config.training import MaskRates, parse_phases, phase_at
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.devices import DEVICES
+from tests.refusals import refused
 
 ROPE = {"position_encoding": "rope", "relative_distance": None, "seq_length": 64, "rope_theta": 160_000.0}
 
@@ -46,9 +47,7 @@ def test_a_change_of_rates_is_told_as_it_is_typed() -> None:
 
 @pytest.mark.parametrize("value", ["0.3:1.5", "0:0.1", "0.3:", "many", "0.1:0.2:0.3", True, None, [0.3]])
 def test_what_is_no_rate_is_refused(value: Any) -> None:
-    with pytest.raises(UserError, match="--mask-prob is ") as refused:
-        Config().replace(objective={"mask_prob": value})
-    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
+    assert refused("--mask-prob is ", Config().replace, objective={"mask_prob": value}).exit_code == 2
 
 
 def test_each_step_has_its_phase() -> None:
@@ -93,28 +92,14 @@ def test_a_checkpoint_is_read_with_the_theta_of_its_phase(tmp_path: Path) -> Non
         (("512:0.9",), "of growing lengths below --seq-length 512"),
         (("128:0.9", "256:0.7"), "growing ends"),
         (("128:0.9:10000",), "--position-encoding ddrp, which has none"),
-    ],
-)
-def test_impossible_phases_are_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message) as refused:
-        Config().replace(training={"seq_length_phases": words})
-    assert refused.value.exit_code == 2 and str(refused.value).startswith("--seq-length-phases")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("128:0.1",),
-            "128:0.1 has no step: it begins after step 0 and ends with step 0 of --train-iters 4; give",
-        ),
+        (("128:0.1",), "128:0.1 has no step: it begins after step 0 and ends with step 0 of --train-iters 4; give"),
         (("128:0.5", "256:0.6"), "256:0.6 has no step: it begins after step 2 and ends with step 2 of --train-iters 4"),
     ],
 )
-def test_a_phase_without_a_step_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=f"--seq-length-phases {message}") as refused:
-        Config().replace(training={"seq_length_phases": words, "train_iters": 4})
-    assert refused.value.exit_code == 2
+def test_impossible_phases_are_refused(words: tuple[str, ...], message: str) -> None:
+    training = {"seq_length_phases": words, "train_iters": 4}
+    refusal = refused(f"^--seq-length-phases.*{message}", Config().replace, training=training)
+    assert refusal.exit_code == 2
 
 
 def test_phases_come_from_the_command_line_and_from_yaml(tmp_path: Path) -> None:
@@ -124,8 +109,7 @@ def test_phases_come_from_the_command_line_and_from_yaml(tmp_path: Path) -> None
         assert config.training.seq_length_phases == ("128:0.7", "256:0.9")
         assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     (tmp_path / "f.yaml").write_text("seq-length-phases: 128:0.9\n")  # a time to YAML
-    with pytest.raises(UserError, match="quote it in YAML"):
-        parse_arguments(["--config", str(tmp_path / "f.yaml")])
+    refused("quote it in YAML", parse_arguments, ["--config", str(tmp_path / "f.yaml")])
 
 
 def test_a_dry_run_adds_up_the_hours_of_the_phases() -> None:
@@ -134,3 +118,66 @@ def test_a_dry_run_adds_up_the_hours_of_the_phases() -> None:
     hours = {length: hours_of(config.replace(model={"seq_length": length}), 8, a100) for length in (128, 512)}
     phased = config.replace(training={"seq_length_phases": ("128:0.9",)})
     assert hours_of(phased, 8, a100) == pytest.approx(0.9 * hours[128] + 0.1 * hours[512])
+
+
+BASE = "--data-path x --train-iters 10"
+
+
+def remarks(words: str) -> tuple[str, ...]:
+    return parse_arguments(f"{BASE} {words}".split()).remarks
+
+
+@pytest.mark.parametrize(
+    ("words", "remark"),
+    [
+        ("--global-every 2", "--global-every 2 (without --local-attention)"),
+        ("--rope-theta 5000", "--rope-theta 5000.0 (with --position-encoding ddrp)"),
+        ("--position-encoding t5 --direction-init free", "--direction-init free (with --position-encoding t5)"),
+        ("--position-encoding rope --relative-table per-layer", "per-layer (with --position-encoding rope)"),
+        ("--generator-size 0.5", "--generator-size 0.5 (with --objective mth)"),
+        ("--objective rtd --generator-size 0.5", "--generator-size 0.5 (with --objective rtd)"),
+        ("--objective mlm --tcd-tokens 20", "--tcd-tokens 20 (without TCD (--tcd-weight 0))"),
+        ("--hcd-weight 0 --hcd-heads 4", "--hcd-heads 4 (without HCD (--hcd-weight 0))"),
+        ("--notes-window 8", "--notes-window 8 (without --notes)"),
+        ("--index-cache-dir counts", "--index-cache-dir counts (without --notes)"),
+        ("--lr-decay-style constant --min-lr 1e-5", "--min-lr 1e-05 (with --lr-decay-style constant)"),
+        ("--profile-step-start 3", "--profile-step-start 3 (without --profile)"),
+    ],
+)
+def test_a_setting_without_effect_is_named(words, remark):
+    (line,) = remarks(words)
+    assert line.startswith("without effect: ") and line.endswith(remark)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--local-attention 64 --global-every 2",
+        "--position-encoding rope --rope-theta 5000",
+        "--direction-init free --relative-table per-layer",
+        "--objective electra --generator-size 0.5 --rtd-weight 10",
+        "--tcd-tokens 20 --hcd-heads 4",
+        "--objective mlm --tcd-weight 0.5 --tcd-tokens 20",
+        "--notes --notes-window 8",
+        "--profile --save out --profile-step-start 3",
+        "--global-every 3 --rope-theta 10000 --objective mlm --tcd-tokens 50",  # the defaults
+    ],
+)
+def test_a_setting_that_acts_or_is_the_default_is_not(words):
+    assert remarks(words) == ()
+
+
+def test_a_warm_up_that_outlasts_the_run_is_named():
+    (line,) = remarks("--lr-decay-iters 2000 --lr-warmup-fraction 0.01")
+    assert line == (
+        "--lr-warmup-fraction 0.01 of --lr-decay-iters 2000 is 20 steps, more than --train-iters 10: the peak of the "
+        "learning rate is never reached"
+    )
+    assert remarks("--lr-decay-iters 1000 --lr-warmup-fraction 0.01") == ()
+
+
+@pytest.mark.parametrize(("encoding", "changed"), [("t5", []), ("rope", ["rope_theta"])])
+def test_a_setting_without_effect_is_no_change_of_the_model(encoding, changed):
+    words = [*BASE.split(), "--position-encoding", encoding]
+    first, second = (parse_arguments(words + more).config for more in ([], ["--rope-theta", "500"]))
+    assert changed_model(first, second) == changed
