@@ -59,22 +59,28 @@ def module_name(file: Path) -> str:
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
-    """Return which of `modules` a module imports, also inside functions and under `if TYPE_CHECKING:`."""
-    named = set()
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.Import):
-            named |= {alias.name for alias in statement.names}
-        elif isinstance(statement, ast.ImportFrom):
-            inside = {f"{statement.module}.{alias.name}" for alias in statement.names}
-            named |= inside if inside <= modules else inside | {str(statement.module)}
-    return named & modules
+@cache
+def imported(tree: ast.Module) -> set[str]:
+    """Return all dotted names that a module imports, `from a import b` as `a.b`, and uses as `torch.distributed`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that this test can read them"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            names.add("torch.distributed")
+    return names
 
 
 def import_graph(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
-    """Return module → modules it imports, of those given."""
-    modules = {module_name(file): tree for file, tree in trees.items()}
-    return {name: imported_modules(tree, set(modules)) for name, tree in modules.items()}
+    """Return module → modules it imports, of those given, also inside functions and under `if TYPE_CHECKING:`."""
+    modules = {module_name(file): imported(tree) for file, tree in trees.items()}
+    return {
+        module: {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
+        for module, names in modules.items()
+    }
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -165,21 +171,6 @@ def test_parameters_are_counted_without_self() -> None:
     tree = ast.parse("class A:\n    def f(self, a, *b, c=1, **d): pass\ndef g(a, /, b): pass")
     counts = [num_parameters(node) for node in ast.walk(tree) if isinstance(node, Function)]
     assert sorted(counts) == [2, 4]
-
-
-@cache
-def imported(tree):
-    """Dotted names of all that a module imports, `from a import b` as `a.b`, and uses as `torch.distributed`."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute, so that this test can read them"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-            names.add("torch.distributed")
-    return names
 
 
 def importers(*prefixes):
