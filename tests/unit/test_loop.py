@@ -61,7 +61,9 @@ NO_NORMS: dict[int, list[float]] = {}
 class Training:
     """A `TrainingRun` whose steps give chosen gradient norms; `events` is what happened, in order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]] = NO_NORMS) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]] = NO_NORMS, **settings: Any
+    ) -> None:
         self.events: list[str] = []
         self.rows: list[dict[str, Any]] = []
         self.norms = {step: iter(values) for step, values in norms.items()}
@@ -79,10 +81,8 @@ class Training:
         monkeypatch.setattr(loop.TrainingRun, "save", lambda run, folder, *given, must: self.save(*given))
         log = SimpleNamespace(say=self.say, write=self.write, callbacks=Callbacks(), is_quiet=lambda: self.is_quiet)
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
-        self.run = loop.TrainingRun(Setup(CONFIG, RANKS), engine, log, Path("run"), None)  # type: ignore[arg-type]
-
-    def configure(self, config: Config) -> None:
-        self.run = loop.replace(self.run, setup=Setup(config, RANKS))
+        setup = Setup(CONFIG.replace(**settings), RANKS)
+        self.run = loop.TrainingRun(setup, engine, log, Path("run"), None)  # type: ignore[arg-type]
 
     def train_step(self, engine: Any, micro_batches: Any, setup: Setup, step: int, notes: Any) -> Any:
         self.events.append(f"launch {step}")
@@ -145,11 +145,9 @@ def test_a_profile_begins_and_ends_between_two_steps(
     training: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No step that is still being computed is in it, and none of its own is left out."""
-    made = training(True)
+    made = training(True, logging={"profile": True, "profile_step_start": 1, "profile_step_end": 3})
     monkeypatch.setattr(StepProfile, "begin", lambda self, step: made.events.append(f"begin? {step}"))
     monkeypatch.setattr(StepProfile, "finish", lambda self, step: made.events.append(f"end? {step}") or [])
-    window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
-    made.configure(CONFIG.replace(logging=window))
     made()
     assert made.events[:5] == ["begin? 1", "launch 1", "row 1", "end? 1", "begin? 2"]
     assert made.events[5:11] == ["launch 2", "begin? 3", "launch 3", "row 2", "row 3", "end? 3"]
@@ -179,7 +177,8 @@ def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_betw
     training: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step takes 2 s and 5 tokens here, a checkpoint 100 s."""
-    made, now = training(False), [0.0]
+    made = training(False, logging={"log_interval": 6}, checkpoint={"save_interval": 5})
+    now = [0.0]
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds
@@ -188,18 +187,16 @@ def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_betw
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(nonfinite, "train_step", lambda *given: (pass_time(2), launch(*given))[1])
     monkeypatch.setattr(made, "save", lambda *given: (pass_time(100), save(*given))[1])
-    made.configure(CONFIG.replace(logging={"log_interval": 6}, checkpoint={"save_interval": 5}))
     made()
     assert "save 5" in made.events
     assert [(row["step_time"], row["tokens_per_second"]) for row in made.rows] == [(2.0, 2.5), (2.0, 2.5)]
 
 
-SIX_STEPS_EVERY_FOUR = CONFIG.replace(logging={"log_interval": 4})
+EVERY_FOUR = {"log_interval": 4}
 
 
 def test_a_row_holds_the_mean_since_the_row_before(late: bool, training: Build) -> None:
-    made = training(late)
-    made.configure(SIX_STEPS_EVERY_FOUR)
+    made = training(late, logging=EVERY_FOUR)
     assert made() == (Progress(6, 12, 30), 0)
     # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
     assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(1, 2.0), (4, 6.0), (6, 11.0)]
@@ -212,9 +209,8 @@ def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
     """Between two rows a line takes part in nothing that other ranks would have to join."""
     shown, rows, asked = [], [], []
     for quiet in (False, True):
-        made = training(late)
+        made = training(late, logging=EVERY_FOUR)
         made.is_quiet = quiet
-        made.configure(SIX_STEPS_EVERY_FOUR)
         monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: asked.append(device) or 2**30)
         made()
         found = [re.match(r"step (\d)/6 .*\(mlm (\S+) .* eta", line) for line in made.lines]
@@ -227,8 +223,7 @@ def test_a_quiet_run_shows_its_numbers_so_far_and_writes_the_same_rows(
 def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(late: bool, training: Build) -> None:
     rows = []
     for last in (6, 3):
-        made = training(late)
-        made.configure(SIX_STEPS_EVERY_FOUR.replace(checkpoint={"exit_interval": last}))
+        made = training(late, logging=EVERY_FOUR, checkpoint={"exit_interval": last})
         progress, _ = made()
         state = json.loads(json.dumps(asdict(progress)))
         made.run.steps(None, None, Progress.from_state(state), made.requests)  # type: ignore[arg-type]
@@ -237,8 +232,7 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(la
 
 
 def test_a_skipped_step_is_left_out_of_the_mean(training: Build) -> None:
-    made = training(False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2})
-    made.configure(SIX_STEPS_EVERY_FOUR)
+    made = training(False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2}, logging=EVERY_FOUR)
     made()
     assert [row["lm_loss"] for row in made.rows[:2]] == [2.0, 6.0]  # steps 2 and 4
     assert made.rows[2]["lm_loss"] == 12.0  # of skipped steps alone, the last one's own
@@ -264,8 +258,7 @@ def test_a_step_that_was_not_finite_is_tried_again(late: bool, training: Build) 
 
 def test_steps_that_stay_not_finite_end_the_run(late: bool, training: Build) -> None:
     bad = dict.fromkeys(range(2, 7), [math.inf] * 2)
-    made = training(late, bad)
-    made.configure(CONFIG.replace(training={"max_skipped_steps": 2}))
+    made = training(late, bad, training={"max_skipped_steps": 2})
     refused("2 steps in a row were not finite, the last of them step 3", made)
     assert ("launch 4" in made.events) == late
 
@@ -294,8 +287,9 @@ def test_every_step_is_replayed_until_one_has_no_fault(
     monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
     monkeypatch.setattr(FakeReplay, "steps", [])
     monkeypatch.setattr(FakeReplay, "faulty", faulty)
-    made = training(late, {step: [math.nan] for step in faulty})
-    made.configure(CONFIG.replace(training={"replay_interval": 2, "max_skipped_steps": 3}))
+    made = training(
+        late, {step: [math.nan] for step in faulty}, training={"replay_interval": 2, "max_skipped_steps": 3}
+    )
     assert made()[0].iteration == 6 and FakeReplay.steps == replayed
     skipped = [f"step {step} skipped, parameters and optimizer unchanged: rank 1 in {step}" for step in faulty]
     assert [line for line in made.lines if "skipped" in line] == skipped
@@ -305,8 +299,7 @@ def test_every_step_is_replayed_until_one_has_no_fault(
 def test_replays_that_stay_different_end_the_run(training: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite, "Replay", FakeReplay)
     monkeypatch.setattr(FakeReplay, "faulty", (4, 5))
-    made = training(True, {4: [math.nan], 5: [math.nan]})
-    made.configure(CONFIG.replace(training={"replay_interval": 4, "max_skipped_steps": 2}))
+    made = training(True, {4: [math.nan], 5: [math.nan]}, training={"replay_interval": 4, "max_skipped_steps": 2})
     refused("2 steps in a row were computed wrong, the last of them step 5: rank 1 in 5;", made)
 
 
