@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from parity import Case, draw, example
+from safetensors.torch import load_file, save_file
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.commands import convert as command
@@ -27,6 +28,7 @@ from megatron_ddrp.model import build_model
 BERT_SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##ing", "é", "Cat", "the", ",", "."]
 SEQ_LENGTH = 24
+SAFE = "model.safetensors"
 STRANGE = (
     10**12, -1, 0, 2**31, 10**5, 10**400, 1.5, 1e308, float("nan"), float("inf"), True, None, "abc", "", "x" * 100_000,
     [], {}, [[]], {"a": {}}, ["c2p"], "../../x", 3,
@@ -82,6 +84,16 @@ def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
 def change_json(path, **values):
     """Put other values into a JSON file."""
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
+def set_keys(**values):
+    """Return a function of a folder that puts other values into its config.json."""
+    return lambda folder: change_json(folder / "config.json", **values)
+
+
+def stored(change):
+    """Return a function of a folder that stores `change(tensors)` in place of its tensors."""
+    return lambda folder, _=None: save_file(change(load_file(folder / SAFE)), folder / SAFE)
 
 
 def seal_again(weights):

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
@@ -25,6 +25,7 @@ from tests.refusals import refused
 from tests.unit.conversion.conftest import (
     DEBERTA,
     READERS,
+    SAFE,
     SEQ_LENGTH,
     SIZES,
     STRANGE,
@@ -32,6 +33,8 @@ from tests.unit.conversion.conftest import (
     ours,
     padded_pair_batch,
     refused_in_one_line,
+    set_keys,
+    stored,
     write_checkpoint,
     write_folder,
 )
@@ -39,8 +42,8 @@ from tests.unit.conversion.conftest import (
 
 def write_pickle(folder, change=lambda weights: weights):
     """Replace model.safetensors by pytorch_model.bin, its tensors changed."""
-    torch.save(change(load_file(folder / "model.safetensors")), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+    torch.save(change(load_file(folder / SAFE)), folder / "pytorch_model.bin")
+    (folder / SAFE).unlink()
 
 
 @torch.no_grad()
@@ -207,39 +210,6 @@ def test_tokenizers(tmp_path, hf, vocab):
     assert not (tmp_path / "none" / "tokenizer").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": "albert"}, "'albert'.*supported are .*bert"),
-        ({"model_type": "megatron_ddrp"}, "config.json: layernorm_position is missing"),
-        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'.*'gelu'"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type.*'absolute'"),
-        ({"type_vocab_size": 3}, "type_vocab_size is 3"),
-        ({"hidden_size": "32"}, "hidden_size is '32', expected a whole number"),
-        ({"layer_norm_eps": float("nan")}, "NaN is no number of JSON"),
-        ({"max_position_embeddings": 48}, r"embeddings.absolute.weight is \[24, 32\].*\[48, 32\]"),
-        ({"num_hidden_layers": 3}, "the weight for layers.2.* is missing, and .*the folder is incomplete"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
-)
-def test_other_berts_are_refused(tmp_path, hf, vocab, changes, words):
-    write_folder(hf, vocab, "BertForMaskedLM")
-    change_json(hf / "config.json", **changes)
-    refused(words, import_folder, hf, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused(tmp_path, hf, vocab, value):
-    write_folder(hf, vocab, "BertForMaskedLM")
-    weights = load_file(hf / "model.safetensors")
-    name = "bert.encoder.layer.1.output.dense.weight"
-    weights[name][3, 5] = value
-    save_file(weights, hf / "model.safetensors", {"format": "pt"})
-    refused(rf"{name} contains a value that is not a finite number", import_folder, hf, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 class Malicious:
     def __init__(self, marker):
         self.marker = marker
@@ -248,24 +218,55 @@ class Malicious:
         return open, (str(self.marker), "w")
 
 
-def test_damaged_and_foreign_folders_are_named(tmp_path, hf, vocab):
-    refused("config.json: No such file", import_folder, hf, tmp_path / "run")
+def with_value(value):
+    """Put a value into one of the weights."""
+
+    def change(tensors):
+        tensors["bert.encoder.layer.1.output.dense.weight"][3, 5] = value
+        return tensors
+
+    return stored(change)
+
+
+NOT_FINITE = "bert.encoder.layer.1.output.dense.weight contains a value that is not a finite number"
+REFUSED = {
+    "family": (set_keys(model_type="albert"), "'albert'.*supported are .*bert"),
+    "code": (set_keys(model_type="megatron_ddrp"), "config.json: layernorm_position is missing"),
+    "act": (set_keys(hidden_act="gelu_new"), "hidden_act is 'gelu_new'.*'gelu'"),
+    "positions": (set_keys(position_embedding_type="relative_key"), "position_embedding_type.*'absolute'"),
+    "three segments": (set_keys(type_vocab_size=3), "type_vocab_size is 3"),
+    "text": (set_keys(hidden_size="32"), "hidden_size is '32', expected a whole number"),
+    "NaN in JSON": (set_keys(layer_norm_eps=math.nan), "NaN is no number of JSON"),
+    "longer": (set_keys(max_position_embeddings=48), r"embeddings.absolute.weight is \[24, 32\].*\[48, 32\]"),
+    "deeper": (set_keys(num_hidden_layers=3), "the weight for layers.2.* is missing, and .*the folder is incomplete"),
+    "NaN": (with_value(math.nan), NOT_FINITE),
+    "infinity": (with_value(math.inf), NOT_FINITE),
+    "another output matrix": (
+        stored(lambda tensors: tensors | {"cls.predictions.decoder.weight": torch.zeros(20, 32)}),
+        "output matrix differs from its word embedding",
+    ),
+    "no segments": (
+        stored(lambda tensors: {name.replace("token_type_", "token_typo_"): t for name, t in tensors.items()}),
+        "type_vocab_size 2, and the weights embed 0 segments",
+    ),
+    "damaged": (lambda hf: (hf / SAFE).write_bytes(b"x" * 40), "model.safetensors: cannot be read"),
+    "a program": (
+        lambda hf: write_pickle(hf, lambda _: {"weight": Malicious(hf / "ran")}),
+        "pytorch_model.bin: cannot be read",
+    ),
+    "no weights": (lambda hf: (hf / SAFE).unlink(), "neither model.safetensors nor pytorch_model.bin"),
+    "no folder": (shutil.rmtree, "config.json: No such file"),
+}
+"""What a folder of a BERT has → how to make one of it, and what the line says."""
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_folders_are_refused(tmp_path, hf, vocab, kind):
     write_folder(hf, vocab, "BertForMaskedLM")
-    weights = load_file(hf / "model.safetensors")
-    save_file({**weights, "cls.predictions.decoder.weight": torch.zeros(20, 32)}, hf / "model.safetensors")
-    refused("output matrix differs from its word embedding", import_folder, hf, tmp_path / "run")
-    renamed = {name.replace("token_type_", "token_typo_"): tensor for name, tensor in weights.items()}
-    save_file(renamed, hf / "model.safetensors")
-    refused("type_vocab_size 2, and the weights embed 0 segments", import_folder, hf, tmp_path / "run")
-    (hf / "model.safetensors").write_bytes(b"x" * 40)
-    refused("model.safetensors: cannot be read", import_folder, hf, tmp_path / "run")
-    (hf / "model.safetensors").unlink()
-    torch.save({"weight": Malicious(tmp_path / "ran")}, hf / "pytorch_model.bin")
-    refused("pytorch_model.bin: cannot be read", import_folder, hf, tmp_path / "run")
-    assert not (tmp_path / "ran").exists()
-    (hf / "pytorch_model.bin").unlink()
-    refused("neither model.safetensors nor pytorch_model.bin", import_folder, hf, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    change, words = REFUSED[kind]
+    change(hf)
+    refused(words, import_folder, hf, tmp_path / "run")
+    assert not (tmp_path / "run").exists() and not (hf / "ran").exists()
 
 
 def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, vocab, convert):
@@ -438,10 +439,8 @@ def test_a_tokenizer_folder_is_read_as_data(export, marker):
 @pytest.mark.parametrize("broken", [False, True], ids=["with code", "damaged"])
 def test_a_pickle_is_refused_without_advice_to_load_it_unsafely(export, marker, reader, broken):
     folder = export("absolute")
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
+    write_pickle(folder, lambda weights: weights if broken else weights | {"more": Malicious(marker)})
     path = folder / "pytorch_model.bin"
-    torch.save(weights if broken else weights | {"more": Malicious(marker)}, path)
     if broken:
         path.write_bytes(path.read_bytes()[:-5000])
     error = refused("not a plain file of tensors.*save it as model.safetensors", READERS[reader], folder)

@@ -382,6 +382,12 @@ def test_losses_and_gradients_are_those_of_transformers(folders, tokenizer, case
     torch.testing.assert_close(getattr(ours, last).weight.grad, getattr(theirs, last).weight.grad)
     other = ours(ids, mask, segments, **{name: values * 0 for name, values in labels.items()}).loss
     assert not torch.allclose(other, outputs[0].loss), "the labels act"
+    optimizer = torch.optim.Adam(ours.parameters(), lr=1e-3)
+    for _ in range(8):
+        optimizer.zero_grad()
+        ours(ids, mask, segments, **labels).loss.backward()
+        optimizer.step()
+    assert ours(ids, mask, segments, **labels).loss < outputs[0].loss
 
 
 @pytest.mark.parametrize("kind", FINE_TUNED)

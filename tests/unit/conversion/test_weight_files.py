@@ -12,11 +12,11 @@ from megatron_ddrp.conversion.weight_files import read_weights
 from megatron_ddrp.encoders.encoder import NoMaskedLM, load_encoder
 from megatron_ddrp.encoders.text_encoder import TextEncoder
 from tests.refusals import refused
-from tests.unit.conversion.conftest import DEBERTA, READERS, change_json, write_folder
+from tests.unit.conversion.conftest import DEBERTA, READERS, SAFE, set_keys, stored, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
-SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
+PICKLE = "pytorch_model.bin"
 FAMILIES = {
     "bert": ("BertForMaskedLM", {}),
     "roberta": ("RobertaForMaskedLM", {"pad_token_id": 0}),
@@ -59,11 +59,6 @@ def write(folder, vocab, family, table=FAMILIES | OTHERS | POOLED):
     """A folder of a family whose tensors lie in one file."""
     class_name, settings = table[family]
     return write_folder(folder, vocab, class_name, **settings)
-
-
-def stored(change):
-    """Return a function of a folder that stores `change(tensors)` in place of its tensors."""
-    return lambda folder, _=None: save_file(change(load_file(folder / SAFE)), folder / SAFE)
 
 
 def renamed(change):
@@ -204,10 +199,6 @@ def drop(folder, part):
     save_file(kept, folder / SAFE)
 
 
-def set_key(**changes):
-    return lambda folder: change_json(folder / "config.json", **changes)
-
-
 BROKEN = {
     "shard missing": (lose_a_shard, "names 'model-00002-of-00003.safetensors', which is missing"),
     "shard damaged": (damage_a_shard, "model-00002-of-00003.safetensors: cannot be read"),
@@ -232,7 +223,7 @@ BROKEN = {
     "int32": (quantize("LayerNorm.bias", torch.int32), "LayerNorm.bias is quantized, torch.int32"),
     "scales": (put("bert.encoder.layer.0.output.dense.weight_scale", "dense.bias"), "has no place for the weight"),
     "another file": (
-        set_key(transformers_weights="other.safetensors"),
+        set_keys(transformers_weights="other.safetensors"),
         "transformers_weights is 'other.safetensors'; rename that file to model.safetensors",
     ),
     "a layer too many": (put("bert.encoder.layer.2.output.dense.bias", "output.dense.bias"), "has no place for the w"),
@@ -240,10 +231,10 @@ BROKEN = {
         put("bert.encoder.layer.0.attention.self.distance_embedding.weight", "dense.weight"),
         "no place for the weight bert.encoder.layer.0.attention.self.distance_embedding.weight, nor for 0 more",
     ),
-    "fewer layers": (set_key(num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
-    "more layers": (set_key(num_hidden_layers=3), "missing"),
-    "narrower": (set_key(intermediate_size=40), "config.json requires"),
-    "shorter": (set_key(max_position_embeddings=20), "config.json requires"),
+    "fewer layers": (set_keys(num_hidden_layers=1), "no place .*layer.1.*, nor for 15 m"),
+    "more layers": (set_keys(num_hidden_layers=3), "missing"),
+    "narrower": (set_keys(intermediate_size=40), "config.json requires"),
+    "shorter": (set_keys(max_position_embeddings=20), "config.json requires"),
 }
 """What is wrong with a folder → how to break one, and what the line says."""
 
