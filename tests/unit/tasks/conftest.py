@@ -93,6 +93,12 @@ def stored_predictions(out, row):
 
 
 @pytest.fixture
+def out(tmp_path):
+    """The output folder of a command."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def glue_dir(tmp_path):
     folder = tmp_path / "glue" / "CoLA"
     folder.mkdir(parents=True)

@@ -22,6 +22,7 @@ from tests.refusals import refused
 from tests.unit.conversion.test_tokenizer_rules import make
 from tests.unit.tasks.conftest import GLANCE, model_of, predict, rows, words, write_bert, write_topics
 
+transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 MISSING = object()
 FACTS = [
@@ -98,9 +99,9 @@ def test_impossible_heads_are_refused_without_sums(kept, sweep, tmp_path, change
         refused(line, main, words(sweep / "topics", kept, tmp_path / "again", *GLANCE))
 
 
-def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, sweep, tmp_path, capsys):
+def test_a_sweep_beside_a_damaged_model_keeps_its_own_and_says_so(kept, sweep, out, capsys):
     edit(kept, lambda values: put(values, "score", "high"))
-    damaged, command = (kept / "config.json").read_bytes(), words(sweep / "topics", sweep / "bert", tmp_path / "out")
+    damaged, command = (kept / "config.json").read_bytes(), words(sweep / "topics", sweep / "bert", out)
     assert main([*command, *GLANCE]) == 0
     assert f"no model of {sweep / 'bert'} was kept; {kept} is damaged" in capsys.readouterr().out
     assert main([*command, *GLANCE[:-1], "2"]) == 0
@@ -126,9 +127,9 @@ def test_predict_refuses_what_it_cannot_do(sweep, tmp_path):
     assert error.exit_code == 2
 
 
-def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
+def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(out, tmp_path):
     """Beside and below the wrong folder; a damaged name, OUT itself and OUT/models are the usual mistakes."""
-    model = write_facts(tmp_path / "out" / "models" / "reviews-815d2790")
+    model = write_facts(out / "models" / "reviews-815d2790")
     write_facts(model.parent / "MNLI-815d2790", columns=None)
     (model.parent / "notes.txt").write_text("")
     for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
@@ -171,10 +172,10 @@ def test_a_kept_bert_that_lacks_anything_is_refused(kept, sweep, tmp_path, capfd
     lacks_are_refused(kept, sweep / "topics" / "new.jsonl", tmp_path / "told.jsonl", capfd)
 
 
-def test_a_kept_model_that_lacks_anything_is_refused(topics, checkpoint_folder, tmp_path, capfd):
+def test_a_kept_model_that_lacks_anything_is_refused(topics, checkpoint_folder, out, tmp_path, capfd):
     """Under bf16 the weights in fp32 are kept."""
-    main(words(topics, checkpoint_folder, tmp_path / "out", *GLANCE, "--bf16"))
-    model = model_of(tmp_path / "out")
+    main(words(topics, checkpoint_folder, out, *GLANCE, "--bf16"))
+    model = model_of(out)
     weights = load_file(model / "model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert any((tensor != tensor.bfloat16()).any() for tensor in weights.values())
@@ -182,8 +183,7 @@ def test_a_kept_model_that_lacks_anything_is_refused(topics, checkpoint_folder, 
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
-def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_folder, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_folder, out, capsys):
     for load in (bert_folder, checkpoint_folder):
         main([*words(topics, load, out, *GLANCE), "--lr", "1e12"])
     assert [row["score"] for row in rows(out)] == [0.0, 0.0] and all(row["undefined"] for row in rows(out))
@@ -191,14 +191,13 @@ def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_fol
     assert not [path for path in (out / "models").glob("*") if path.is_dir()]
 
 
-def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert_folder, tmp_path, capsys):
-    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models", "--test", topics / "new.jsonl"))
+def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert_folder, out, capsys):
+    main(words(topics, bert_folder, out, *GLANCE, "--no-keep-models", "--test", topics / "new.jsonl"))
     assert f"was kept; {topics / 'new.jsonl'} is not predicted" in capsys.readouterr().out
-    assert not (tmp_path / "out" / "models").exists()
+    assert not (out / "models").exists()
 
 
-def test_a_better_run_that_kept_no_model_is_named(kept, sweep, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_a_better_run_that_kept_no_model_is_named(kept, sweep, out, capsys):
     (row,) = rows(out)
     score = row["score"] + 0.1
     better = seal_object({name: row[name] for name in row if name != SUM} | {"seed": 9, "score": score})
@@ -208,8 +207,7 @@ def test_a_better_run_that_kept_no_model_is_named(kept, sweep, tmp_path, capsys)
     assert told in capsys.readouterr().out
 
 
-def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_folder, tmp_path):
-    out = tmp_path / "out"
+def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_folder, out):
     theirs = out / "models" / f"topics-{load_encoder(bert_folder).fingerprint[:8]}"
     theirs.mkdir(parents=True)
     (theirs / "notes.txt").write_text("mine")
@@ -223,8 +221,6 @@ PAIRS = [("red cats", "the dogs sing", "yes"), ("green birds", "blue", "no")] * 
 
 def mixed_folder(folder, kind, family, **more):
     """A tiny model of class `kind` with the tokenizer of another family."""
-    import transformers
-
     folder.mkdir()
     make(folder, family)
     pieces = find_tokenizer(folder).vocab_size
@@ -243,30 +239,28 @@ def mixed_folder(folder, kind, family, **more):
         ("Electra", "deberta", {"pad_token_id": 1}),
     ],
 )
-def test_a_kept_model_gets_the_rows_of_training_from_auto_tokenizer(tmp_path, kind, family, more):
+def test_a_kept_model_gets_the_rows_of_training_from_auto_tokenizer(out, tmp_path, kind, family, more):
     """The model's type is not its tokenizer: separators and segments are those of the folder's own."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     source = mixed_folder(tmp_path / "in", kind, family, **more)
     for name in ("train", "valid"):
         lines = (json.dumps({"text": a, "text_pair": b, "label": label}) for a, b, label in PAIRS)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    assert main(words(tmp_path, source, tmp_path / "out", *GLANCE)) == 0
-    kept = load_finetuned(model_of(tmp_path / "out"), CPU)
+    assert main(words(tmp_path, source, out, *GLANCE)) == 0
+    kept = load_finetuned(model_of(out), CPU)
     encoded, pair = kept.encode([PAIRS[0][:2]]), PAIRS[0][:2]
     batch = pad_batch(encoded, np.array([0])).map(torch.from_numpy)
-    for folder in (source, model_of(tmp_path / "out")):
-        row = AutoTokenizer.from_pretrained(folder)(*pair, return_tensors="pt")
+    for folder in (source, model_of(out)):
+        row = transformers.AutoTokenizer.from_pretrained(folder)(*pair, return_tensors="pt")
         assert torch.equal(row["input_ids"], batch.input_ids)
         if kept.model.model.config.type_vocab_size > 1:
             assert torch.equal(row.get("token_type_ids", batch.segment_ids * 0), batch.segment_ids)
-    model = AutoModelForSequenceClassification.from_pretrained(model_of(tmp_path / "out")).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
     with torch.no_grad():
         torch.testing.assert_close(kept.model(batch), model(**row).logits, rtol=0, atol=1e-5)
-    edit(model_of(tmp_path / "out"), lambda values: values["finetuned"].update(pair_separators=3))
-    (model_of(tmp_path / "out") / SUMS).unlink()
+    edit(model_of(out), lambda values: values["finetuned"].update(pair_separators=3))
+    (model_of(out) / SUMS).unlink()
     said = "an earlier version trained it on pairs with 3 separators .* fine-tune again"
-    refused(said, load_finetuned, model_of(tmp_path / "out"), CPU)
+    refused(said, load_finetuned, model_of(out), CPU)
 
 
 def test_segments_that_a_model_lacks_are_refused_by_name(tmp_path):

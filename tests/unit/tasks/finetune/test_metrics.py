@@ -22,6 +22,7 @@ from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 from tests.refusals import refused
+from tests.unit.tasks.conftest import GLANCE, rows, words
 
 accuracy, f1, macro_f1, matthews = (metric.value for metric in KINDS["classification"].metrics.values())
 pearson, spearman = (metric.value for metric in KINDS["regression"].metrics.values())
@@ -342,6 +343,13 @@ def scores_of(task, answers, predictions):
     return KINDS[task.kind].resampled_scores(task, answers, predictions)
 
 
+def compare(found, score):
+    """Compare the first samples with the score of the rows, each repeated as often as the sample drew it."""
+    for sample in range(COMPARED):
+        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
+        assert found[sample] == pytest.approx(score(rows) or 0.0, abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("kind", "metric", "labels", "predictions"),
     [
@@ -365,10 +373,7 @@ def scores_of(task, answers, predictions):
 def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):
     found = scores_of(Task("own", metric, kind), labels, predictions)
     assert found.shape == (BOOTSTRAP_SAMPLES,)
-    for sample in range(COMPARED):
-        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
-        expected = KINDS[kind].score(metric, labels[rows], predictions[rows]) or 0.0
-        assert found[sample] == pytest.approx(expected, abs=1e-12)
+    compare(found, lambda rows: KINDS[kind].score(metric, labels[rows], predictions[rows]))
 
 
 TAGS = ("B-X", "I-X", "B-Y", "O")
@@ -385,10 +390,8 @@ def tags(sentences):
 @pytest.mark.parametrize("metric", KINDS["tokens"].metrics)
 def test_sentences_are_drawn_whole(metric):
     found = scores_of(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
-    for sample in range(COMPARED):
-        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
-        repeated = (tags([sentences[row] for row in rows]) for sentences in (GOLD, GUESS))
-        assert found[sample] == pytest.approx(KINDS["tokens"].score(metric, *repeated) or 0.0, abs=1e-12)
+    score = KINDS["tokens"].score
+    compare(found, lambda rows: score(metric, *(tags([side[row] for row in rows]) for side in (GOLD, GUESS))))
 
 
 @pytest.mark.parametrize("metric", KINDS["qa"].metrics)
@@ -397,10 +400,8 @@ def test_questions_are_drawn_with_all_their_answers(metric):
     gold = [(words[number],) if number < 3 else () for number in FOUR]
     guess = [words[number] for number in GUESS_FOUR.astype(int)]
     found = scores_of(Task("own", metric, "qa"), gold, guess)
-    for sample in range(COMPARED):
-        rows = np.repeat(np.arange(ROWS), formulas.drawn_rows("own", ROWS)[sample])
-        expected = KINDS["qa"].score(metric, [gold[row] for row in rows], [guess[row] for row in rows])
-        assert found[sample] == pytest.approx(expected, abs=1e-12)
+    score = KINDS["qa"].score
+    compare(found, lambda rows: score(metric, *([side[row] for row in rows] for side in (gold, guess))))
     assert not scores_of(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
 
 
@@ -491,16 +492,14 @@ def test_only_metrics_of_the_package_have_a_constant_guess_of_0(plugin):
 
 
 @pytest.mark.usefixtures("plugin")
-def test_a_run_that_diverged_is_worse_than_every_other(topics, bert_folder, tmp_path, capsys):
+def test_a_run_that_diverged_is_worse_than_every_other(topics, bert_folder, out, tmp_path, capsys):
     """At a learning rate of 1e12 no output is finite."""
-    out = tmp_path / "out"
     for name, count in (("train", 64), ("valid", 21)):
         lines = [json.dumps({"text": f"red {'cat ' * (n % 3)}", "label": n % 3 / 4 + 0.125}) for n in range(count)]
         (topics / f"{name}.jsonl").write_text("\n".join(lines))
-    files = ["--train", topics / "train.jsonl", "--valid", topics / "valid.jsonl", "--kind", "regression"]
-    words = [*files, "--metric", "negative", "--load", bert_folder, "--output-dir", out, "--seeds", "1"]
-    main([str(word) for word in (*words, "--epochs", "1", "--lr", "1e-3", "1e12")])
-    good, bad = (json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines())
+    more = ("--kind", "regression", "--metric", "negative", "--lr", "1e-3", "1e12")
+    main(words(topics, bert_folder, out, *GLANCE, *more))
+    good, bad = rows(out)
     assert (bad["score"], bad["undefined"], bad["epoch_scores"]) == (-1, True, [-1]) and -1 < good["score"] < 0
     assert "negative -100.00 (undefined, counts as -100)" in capsys.readouterr().out
     (cells,) = json.loads((out / "table.json").read_text())["encoders"].values()

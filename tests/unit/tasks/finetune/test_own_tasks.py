@@ -115,8 +115,7 @@ def test_the_kept_model_is_what_transformers_loads_and_predict_uses(learned, tmp
         assert model.config.id2label[int(logits.argmax())] == line["prediction"]
 
 
-def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_folder, tmp_path):
-    out = tmp_path / "out"
+def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_folder, out, tmp_path):
     main(words(topics, checkpoint_folder, out, *GLANCE))
     (row,) = rows(out)
     assert row["head"] == "common"
@@ -126,7 +125,7 @@ def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["ddrp"], indirect=True)
-def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
+def test_a_pair_regression_in_csv(checkpoint_folder, out, tmp_path):
     folder = tmp_path / "alike"
     folder.mkdir()
     for name, count, seed in (("train", 48, 0), ("valid", 16, 1)):
@@ -136,7 +135,6 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
             pairs = zip(sentences(count, seed), sentences(count, seed + 9), strict=True)
             for number, ((first, _), (second, _)) in enumerate(pairs):
                 writer.writerow([number, first, second, f"{len(set(first.split()) & set(second.split())):.1f}"])
-    out = tmp_path / "out"
     files = ["--train", folder / "train.csv", "--valid", folder / "valid.csv", "--metric", "spearman"]
     main([str(word) for word in (*files, "--load", checkpoint_folder, "--output-dir", out, *GLANCE)])
     (row,) = rows(out)
@@ -149,7 +147,7 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     assert np.isfinite(float(first.split("\t")[4]))
 
 
-def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path):
+def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, out, tmp_path):
     texts = {}
     for name, count, seed in (("train", 96, 0), ("valid", 21, 1)):
         given = [text for text, _ in sentences(count, seed)]
@@ -157,7 +155,6 @@ def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path)
         lines = ["text,price", *(f"{text},{price}" for text, price in labelled)]
         (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
         texts[name] = [text for text, _ in labelled]
-    out = tmp_path / "out"
     files = ["--train", tmp_path / "train.csv", "--valid", tmp_path / "valid.csv", "--label-column", "price"]
     flags = ["--load", bert_folder, "--output-dir", out, "--lr", "1e-2", "--epochs", "10", "--seeds", "1"]
     main([str(word) for word in (*files, *flags, "--batch-size", "8")])
@@ -173,7 +170,7 @@ def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path)
     np.testing.assert_allclose(told, predicted, rtol=1e-5)
 
 
-def test_several_labels_at_once_from_a_task_file(bert_folder, tmp_path):
+def test_several_labels_at_once_from_a_task_file(bert_folder, out, tmp_path):
     folder = tmp_path / "files"
     folder.mkdir()
     for name, count, seed in (("a", 64, 0), ("b", 21, 1)):
@@ -181,7 +178,6 @@ def test_several_labels_at_once_from_a_task_file(bert_folder, tmp_path):
                  sentences(count, seed)]  # fmt: skip
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "topics-of.yaml").write_text("train: a.jsonl\nvalid: b.jsonl\ntext-column: body\nlabel-column: topics\n")
-    out = tmp_path / "out"
     main(["--task-file", str(folder / "topics-of.yaml"), "--load", str(bert_folder), "--output-dir", str(out), *LEARN])
     row = rows(out)[0]
     assert (row["task"], row["metric"], row["facts"]["kind"]) == ("topics-of", "f1", "multi-label")
@@ -203,11 +199,11 @@ BAD = {
 
 
 @pytest.mark.parametrize(("more", "change", "message"), BAD.values(), ids=BAD)
-def test_bad_files_are_one_line_before_anything_is_loaded(topics, tmp_path, more, change, message):
+def test_bad_files_are_one_line_before_anything_is_loaded(topics, out, tmp_path, more, change, message):
     if change:
         path = topics / f"{change[0]}.jsonl"
         path.write_text(re.sub(change[1], change[2], path.read_text()))
-    refused(message, main, words(topics, tmp_path / "no-such-encoder", tmp_path / "out", *more))
+    refused(message, main, words(topics, tmp_path / "no-such-encoder", out, *more))
 
 
 @pytest.mark.parametrize(
@@ -226,8 +222,7 @@ def test_wrong_arguments_exit_with_2(line, message, tmp_path):
     assert refused(re.escape(message), main, [*line, "--output-dir", str(tmp_path)]).exit_code == 2
 
 
-def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_folder, tmp_path):
-    out = tmp_path / "out"
+def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_folder, out):
     main(words(topics, bert_folder, out, *GLANCE, "--test", topics / "train.jsonl"))
     (row,) = rows(out)
     assert row["dev_examples"] == 21 and set(row["other_scores"]) == {"test"}
@@ -239,9 +234,9 @@ def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_
     [("valid", '"label": "other"', '"label": "animal"'), ("train", "red", "blue"), ("setting", "accuracy", "macro-f1")],
 )
 def test_runs_on_other_data_keep_a_model_table_and_predictions_of_their_own(
-    topics, bert_folder, tmp_path, capsys, name, old, new
+    topics, bert_folder, out, capsys, name, old, new
 ):
-    out, path, metric = tmp_path / "out", topics / f"{name}.jsonl", old if name == "setting" else "accuracy"
+    path, metric = topics / f"{name}.jsonl", old if name == "setting" else "accuracy"
     command = words(topics, bert_folder, out, *GLANCE, "--test", topics / "new.jsonl")
     before = path.read_text() if path.exists() else ""
     main([*command, "--metric", metric])
@@ -269,8 +264,8 @@ def test_runs_on_other_data_keep_a_model_table_and_predictions_of_their_own(
     assert len(rows(out)) == 2
 
 
-def test_a_model_on_other_data_keeps_its_folder_after_the_first_is_gone(topics, bert_folder, tmp_path, capsys):
-    out, path = tmp_path / "out", topics / "valid.jsonl"
+def test_a_model_on_other_data_keeps_its_folder_after_the_first_is_gone(topics, bert_folder, out, capsys):
+    path = topics / "valid.jsonl"
     main(words(topics, bert_folder, out, *GLANCE))
     first = model_of(out)
     path.write_text(path.read_text().replace('"label": "other"', '"label": "animal"'))
@@ -296,8 +291,8 @@ def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is():
     ]
 
 
-def test_rows_that_are_cut_are_counted(topics, bert_folder, tmp_path, capsys):
-    out, long = tmp_path / "out", " ".join(["red cat"] * 20)
+def test_rows_that_are_cut_are_counted(topics, bert_folder, out, tmp_path, capsys):
+    long = " ".join(["red cat"] * 20)
     for name, count in (("train", 3), ("new", 2)):
         path = topics / f"{name}.jsonl"
         more = {"label": "colour"} if name == "train" else {"id": 9}
@@ -311,14 +306,14 @@ def test_rows_that_are_cut_are_counted(topics, bert_folder, tmp_path, capsys):
     assert "new.jsonl: 2 of 11 rows are longer than 16 pieces and are cut\n" in capsys.readouterr().err
 
 
-def test_f1_of_two_labels_names_the_positive_one_in_table_and_card(topics, bert_folder, tmp_path, capsys):
+def test_f1_of_two_labels_names_the_positive_one_in_table_and_card(topics, bert_folder, out, capsys):
     for name in ("train", "valid"):
         path = topics / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"animal"', '"other"'))
-    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--metric", "f1"))
+    main(words(topics, bert_folder, out, *GLANCE, "--metric", "f1"))
     assert "classification, f1 of 'other'; text from text" in capsys.readouterr().out
-    assert "| topics | f1 of 'other' |" in (tmp_path / "out" / "table.md").read_text()
-    assert "| score (f1 of 'other') |" in (model_of(tmp_path / "out") / "README.md").read_text()
+    assert "| topics | f1 of 'other' |" in (out / "table.md").read_text()
+    assert "| score (f1 of 'other') |" in (model_of(out) / "README.md").read_text()
 
 
 QUICK = ["--lr", "1e-2", "--batch-size", "16", "--epochs", "2", "--seeds", "1"]

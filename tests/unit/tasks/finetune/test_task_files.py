@@ -345,21 +345,21 @@ BAD_TEST = {
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_TEST.values(), ids=BAD_TEST)
-def test_a_bad_test_file_without_labels_is_refused_before_anything_is_loaded(topics, tmp_path, row, message):
+def test_a_bad_test_file_without_labels_is_refused_before_anything_is_loaded(topics, out, tmp_path, row, message):
     (topics / "test.jsonl").write_text(json.dumps(row) + "\n")
-    command = words(topics, tmp_path / "no-such-encoder", tmp_path / "out", "--test", topics / "test.jsonl")
+    command = words(topics, tmp_path / "no-such-encoder", out, "--test", topics / "test.jsonl")
     refused(message, main, command)
 
 
-def test_the_table_is_there_if_the_prediction_fails(topics, bert_folder, tmp_path, monkeypatch, capsys):
+def test_the_table_is_there_if_the_prediction_fails(topics, bert_folder, out, monkeypatch, capsys):
     def fail(*_):
         raise UserError("no space left")
 
     monkeypatch.setattr(task_files, "predict_file", fail)
-    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", topics / "new.jsonl")
+    command = words(topics, bert_folder, out, *GLANCE, "--test", topics / "new.jsonl")
     refused("no space left", main, command)
-    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
-    assert (tmp_path / "out" / "table.json").is_file()
+    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert (out / "table.json").is_file()
 
 
 def written(writer, ending, cells, prediction, kind="classification"):
@@ -402,9 +402,9 @@ def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():
             written(JsonLinesFile, ".jsonl", {"number": cell}, None)
 
 
-def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, tmp_path, monkeypatch):
+def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, out, monkeypatch):
     """The second one comes to its predictions while the first is writing the same file."""
-    out, path, finish, ends = tmp_path / "out", topics / "new.jsonl", task_files.use_models, []
+    path, finish, ends = topics / "new.jsonl", task_files.use_models, []
 
     def finish_twice(sweep):
         predict = FineTuned.predict

@@ -246,9 +246,7 @@ def test_a_file_that_is_gone_is_named(files):
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
 @pytest.mark.parametrize("name", ["train", "valid"])
-def test_a_sweep_stops_before_a_run_on_changed_rows(
-    topics, bert_folder, checkpoint_folder, tmp_path, monkeypatch, name
-):
+def test_a_sweep_stops_before_a_run_on_changed_rows(topics, bert_folder, checkpoint_folder, out, monkeypatch, name):
     """The second encoder reads the rows again."""
     perform, path = Sweep.perform, topics / f"{name}.jsonl"
 
@@ -258,12 +256,12 @@ def test_a_sweep_stops_before_a_run_on_changed_rows(
         return row
 
     monkeypatch.setattr(Sweep, "perform", perform_and_change)
-    command = words(topics, bert_folder, tmp_path / "out", *GLANCE, "--load", str(bert_folder), str(checkpoint_folder))
+    command = words(topics, bert_folder, out, *GLANCE, "--load", str(bert_folder), str(checkpoint_folder))
     refused(rf"{name}\.jsonl: {CHANGED}", main, command)
-    assert len(rows(tmp_path / "out")) == 1
+    assert len(rows(out)) == 1
     monkeypatch.setattr(Sweep, "perform", perform)
     main(command)
-    found = rows(tmp_path / "out")
+    found = rows(out)
     assert [row["data"] == found[0]["data"] for row in found] == [True, False, False]
 
 
@@ -278,7 +276,7 @@ def test_a_worker_that_read_other_files_stops(files):
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
 @pytest.mark.parametrize("loads", ["{run}", "{run} {run}/iter_0000003"])
 def test_a_run_that_saves_meanwhile_is_one_encoder_to_all_workers(
-    topics, training_run, tmp_path, monkeypatch, capsys, loads
+    topics, training_run, out, monkeypatch, capsys, loads
 ):
     def in_this_process(work, given, count, jobs, store, tell, program):
         for number in range(count):
@@ -288,18 +286,18 @@ def test_a_run_that_saves_meanwhile_is_one_encoder_to_all_workers(
     monkeypatch.setattr(workers, "share_out", in_this_process)
     loads = loads.format(run=training_run).split()
     several = ("--epochs", "1", "--seeds", "3", "--workers", "2")
-    assert main(words(topics, loads[0], tmp_path / "out", *several, "--load", *loads)) == 0
+    assert main(words(topics, loads[0], out, *several, "--load", *loads)) == 0
     shown = capsys.readouterr().out
     assert "weights of the encoder from iter_0000003;" in shown
-    assert (tmp_path / "out" / "table.md").read_text() in shown
-    assert {row["checkpoint"] for row in rows(tmp_path / "out")} == {str(training_run / "iter_0000003")}
-    assert len(rows(tmp_path / "out")) == 3
+    assert (out / "table.md").read_text() in shown
+    assert {row["checkpoint"] for row in rows(out)} == {str(training_run / "iter_0000003")}
+    assert len(rows(out)) == 3
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
-def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, tmp_path, monkeypatch):
+def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, out, monkeypatch):
     """Rank 1 comes when the run has saved again; what rank 0 sends is as it was."""
-    options = parse_arguments(words(topics, training_run, tmp_path / "out", *GLANCE))
+    options = parse_arguments(words(topics, training_run, out, *GLANCE))
     sent = []
 
     def gather(item):
@@ -315,23 +313,23 @@ def test_other_ranks_load_the_checkpoint_of_rank_0(topics, training_run, tmp_pat
 
 
 @pytest.mark.parametrize("checkpoint_folder", ["absolute"], indirect=True)
-def test_a_worker_that_read_another_encoder_stops(topics, checkpoint_folder, tmp_path):
-    options = parse_arguments(words(topics, checkpoint_folder, tmp_path / "out", *GLANCE))
+def test_a_worker_that_read_another_encoder_stops(topics, checkpoint_folder, out):
+    options = parse_arguments(words(topics, checkpoint_folder, out, *GLANCE))
     digests = {name: data.digest for name, data in options.suite.read().items()}
     said = f"--load {checkpoint_folder}: changed after this command had read it"
     refused(said, workers._work, 0, options, digests, {"the encoder that the command has read"})
 
 
-def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_folder, tmp_path, monkeypatch, capsys):
+def test_a_command_that_waits_leaves_no_job_to_others_in_silence(topics, bert_folder, out, monkeypatch, capsys):
     """Without its table a command does not end with code 0, unless it was told --no-wait."""
     monkeypatch.setattr(workers, "drain", lambda *_: None)
     said = r"1 job is missing in .*out, and the tables are not written: run the same"
-    refused(said, main, words(topics, bert_folder, tmp_path / "out", *GLANCE))
-    assert main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-wait")) == 0
+    refused(said, main, words(topics, bert_folder, out, *GLANCE))
+    assert main(words(topics, bert_folder, out, *GLANCE, "--no-wait")) == 0
     assert "1 job is being done by other commands" in capsys.readouterr().out
 
 
-def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, tmp_path, monkeypatch, capsys):
+def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_folder, out, monkeypatch, capsys):
     path, perform = topics / "new.jsonl", Sweep.perform
 
     def perform_and_change(self, run):
@@ -339,9 +337,9 @@ def test_a_test_file_without_labels_that_changed_is_not_predicted(topics, bert_f
         return perform(self, run)
 
     monkeypatch.setattr(Sweep, "perform", perform_and_change)
-    refused(rf"new\.jsonl: {CHANGED}", main, words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", path))
-    assert not list((tmp_path / "out" / "predictions").glob("*test*"))
-    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+    refused(rf"new\.jsonl: {CHANGED}", main, words(topics, bert_folder, out, *GLANCE, "--test", path))
+    assert not list((out / "predictions").glob("*test*"))
+    assert (out / "table.md").read_text() in capsys.readouterr().out
 
 
 def test_a_file_that_changes_while_it_is_labelled_leaves_no_output(topics, tmp_path, monkeypatch):

@@ -32,6 +32,18 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 
 
+def write_model(folder, kind, **settings):
+    """Write a tiny model of transformers with random weights, of 14 pieces and in most cases of 16 positions."""
+    settings = {"vocab_size": 14, "max_position_embeddings": 16} | settings
+    getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**settings)).save_pretrained(folder)
+
+
+def change_config(folder, **changes):
+    """Change values of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def hidden(encoder):
     """Hidden states of both rows and which of them are no padding: `[2, seq, hidden]`, `[2, seq]`."""
     encoded = KINDS["classification"].encode(TASKS["RTE"], EXAMPLES, encoder.tokenizer, encoder.max_length)
@@ -102,7 +114,7 @@ def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_
     assert len({encoder.fingerprint for encoder in found}) == 4
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     named = {"_name_or_path": str(twin), "transformers_version": "4.0", "torch_dtype": "float32"}
-    (twin / "config.json").write_text(json.dumps(json.loads(config.read_text()) | named))
+    change_config(twin, **named)
     assert load_encoder(twin).fingerprint == first.fingerprint
 
 
@@ -133,7 +145,7 @@ def test_folders_that_hold_no_whole_model_are_refused(bert_folder, checkpoint_fo
 
 
 def test_a_vocabulary_smaller_than_its_model_is_said_and_refused_in_a_run(bert_folder, checkpoint_folder):
-    transformers.BertModel(transformers.BertConfig(vocab_size=900, **SIZES)).save_pretrained(bert_folder)
+    write_model(bert_folder, "Bert", vocab_size=900, **SIZES)
     assert load_encoder(bert_folder).origin.startswith(f"warning: {bert_folder}: its tokenizer has 14 pieces but its")
     tokenizer = load_encoder(checkpoint_folder).tokenizer
     (checkpoint_folder / "fewer.txt").write_text("\n".join(tokenizer.pieces[:-1]))
@@ -144,12 +156,11 @@ def test_a_vocabulary_smaller_than_its_model_is_said_and_refused_in_a_run(bert_f
 
 @pytest.mark.parametrize("kind", ["Electra", "DistilBert", "Roberta", "DebertaV2"])
 def test_other_encoders_of_transformers(bert_folder, kind):
-    sizes = SIZES
-    if kind == "DistilBert":
-        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
-    more = {"pad_token_id": 0} | ({"relative_attention": True, "pos_att_type": ["c2p"]} if kind == "DebertaV2" else {})
-    config = getattr(transformers, f"{kind}Config")(vocab_size=14, max_position_embeddings=16, **sizes, **more)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
+    own = {
+        "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
+        "DebertaV2": SIZES | {"relative_attention": True, "pos_att_type": ["c2p"]},
+    }
+    write_model(bert_folder, kind, pad_token_id=0, **own.get(kind, SIZES))
     encoder = load_encoder(bert_folder)
     states, valid = hidden(encoder)
     assert states.shape == (*valid.shape, 16)
@@ -165,10 +176,7 @@ def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind
         "Luke": {"entity_vocab_size": 5, "entity_emb_size": 8},
         "Esm": {"mask_token_id": 4},
     }.get(kind, {})
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=14, max_position_embeddings=10, pad_token_id=1, **SIZES, **more
-    )
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
+    write_model(bert_folder, kind, max_position_embeddings=10, pad_token_id=1, **SIZES, **more)
     encoder = load_encoder(bert_folder)
     assert encoder.max_length == 8
     example = Example(("red cat runs bird sings", "dog blue green"), 0)
@@ -179,10 +187,8 @@ def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind
 
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
 def test_a_roberta_without_a_padding_is_refused(bert_folder, kind):
-    config = getattr(transformers, f"{kind}Config")(vocab_size=14, max_position_embeddings=16, pad_token_id=0, **SIZES)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
-    path = bert_folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
+    write_model(bert_folder, kind, pad_token_id=0, **SIZES)
+    change_config(bert_folder, pad_token_id=None)
     refused("pad_token_id is null in its config.json, and positions are counted from it", load_encoder, bert_folder)
 
 
@@ -254,13 +260,8 @@ def test_a_pair_of_a_run_like_roberta_has_two_separators(tmp_path, segments, fir
     assert tokenizer.rows == usual_rows(2, 3, expected == 2)
     (tmp_path / "out").mkdir()
     write_tokenizer(tokenizer, tmp_path / "out", 16, segments)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("red", "cat")["input_ids"] == [
-        2,
-        5,
-        *[3] * expected,
-        6,
-        3,
-    ]
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("red", "cat")["input_ids"]
+    assert ids == [2, 5, *[3] * expected, 6, 3]
 
 
 def test_a_run_in_the_style_of_roberta_has_two_separators_between_texts(tmp_path):
@@ -280,8 +281,7 @@ def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_fo
 
 
 def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_folder):
-    path = bert_folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {str(i): f"l{i}" for i in range(5)}}))
+    change_config(bert_folder, id2label={str(i): f"l{i}" for i in range(5)})
     encoder = load_encoder(bert_folder)
     headed = encoder.family_model(encoder.fresh(1, torch.device("cpu")), SPAN, Labels((), None))
     assert headed.model.qa_outputs.out_features == 2
@@ -290,8 +290,7 @@ def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_
 def test_random_encoders_of_equal_shapes_and_other_settings_are_two(bert_folder):
     first = load_encoder(bert_folder, random_init=True).fingerprint
     assert load_encoder(bert_folder, random_init=True).fingerprint == first
-    path = bert_folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "relu"}))
+    change_config(bert_folder, hidden_act="relu")
     assert load_encoder(bert_folder, random_init=True).fingerprint != first
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import usual_rows
 from megatron_ddrp.encoders.masked_lm import HuggingFaceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES, masked_rows, read_pairs
@@ -39,8 +40,6 @@ def twin(model, tokenizer, pieces, score):
 @pytest.fixture(scope="module", params=["absolute", "ddrp", "deberta"])
 def both(request, checkpoints, tmp_path_factory):
     """A checkpoint and its export: BERT's classes for absolute, our own for the others."""
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
     folder = tmp_path_factory.mktemp("exported") / "hf"
     export_checkpoint(checkpoints[request.param], folder)
     return checkpoints[request.param], folder
@@ -215,8 +214,6 @@ def test_a_folder_without_the_head_is_refused_in_one_line(name, tmp_path, tokeni
 
 
 def test_a_discriminator_of_ours_is_refused_as_checkpoint_and_as_export(tmp_path, tokenizer):
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
     run = write_checkpoint(tmp_path / "run", tokenizer, "electra", position_encoding="ddrp")
     export_checkpoint(run, tmp_path / "hf")
     refused("no masked-LM head; the run trained a discriminator", load_masked_lm, run)
