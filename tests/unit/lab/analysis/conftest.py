@@ -1,4 +1,4 @@
-"""A tiny run with two checkpoints, and tools/analyze.py in this process."""
+"""A tiny run with two checkpoints, an export and an encoder of another family, and tools/analyze.py in this process."""
 
 import json
 import sys
@@ -9,14 +9,16 @@ import torch
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.lab.analysis import command as analyze
 from megatron_ddrp.model import build_model
+from tests.unit.model.tiny import twin_encode, twin_last_norm
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 24, "init_method_std": 0.3}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run_folder(tiny_corpus, tmp_path_factory):
     """A `--save` folder with checkpoints of steps 10 and 20, of random weights."""
     folder = tmp_path_factory.mktemp("runs") / "ddrp"
@@ -25,13 +27,28 @@ def run_folder(tiny_corpus, tmp_path_factory):
     for step in (10, 20):
         path = folder / checkpoint.tag(step)
         path.mkdir(parents=True)
-        torch.manual_seed(step)
-        files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
+        with torch.random.fork_rng([]):
+            torch.manual_seed(step)
+            weights = dict(build_model(config.model).named_parameters())
+        files = {checkpoint.WEIGHTS: checkpoint.save_weights(weights, path)}
         counts = {"iteration": step, "consumed_tokens": 100 * step}
         checkpoint.write_state(path, {**counts, "files": files, "config": config.to_dict()})
         checkpoint.mark_latest(folder, path.name)
     tokenizer.save(folder / checkpoint.TOKENIZER)
     return folder
+
+
+@pytest.fixture(scope="session")
+def exported(run_folder, tmp_path_factory):
+    """The newest checkpoint of `run_folder` as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("exports") / "export"
+    export_checkpoint(run_folder, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus_tokenizer(tiny_corpus):
+    return build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
 
 
 @pytest.fixture
@@ -47,3 +64,34 @@ def analyze_main(monkeypatch, tiny_corpus):
         return json.loads(Path(output).with_suffix(".json").read_text())
 
     return call
+
+
+@pytest.fixture(scope="session")
+def albert(tmp_path_factory):
+    """A folder of a family that this project does not know, with a vocabulary of its own."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoders") / "albert"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "of", *"abcdefghijklmnopqrstuvwxyz"]
+    words += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20, "num_hidden_layers": 3}
+    sizes |= {"embedding_size": 8, "max_position_embeddings": 20, "vocab_size": len(words), "pad_token_id": 0}
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        transformers.AlbertModel(transformers.AlbertConfig(**sizes)).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    return folder
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@torch.no_grad()
+def twin_sentences(model, batch, compared=False):
+    """Of each sentence the last hidden states `[n, D]` and the logits of each layer `[heads, n, n]`, from loops."""
+    hidden, logits = [], []
+    for row, n in enumerate((batch.document_ids > 0).sum(1).tolist()):
+        _, states, scores = twin_encode(model, batch, row, compared)
+        hidden.append(twin_last_norm(model, states)[:n])
+        logits.append([layer[:, :n, :n] for layer in scores])
+    return hidden, logits

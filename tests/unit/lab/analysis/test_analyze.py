@@ -1,65 +1,49 @@
 """tools/analyze.py on tiny checkpoints and an export of one: figures, JSON, and one line for what it cannot do."""
 
 import json
-import shutil
+import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.data.dataset import indexed_dataset
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.analysis.reports import count_pieces
-from megatron_ddrp.lab.analysis.session import AnalysisFiles, Sentences, View, find_snapshots, validation_rows
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.lab.analysis import command as analyze
 from megatron_ddrp.model import build_model
-from tests.datasets import write_dataset
-from tests.unit.model.tiny import tiny_batch
+from tests.refusals import refused
+from tests.unit.lab.analysis.conftest import is_png
 
 ROOT = Path(__file__).parents[4]
 
 
-def is_png(path):
-    return path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_self_similarity_covers_every_checkpoint_and_export(run_folder, analyze_main, tmp_path, capsys):
+def test_self_similarity_covers_every_checkpoint_and_export(run_folder, exported, analyze_main, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
-    export_checkpoint(run_folder, tmp_path / "export")
-    result = analyze_main("self-similarity", [run_folder, tmp_path / "export"], tmp_path / "f.png", "--sentences", 40)
-    first, last, exported = result["checkpoints"]
+    result = analyze_main("self-similarity", [run_folder, exported], tmp_path / "f.png", "--sentences", 40)
+    first, last, other = result["checkpoints"]
     assert [row["iteration"] for row in result["checkpoints"]] == [10, 20, None]
-    assert (first["run"], exported["run"], first["sentences"]) == ("ddrp", "export", 40)
+    assert (first["run"], other["run"], first["sentences"]) == ("ddrp", "export", 40)
     assert first["token_similarity"] != last["token_similarity"]
     for key in ("token_similarity", "head_similarity"):
-        assert exported[key] == pytest.approx(last[key], rel=1e-5)
+        assert other[key] == pytest.approx(last[key], rel=1e-5)
     assert last["head_similarity"] == pytest.approx(sum(last["head_similarity_by_layer"]) / 2)
     assert is_png(tmp_path / "f.png")
     assert "ddrp step 20: f(S)" in capsys.readouterr().out
 
 
-def save_run(folder, run_folder, tiny_corpus, **changes):
+def save_run(folder, run_folder, tokenizer, **changes):
     """A run of step 1 with random weights, like `run_folder` but with `changes` to its model."""
     config = checkpoint.read_config(run_folder / "iter_0000020").replace(model=changes)
     path = folder / checkpoint.tag(1)
     path.mkdir(parents=True)
     files = {checkpoint.WEIGHTS: checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)}
     checkpoint.write_state(path, {"iteration": 1, "files": files, "config": config.to_dict()})
-    build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file).save(folder / checkpoint.TOKENIZER)
+    tokenizer.save(folder / checkpoint.TOKENIZER)
 
 
-def test_a_plain_bert_is_read_too(run_folder, tiny_corpus, analyze_main, tmp_path):
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
-    save_run(tmp_path / "bert", run_folder, tiny_corpus, position_encoding="absolute")
+def test_a_plain_bert_is_read_too(run_folder, corpus_tokenizer, analyze_main, tmp_path):
+    save_run(tmp_path / "bert", run_folder, corpus_tokenizer, position_encoding="absolute")
     export_checkpoint(tmp_path / "bert", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "bert"
     more = ("--sentences", 20, "--split", "80,20,0")
@@ -79,9 +63,9 @@ def test_triangle_takes_the_newest_checkpoint(run_folder, analyze_main, tmp_path
     assert is_png(tmp_path / "t.png")
 
 
-def test_direction_of_checkpoints_with_and_without_a_table(run_folder, analyze_main, tmp_path, tiny_corpus, capsys):
+def test_direction_with_and_without_a_table(run_folder, corpus_tokenizer, analyze_main, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    save_run(tmp_path / "nope", run_folder, tiny_corpus, position_encoding="nope", relative_distance=None)
+    save_run(tmp_path / "nope", run_folder, corpus_tokenizer, position_encoding="nope", relative_distance=None)
     loads = [run_folder, tmp_path / "nope"]
     result = analyze_main("direction", loads, tmp_path / "d.png", "--sentences", 40)
     ddrp, nope = result["models"]
@@ -117,74 +101,6 @@ def test_maps_of_groups_and_of_single_heads(run_folder, analyze_main, tmp_path):
     assert not (tmp_path / "h.png").exists()
 
 
-def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny_corpus):
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
-
-    def some(seed=1, count=20, max_length=12):
-        rows = validation_rows([str(tiny_corpus.prefix)], "80,20,0", tokenizer, 24, count, seed)
-        return Sentences(rows, tokenizer, max_length)
-
-    dataset = IndexedDataset(str(tiny_corpus.prefix))
-    held_out = {tuple(dataset[number][:10]) for number in range(round(0.8 * dataset.num_documents), len(dataset))}
-    sentences = some(count=10**6)
-    rows = []
-    for batch in sentences.batches(8):
-        lengths = batch.document_ids.sum(1)
-        rows += [row[:n].tolist() for row, n in zip(batch.input_ids, lengths, strict=True)]
-    assert len(rows) == len(sentences) == len(some(2, 10**7)) > len(some())
-    assert {row[0] for row in rows} == {tokenizer.cls_id} and {row[-1] for row in rows} == {tokenizer.sep_id}
-    assert max(map(len, rows)) == 12
-    beginnings = {tuple(row[1:11]) for row in rows if len(row) == 12}
-    assert held_out & beginnings and len(held_out - beginnings) < len(held_out) / 10
-    drawn = [[row.tolist() for row in some(seed).rows] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    texts, everything = (Counter(tuple(row.tolist()) for row in some(count=count).rows) for count in (20, 10**6))
-    assert texts.total() == 20 and texts <= everything
-    assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
-
-
-def test_an_id_outside_the_vocabulary_is_one_line_wherever_it_is_read(tiny_corpus, tmp_path, monkeypatch):
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
-    size = tokenizer.vocab_size
-    prefix = write_dataset(tmp_path / "a", [[[9] * 10]] * 8 + [[[9] * 9 + [size]]]).prefix
-    assert len(validation_rows([prefix], "50,25,25", tokenizer, 24, 9, 1)) == 2
-    monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 20)
-    for read in (
-        lambda: validation_rows([prefix], "0,100,0", tokenizer, 24, 9, 1),
-        lambda: count_pieces([prefix], size),
-    ):
-        with pytest.raises(UserError, match=f"a: token ids from 9 to {size}, but the vocabulary has {size} pieces"):
-            read()
-
-
-def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path, capsys):
-    found = find_snapshots([run_folder], every=True)
-    assert [snapshot.iteration for snapshot in found] == [10, 20] and not capsys.readouterr().err
-    broken = tmp_path / "ddrp"
-    for name in ("iter_0000010", "iter_0000020"):
-        (broken / name).mkdir(parents=True)
-        (broken / name / checkpoint.STATE).write_bytes((run_folder / name / checkpoint.STATE).read_bytes())
-    shutil.copy(run_folder / "iter_0000010" / checkpoint.WEIGHTS, broken / "iter_0000010")
-    checkpoint.mark_latest(broken, "iter_0000020")
-    for every in (True, False):
-        found = find_snapshots([broken], every)
-        assert [snapshot.iteration for snapshot in found] == [10]
-        assert "iter_0000020: model.safetensors is missing" in capsys.readouterr().err
-    both = find_snapshots([run_folder, broken], every=False)
-    assert [snapshot.run for snapshot in both] == [str(run_folder), str(broken)]
-
-
-def test_progress_moves_on_with_every_batch():
-    counts = []
-    batches = [tiny_batch().map(lambda tensor: tensor.numpy())] * 2
-    sentences = SimpleNamespace(batches=lambda size: batches)
-    view = View(None, None, None, sentences, torch.device("cpu"), 3, counts.append)
-    seen = []
-    for batch in view.batches():
-        seen.append((batch.input_ids.shape, list(counts)))
-    assert [done for _, done in seen] == [[], [3]] and counts == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("command", "more", "message"),
     [
@@ -198,29 +114,60 @@ def test_progress_moves_on_with_every_batch():
         ("direction", ("--seed", -1), "--seed is -1: it must be at least 0"),
         ("direction", ("--max-length", 4), "too few or too short to probe left and right"),
         ("self-similarity", ("--split", "100,0,0"), "no sample in documents"),
+        ("throughput", ("--lengths", 2), "--lengths is 2: it must be at least 3"),
+        ("throughput", ("--rounds", 0), "--rounds is 0"),
+        ("throughput", ("--tokens", 0), "--tokens is 0"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(run_folder, analyze_main, tmp_path, command, more, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", ".")) as caught:
-        analyze_main(command, run_folder, tmp_path / "x.json", *more)
-    assert "\n" not in str(caught.value) and not (tmp_path / "x.json").exists()
-
-
-def test_other_outputs_and_folders_are_refused(run_folder, analyze_main, tmp_path):
-    with pytest.raises(UserError, match=r"ends in \.png or \.json"):
-        analyze_main("triangle", run_folder, tmp_path / "x.svg")
-    with pytest.raises(UserError, match="neither checkpoints nor a Hugging Face folder"):
-        analyze_main("triangle", tmp_path, tmp_path / "x.json")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path, value):
-    """JSON has no such numbers: `compare` could not read the file, and one run that diverged would stop it."""
-    with pytest.raises(UserError, match=r"x\.json: not written, some numbers are not finite: use a checkpoint that"):
-        AnalysisFiles(tmp_path / "x.json").write({"models": [{"share": value}]}, lambda: None)
+    refused(re.escape(message), analyze_main, command, run_folder, tmp_path / "x.json", *more)
     assert not (tmp_path / "x.json").exists()
+
+
+def test_other_outputs_and_folders_are_refused(run_folder, albert, analyze_main, tmp_path):
+    refused(r"ends in \.png or \.json", analyze_main, "triangle", run_folder, tmp_path / "x.svg")
+    for message, command, load in (
+        ("neither checkpoints nor a Hugging Face folder", "triangle", tmp_path),
+        ("tokenizer", "space", albert),  # the dataset is of another one
+    ):
+        refused(message, analyze_main, command, load, tmp_path / "x.json")
+        assert not (tmp_path / "x.json").exists()
 
 
 def test_help_needs_no_torch():
     code = "import sys\nfrom megatron_ddrp.lab.analysis import command\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_encoders_of_two_vocabularies_share_one_figure(run_folder, albert, tiny_corpus, analyze_main, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    more = ("--text", tiny_corpus.text_file, "--sentences", 30, "--random-init")
+    result = analyze_main("space", [run_folder, albert], tmp_path / "s.png", *more)
+    rows = result["checkpoints"]
+    assert [row["run"] for row in rows] == ["ddrp", "ddrp", "ddrp, random weights", "albert", "albert, random weights"]
+    assert [row["iteration"] for row in rows] == [10, 20, None, None, None]
+    assert [len(row["layers"]) for row in rows] == [3, 3, 3, 4, 4]
+    assert {row["sentences"] for row in rows} == {30} and result["text"] == str(tiny_corpus.text_file)
+    assert {row["max_length"] for row in rows} == {20}
+    assert rows[1]["layers"][2]["head_similarity"] is not None and rows[3]["layers"][3]["head_similarity"] is None
+    assert rows[1]["layers"] != rows[2]["layers"] and rows[3]["layers"] != rows[4]["layers"]
+    assert is_png(tmp_path / "s.png")
+    printed = capsys.readouterr().out
+    assert "albert, layer 3: f(S) " in printed
+    assert printed.startswith("albert takes at most 20 tokens: the sentences of all models are cut to 20\n")
+
+
+def test_a_run_is_seen_as_by_self_similarity(run_folder, analyze_main, tmp_path):
+    more = ("--sentences", 40, "--max-length", 24)
+    spaces = analyze_main("space", run_folder, tmp_path / "s.json", *more)["checkpoints"]
+    papers = analyze_main("self-similarity", run_folder, tmp_path / "f.json", *more)["checkpoints"]
+    for row, paper in zip(spaces, papers, strict=True):
+        assert row["layers"][-1]["token_similarity"] == pytest.approx(paper["token_similarity"], rel=1e-5)
+        found = [layer["head_similarity"] for layer in row["layers"][1:]]
+        assert found == pytest.approx(paper["head_similarity_by_layer"], rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [(), ("--data-path", "p", "--text", "t")])
+def test_the_sentences_come_from_one_place(more):
+    words = ["space", "--load", "r", "--output", "o.json", *more]
+    assert refused("--data-path --text is required", analyze.main, words).exit_code == 2

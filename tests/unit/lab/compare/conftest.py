@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -119,6 +121,30 @@ def finish_run(work: PlanJobs, run: PlannedRun, loss: float, step_time: float = 
     record(work, run.job)
 
 
+def finish_runs(work: PlanJobs, loss: float = 6.5) -> None:
+    """Finish all runs of a plan with one loss."""
+    for run in work.runs:
+        finish_run(work, run, loss)
+
+
+def write_tuning(job: Job, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the files of tasks.glue and tasks.finetune but predictions: runs with these parts, and an empty table."""
+    usual = {"batch_size": 32, "lr": 3e-5, "epochs": 4, "seed": 1, "max_seq_length": 32, "encoder": job.name}
+    usual |= {"data": "d", "micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "load": "iter"}
+    usual |= {"max_train_examples": None, "train_examples": 9, "dev_examples": 9, "seconds": 1.0, "metric": "m"}
+    lines = [usual | row | {"epoch_scores": [row["score"]]} for row in rows]
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    (job.output.parent / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (job.output.parent / "table.json").write_text("{}")
+
+
+def finish_measure(work: PlanJobs, measure: Measure, found: dict[str, Any]) -> None:
+    """The output of a measure's job, and its line."""
+    measure.job.output.parent.mkdir(parents=True, exist_ok=True)
+    measure.job.output.write_text(json.dumps(found), encoding="utf-8")
+    record(work, measure.job)
+
+
 def finish_similarity(work: PlanJobs, run: PlannedRun, tokens: float, heads: float) -> None:
     """A run's self-similarity, as tools/analyze.py writes it."""
     analysis = next(a for a in work.measures if a.run == run and a.job.kind == "self-similarity")
@@ -126,6 +152,4 @@ def finish_similarity(work: PlanJobs, run: PlannedRun, tokens: float, heads: flo
     for step in run.checkpoints:
         more = 0.05 * (step < run.steps)
         rows.append({"iteration": step, "token_similarity": tokens + more, "head_similarity": heads + more})
-    analysis.job.output.parent.mkdir(parents=True, exist_ok=True)
-    analysis.job.output.write_text(json.dumps({"checkpoints": rows}), encoding="utf-8")
-    record(work, analysis.job)
+    finish_measure(work, analysis, {"checkpoints": rows})

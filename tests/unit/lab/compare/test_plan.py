@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from megatron_ddrp.arguments import parse_arguments as parse_pretraining
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.plan import read_plans
+from tests.refusals import refused
 from tests.unit.lab.compare.conftest import read_plan
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -41,11 +42,7 @@ def changed(values, path, value):
         ("models.0.name", None, "models[1].name: got None, expected some text"),
         ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' names two models"),
         ("models.1.objective", "mlm", "models[2]: 'BERT (MTH)' is the same as a model before it"),
-        (
-            "models.0.flags",
-            {"hcd-wieght": 0},
-            "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight?",
-        ),
+        ("models.0.flags", {"hcd-wieght": 0}, "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight"),
         ("seeds", 0, "seeds: got 0: it must be at least 1"),
         ("seeds", [1, 1], "seeds: got [1, 1], expected values that differ"),
         ("budget", {}, "budget: expected either steps or tokens"),
@@ -54,11 +51,7 @@ def changed(values, path, value):
         ("budget", {"minutes": 1}, "budget: unknown setting 'minutes'; allowed are steps, tokens"),
         ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
         ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
-        (
-            "corpus.shuffle",
-            True,
-            "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuffle",
-        ),
+        ("corpus.shuffle", True, "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuf"),
         ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
         ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
         ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
@@ -75,34 +68,39 @@ def changed(values, path, value):
         ("expected", {"step_seconds": 1}, "unknown setting 'expected'; the key is gone, leave it out: the time left"),
         ("workers", 0, "workers: got 0: it must be at least 1"),
         ("checkpoints", "all", "checkpoints: got 'all', expected a whole number"),
+        ("check", "rate", "check: only for an entry of rungs"),
+        ("minimal_pairs", {"score": "pll"}, "minimal_pairs.data_dir: missing"),
+        ("minimal_pairs", {"data_dir": "d", "score": "sum"}, "minimal_pairs.score: got 'sum', expected one of"),
+        ("minimal_pairs", {"data_dir": "d", "max_pairs": 0}, "minimal_pairs.max_pairs: got 0: it must be at least 1"),
+        ("tasks", [{"lr": 1}], "tasks[1].file: missing"),
+        ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
+        ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
+        ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed(values, write, path, value, expected):
     file = write(changed(values, path, value))
-    with pytest.raises(UserError) as caught:
-        read_plan(file)
-    assert str(caught.value).startswith(f"{file}: {expected}")
-    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    assert refused("^" + re.escape(f"{file}: {expected}"), read_plan, file).exit_code == 2
 
 
 def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, write):
     file = write(values | {"workers": 2, "launcher": "deepspeed --num_gpus 2"})
-    with pytest.raises(UserError, match="workers: 2 with a launcher that starts several ranks: expected 1"):
-        read_plan(file)
+    refused("workers: 2 with a launcher that starts several ranks: expected 1", read_plan, file)
 
 
 @pytest.mark.parametrize(
     ("section", "flags", "expected"),
     [
-        ("model", {"hidden-size": 15}, "--hidden-size"),
-        ("training", {"bf16": True, "fp16": True}, "--bf16 and --fp16"),
+        ("model", {"hidden-size": 15}, r"plan\.yaml: BERT \(MLM\): .*--hidden-size"),
+        ("training", {"bf16": True, "fp16": True}, r"plan\.yaml: BERT \(MLM\): .*--bf16 and --fp16"),
+        ("corpus", {"input": ["no.jsonl"], "data_path": [], "vocab_file": None, "vocab_size": 500},
+         r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"),
+        ("minimal_pairs", {"data_dir": "nowhere"}, r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of "
+         r"\.jsonl files.*--no-minimal-pairs"),
     ],
-)
-def test_values_that_training_refuses_are_refused_before_anything_runs(values, open_work, section, flags, expected):
-    values[section] |= flags
-    with pytest.raises(UserError, match=expected) as caught:
-        open_work(values)
-    assert "plan.yaml: BERT (MLM): " in str(caught.value) and caught.value.exit_code == 2
+)  # fmt: skip
+def test_what_a_job_would_refuse_is_refused_before_anything_runs(values, open_work, section, flags, expected):
+    assert refused(expected, open_work, values | {section: values.get(section, {}) | flags}).exit_code == 2
 
 
 def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_work, tiny_corpus):
@@ -115,14 +113,8 @@ def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_
     made = str(dataset.output).removesuffix(".idx")
     assert work.corpus.data_path == (str(shuffled.output).removesuffix(".idx"),) != (made,)
     assert shuffled.needs == (dataset.name,) and dataset.needs == (vocabulary.name,)
-    assert shuffled.command[:6] == (
-        "megatron-ddrp",
-        "dataset",
-        "shuffle",
-        made,
-        "--output-prefix",
-        *work.corpus.data_path,
-    )
+    command = ("megatron-ddrp", "dataset", "shuffle", made, "--output-prefix", *work.corpus.data_path)
+    assert shuffled.command[:6] == command
     assert set(work.runs[0].job.needs) == {vocabulary.name, dataset.name, shuffled.name}
 
 
@@ -135,12 +127,6 @@ def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_co
     work = open_work(values)
     assert work.corpus.key == key  # of the same bytes
     assert all(" --data-path 2024 --sentences" in " ".join(measure.job.command) for measure in work.measures)
-
-
-def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, tmp_path):
-    values["corpus"] = {"input": [str(tmp_path / "no.jsonl")], "vocab_size": 500}
-    with pytest.raises(UserError, match=r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"):
-        open_work(values)
 
 
 def test_the_command_line_replaces_values(values, write, tmp_path):
@@ -171,36 +157,29 @@ def test_flags_are_typed_and_null_is_the_default(values, open_work):
     assert "--ffn-hidden-size" not in words and "--clip-grad" not in words and first.config.model.ffn_size == 64
 
 
-def test_half_of_the_budget_has_a_schedule_of_half_the_length(values, open_work):
+def test_half_of_the_budget_has_half_the_steps_and_one_seed_one_data_order_over_the_models(values, open_work):
     runs = open_work(values).runs
     assert [r.steps for r in runs if r.half] == [20] * 3 and {r.steps for r in runs if not r.half} == {40}
     assert {r.model.name for r in runs if r.half} == {"BERT (MTH)"}
-
-
-def test_one_seed_means_one_data_order_over_the_models(values, open_work):
-    runs = open_work(values).runs
     for run in runs:
         assert run.config.training.seed == run.seed
         assert run.config.data == runs[0].config.data
 
 
-@pytest.mark.parametrize(("budget", "steps"), [({"steps": 40}, 40), ({"tokens": 12_800}, 100)])
-def test_budgets_become_steps(values, open_work, budget, steps):
-    values["budget"] = budget  # a step holds 4 x 32 tokens
-    assert set(open_work(values).steps.values()) == {steps}
-
-
-def test_a_budget_of_tokens_counts_the_rows_of_each_phase(values, open_work):
-    values["training"] = dict(values.get("training") or {}) | {"seq-length-phases": ["16:0.5"]}
-    values["budget"] = {"tokens": 12_800}  # 4 x 24 tokens per step on average
-    assert set(open_work(values).steps.values()) == {133}
-
-
-def test_a_budget_of_tokens_knows_the_encoding_of_each_model(values, open_work):
-    values["budget"] = {"tokens": 12_800}
-    values["models"][0]["flags"] = {"attention-init": "offsets"}  # refused with the default encoding
+@pytest.mark.parametrize(
+    ("budget", "training", "flags", "steps"),
+    [
+        ({"steps": 40}, {}, {}, 40),
+        ({"tokens": 12_800}, {}, {}, 100),  # a step holds 4 x 32 tokens
+        ({"tokens": 12_800}, {"seq-length-phases": ["16:0.5"]}, {}, 133),  # 4 x 24 tokens on average
+        ({"tokens": 12_800}, {}, {"attention-init": "offsets"}, 100),  # refused with the default encoding
+    ],
+)
+def test_budgets_become_steps(values, open_work, budget, training, flags, steps):
+    values["budget"], values["models"][0]["flags"] = budget, flags
+    values["training"] |= training
     assert values["models"][0]["encoding"] == "absolute"
-    assert set(open_work(values).steps.values()) == {100}
+    assert set(open_work(values).steps.values()) == {steps}
 
 
 def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
@@ -226,7 +205,7 @@ def test_a_ready_plan_is_a_plan(file):
 
 def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
     plans = {file.stem: read_plans(file)[0] for file in READY if file.stem not in ("ladder", "fast", "novels")}
-    assert set(plans) == {*SCALES, "backbones", "measures", "plateau"}
+    assert set(plans) == {*SCALES, "backbones", "depth", "measures", "plateau"}
     assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
     backbones = plans["backbones"].models
     assert [model.encoding for model in backbones] == [*ENCODINGS, *ENCODINGS]
@@ -276,10 +255,8 @@ def bomb(depth):
 def test_strange_yaml_is_one_short_line(tmp_path, text, reason):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    with pytest.raises(UserError) as refused:
-        read_plan(path)
-    assert reason in str(refused.value) and len(str(refused.value)) < 1000
-    assert refused.value.exit_code == 2
+    error = refused(re.escape(reason), read_plan, path)
+    assert len(str(error)) < 1000 and error.exit_code == 2
 
 
 PLUGIN = """
@@ -295,18 +272,15 @@ ENCODINGS = {"near-of-a-plan": Near}
 def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values, write, tmp_path, open_work):
     file = tmp_path / "near.py"
     values["models"][1] |= {"encoding": "near-of-a-plan"}
-    with pytest.raises(UserError, match=r"models\[2\]\.encoding: got 'near-of-a-plan', expected one of absolute"):
-        read_plan(write(values))
-    values["plugins"] = [str(file)]
-    with pytest.raises(UserError, match=r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"):
-        read_plan(write(values))
-    values["plugins"] = {"near.py": 1}
-    with pytest.raises(UserError, match=r"plugins: got \{'near\.py': 1\}, expected a list of files"):
-        read_plan(write(values))
+    for plugins, words in (
+        ({}, r"models\[2\]\.encoding: got 'near-of-a-plan', expected one of absolute"),
+        ({"plugins": [str(file)]}, r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"),
+        ({"plugins": {"near.py": 1}}, r"plugins: got \{'near\.py': 1\}, expected a list of files"),
+    ):
+        refused(words, read_plan, write(values | plugins))
     values["plugins"] = str(file)  # one file needs no brackets
     as_json = write(values).rename(tmp_path / "plan.json")
-    with pytest.raises(UserError, match=r"plan\.json: plugins: only a YAML file of your own may name code"):
-        read_plan(as_json)
+    refused(r"plan\.json: plugins: only a YAML file of your own may name code", read_plan, as_json)
     file.write_text(PLUGIN)
     try:
         work = open_work(values)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.config.training import parse_phases
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
 from megatron_ddrp.lab.compare.rows import as_run, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
 from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims
 from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
+from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
 LADDER = Path(__file__).resolve().parents[4] / "docs" / "ladder"
@@ -61,9 +61,7 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
 )
 def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_rows, change, message):
     path = write_rows([row(), row(seed=2) | change])
-    with pytest.raises(UserError, match=rf"rows.jsonl, line 2: {message}") as caught:
-        read_run_rows([path])
-    assert "\n" not in str(caught.value)
+    refused(rf"rows.jsonl, line 2: {message}", read_run_rows, [path])
 
 
 @pytest.mark.parametrize(
@@ -71,34 +69,27 @@ def test_a_value_of_a_wrong_type_or_range_is_one_line_with_file_and_line(write_r
     [
         ([row(), row(run="again")], "two runs of absolute, seed 1, 4,194,304 tokens: .* and again; delete the row"),
         ([row(), row(run="again", common={"num_layers": 2})], "and again, which differ in .*hidden_size, bf16, lr;"),
-        (
-            [row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],
-            "two models are called 'absolute': absolute mlm and absolute mth hcd-weight=0; give each",
-        ),
-        (
-            [row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)],
-            "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete",
-        ),
+        ([row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],
+         "two models are called 'absolute': absolute mlm and absolute mth hcd-weight=0; give each"),
+        ([row(parameters=1_569_152), row(seed=2, parameters=0), row(seed=3, parameters=1_568_896)],
+         "absolute, 4,194,304 tokens, have 1,569,152 and 1,568,896 parameters: they are not one model; delete"),
     ],
-)
+)  # fmt: skip
 def test_runs_that_claim_one_place_are_refused(write_rows, rows, message):
-    with pytest.raises(UserError, match=message):
-        check_places(read_run_rows([write_rows(rows)]))
-    with pytest.raises(UserError, match=r"no row in .*rows.jsonl; train a run of the plan first"):
-        read_run_rows([write_rows([])])
+    refused(message, check_places, read_run_rows([write_rows(rows)]))
 
 
-def test_a_changed_line_and_a_missing_file(write_rows, tmp_path):
-    path = write_rows([row()])
-    path.write_text(path.read_text().replace("6.0", "5.0"))
-    with pytest.raises(UserError, match="line 1: changed since it was written"):
-        read_run_rows([path])
-    with pytest.raises(UserError, match="no such file; give the rows"):
-        read_run_rows([tmp_path / "none.jsonl"])
+def test_a_changed_or_cut_line_no_line_and_a_missing_file(write_rows, tmp_path):
     path = write_rows([row(), row(seed=2)])
-    path.write_text(path.read_text()[:-9])
-    with pytest.raises(UserError, match="its last line is cut off"):
-        read_run_rows([path])
+    text = path.read_text()
+    for content, message in (
+        (text.replace("6.0", "5.0"), "line 1: changed since it was written"),
+        (text[:-9], "its last line is cut off"),
+        ("", r"no row in .*rows.jsonl; train a run of the plan first"),
+    ):
+        path.write_text(content)
+        refused(message, read_run_rows, [path])
+    refused("no such file; give the rows", read_run_rows, [tmp_path / "none.jsonl"])
 
 
 def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path):
@@ -113,8 +104,7 @@ def test_samples_that_are_missing_damaged_or_of_another_run(write_rows, tmp_path
     assert line.startswith(f"items/{other.name}: missing")
     for content in (own.read_bytes(), own.read_bytes()[:-9], b"junk", b""):
         other.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{re.escape(other.name)}: damaged, or not the samples of its run"):
-            read_run_rows([path])
+        refused(rf"{re.escape(other.name)}: damaged, or not the samples of its run", read_run_rows, [path])
 
 
 LEVELS = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
@@ -123,13 +113,9 @@ LEVELS = {"unigram_loss": 7.01}, {"unigram_loss": 7.012}, {"unigram_loss": 6.5}
 def test_models_of_different_training_texts_are_refused():
     first, like, other = LEVELS
     runs = [row(**first), row("ddrp", **like), row("rope", **other), row("nope", run="older"), row("t5", **other)]
-    with pytest.raises(UserError) as refused:
-        check_places([as_run(run) for run in runs])
-    assert str(refused.value).startswith(
-        "seed 1, 4,194,304 tokens: absolute, ddrp (unigram level 7.01) and rope, t5 (unigram level 6.50) were trained "
-        "on different texts or vocabularies"
-    )
-    assert "\n" not in str(refused.value)
+    groups = r"absolute, ddrp \(unigram level 7.01\) and rope, t5 \(unigram level 6.50\)"
+    words = f"^seed 1, 4,194,304 tokens: {groups} were trained on different texts or vocabularies"
+    refused(words, check_places, [as_run(run) for run in runs])
 
 
 @pytest.mark.parametrize(
@@ -149,18 +135,14 @@ def test_a_baseline_on_another_text_does_not_join_a_check():
         assert [run.model for run in ExperimentValues(runs, "novels").runs] == joined
 
 
-def test_rows_of_the_ladder_are_of_one_text_per_file():
-    for name in ("rows", "plateau", "fast", "novels"):
-        check_places(runs := read_run_rows([LADDER / f"{name}.jsonl"]))
-        assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
-
-
-def test_no_row_of_the_ladder_has_more_tokens_than_its_steps_can_hold():
+def test_rows_of_the_ladder_are_of_one_text_per_file_and_have_no_more_tokens_than_their_steps_can_hold():
     """Curves begin at step 1, at the end of the first log interval and at that of the second."""
+    files = [read_run_rows([LADDER / f"{name}.jsonl"]) for name in ("rows", "plateau", "fast", "novels")]
+    for runs in files:
+        check_places(runs)
+        assert max(run.unigram_loss for run in runs) - min(run.unigram_loss for run in runs) < 0.001
     phased = 0
-    for run in [
-        run for name in ("rows", "plateau", "fast", "novels") for run in read_run_rows([LADDER / f"{name}.jsonl"])
-    ]:
+    for run in sum(files, []):
         flags = {**run.common, **run.flags}
         if words := flags.get("seq_length_phases"):
             phased += 1
@@ -178,18 +160,13 @@ def test_the_same_name_may_mean_another_model_in_a_check(write_rows):
 @pytest.mark.parametrize(
     ("names", "halves", "order"),
     [
-        (
-            ["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"],
-            ["absolute+mth"],
-            ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast"],
-        ),
-        (
-            ["rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute"],
-            ["rope", "absolute+mth"],
-            ["absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast"],
-        ),
+        (["ddrp+contrast", "absolute+mth", "ddrp+free", "zz", "ddrp", "absolute"], ["absolute+mth"],
+         ["absolute", "ddrp", "zz", "ddrp+free", "absolute+mth", "ddrp+contrast"]),
+        (["rope+contrast", "absolute+tcd", "absolute+mth", "rope", "absolute+free", "absolute"],
+         ["rope", "absolute+mth"],
+         ["absolute", "rope", "absolute+free", "absolute+mth", "absolute+tcd", "rope+contrast"]),
     ],
-)
+)  # fmt: skip
 def test_arms_stand_in_the_order_of_tables_those_at_half_the_budget_last(names, halves, order):
     """The rows have the half arms first, and other objectives before MTH; the tables do not."""
     results = results_of([row(name, half=True) for name in reversed(halves)] + [row(name) for name in names])
@@ -223,10 +200,8 @@ def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(wri
     rows = [row(seed=seed) for seed in (1, 2, 3)]
     rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
     check = ExperimentValues(read_run_rows([write_rows(rows)]), "warm-up")
-    assert [(run.arm.name, run.seed, run.check) for run in check.runs] == [
-        ("absolute", 2, "warm-up"),
-        ("ddrp", 2, "warm-up"),
-    ]
+    found = [(run.arm.name, run.seed, run.check) for run in check.runs]
+    assert found == [("absolute", 2, "warm-up"), ("ddrp", 2, "warm-up")]
     assert check.baseline.name == "absolute"
 
 

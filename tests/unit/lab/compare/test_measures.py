@@ -1,4 +1,4 @@
-"""Minimal pairs, tasks of one's own and GLUE beside the loss: differences to the baseline with their two errors."""
+"""Measures of runs (minimal pairs, tasks of one's own, GLUE, space, throughput): their jobs, gains and tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.command import parse_arguments
 from megatron_ddrp.lab.compare.measures import make_row
 from megatron_ddrp.lab.compare.page import Page, by_phenomenon
@@ -18,8 +17,18 @@ from megatron_ddrp.tasks.finetune.runs import TuningRun, write_predictions
 from megatron_ddrp.tasks.finetune.table_files import Task
 from megatron_ddrp.tasks.glue import TASKS
 from megatron_ddrp.tasks.minimal_pairs.pairs import resampled_interval
-from megatron_ddrp.tasks.statistics import GLUE, LOSS, MINIMAL_PAIRS, student_interval
-from tests.unit.lab.compare.conftest import experiment_of, finish_run, measures_of, read_plan, record, write_page
+from megatron_ddrp.tasks.statistics import GLUE, LOSS, MINIMAL_PAIRS, SPACE, student_interval
+from tests.refusals import refused
+from tests.unit.lab.compare.conftest import (
+    experiment_of,
+    finish_measure,
+    finish_runs,
+    measures_of,
+    read_plan,
+    record,
+    write_page,
+    write_tuning,
+)
 
 PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
 """Paradigm → field and number of pairs."""
@@ -32,9 +41,8 @@ def with_scores(values, tmp_path):
     pairs = tmp_path / "pairs"
     pairs.mkdir()
     for name, (field, number) in PAIRS.items():
-        rows = [
-            {"sentence_good": f"a {i}", "sentence_bad": f"{i} a", "field": field, "UID": name} for i in range(number)
-        ]
+        same = {"field": field, "UID": name}
+        rows = [{"sentence_good": f"a {i}", "sentence_bad": f"{i} a"} | same for i in range(number)]
         (pairs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
     (tmp_path / "order.yaml").write_text("{train: train.jsonl, valid: valid.jsonl, kind: classification}")
@@ -50,8 +58,7 @@ def work(with_scores, open_work):
     """Return a finished plan in which MTH has 8 and 12 points more of the pairs right, and 4 and 6 more of the rows."""
     work = open_work(with_scores)
     random = np.random.default_rng(3)
-    for run in work.runs:
-        finish_run(work, run, 6.5)
+    finish_runs(work)
     for measure in measures_of(work, "minimal-pairs"):
         is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
         finish_pairs(work, measure, dict.fromkeys(PAIRS, 0.5 + 0.02 * seed + is_mth * (0.08 + 0.04 * seed)), random)
@@ -73,13 +80,8 @@ def finish_pairs(work, measure, shares, random):
         right = random.permutation(number) < round(share * number)
         paradigms[name] = {"accuracy": right.mean(), "pairs": number}
         line = {"encoder": "e", "seed": None, "paradigm": name, "data": "d", "score": "pll", "load": "iter", "rows": 1}
-        line |= {
-            "seconds": 1.0,
-            "identical": 0,
-            "good": [-1.0] * number,
-            "bad": [-1.0 - 1.0 * r for r in right.tolist()],
-        }
-        lines.append(line | {"pieces_good": [2] * number, "pieces_bad": [2] * number})
+        line |= {"seconds": 1.0, "identical": 0, "pieces_good": [2] * number, "pieces_bad": [2] * number}
+        lines.append(line | {"good": [-1.0] * number, "bad": [-1.0 - 1.0 * r for r in right.tolist()]})
     fields: dict[str, list[float]] = {}
     for name, found in paradigms.items():
         fields.setdefault(PAIRS[name][0], []).append(found["accuracy"])
@@ -92,22 +94,15 @@ def finish_pairs(work, measure, shares, random):
 
 
 def finish_sweep(work, job, task, share, random):
-    """The files of tasks.glue and tasks.finetune: two fine-tuning seeds on a task, and their predictions."""
-    folder = job.output.parent
-    folder.mkdir(parents=True)
+    """Two fine-tuning seeds on a task, and their predictions."""
     labels = np.arange(ROWS) % 2
-    rows = []
-    for seed in (1, 2):
+    facts = {"task": task.name, "facts": task.facts, "metric": "accuracy", "dev_examples": ROWS, "score": share}
+    write_tuning(job, [facts | {"seed": seed} for seed in (1, 2)])
+    for line in (job.output.parent / "runs.jsonl").read_text().splitlines():
         predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
-        row = {"task": task.name, "facts": task.facts, "metric": "accuracy", "seed": seed, "encoder": job.name}
-        row |= {"batch_size": 32, "lr": 3e-5, "epochs": 4, "max_seq_length": 32, "data": "d", "load": "iter"}
-        row |= {"micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None}
-        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "score": share, "epoch_scores": [share]}
         scored = {"dev": (labels.astype(float), predictions.astype(float))}
-        write_predictions(folder / "predictions" / f"{TuningRun.of_row(row).name}.tsv", task, scored)
-        rows.append(row)
-    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "table.json").write_text("{}")
+        name = TuningRun.of_row(json.loads(line)).name
+        write_predictions(job.output.parent / "predictions" / f"{name}.tsv", task, scored)
     record(work, job)
 
 
@@ -130,21 +125,22 @@ def test_every_measure_has_its_gain_and_both_intervals(work):
     assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
 
 
-def test_the_interval_over_paradigms_is_that_of_minimal_pairs(work):
-    pairs = measures_of(work, "minimal-pairs")
-    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in pairs]
-    mlm, mth = ([found for m, found in zip(pairs, ours, strict=True) if m.run.model.objective == name]
-                for name in ("mlm", "mth"))  # fmt: skip
-    means = [
-        np.mean([b[p]["accuracy"] - a[p]["accuracy"] for a, b in zip(mlm, mth, strict=True)]) for p in sorted(PAIRS)
-    ]
-    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(resampled_interval(np.array(means)))
-
-
 def test_missing_predictions_leave_the_interval_over_items_out(work):
     next((measures_of(work, "glue")[-1].job.output.parent / "predictions").iterdir()).unlink()
     gain = gain_of(work, GLUE)
     assert gain.items is None and gain.seeds.mean == pytest.approx(0.05)
+
+
+def test_intervals_over_paradigms_and_pairs_are_those_of_minimal_pairs(work):
+    row = make_row(work, work.runs[0])
+    assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
+    pairs = measures_of(work, "minimal-pairs")
+    ours = [json.loads(m.job.output.read_text())["encoders"][0]["paradigms"] for m in pairs]
+    mlm, mth = ([found for m, found in zip(pairs, ours, strict=True) if m.run.model.objective == name]
+                for name in ("mlm", "mth"))  # fmt: skip
+    both = list(zip(mlm, mth, strict=True))
+    means = [np.mean([b[name]["accuracy"] - a[name]["accuracy"] for a, b in both]) for name in sorted(PAIRS)]
+    assert gain_of(work, MINIMAL_PAIRS).items == pytest.approx(resampled_interval(np.array(means)))
 
 
 def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(work):
@@ -154,8 +150,7 @@ def test_samples_stay_when_the_outputs_are_gone_and_damaged_ones_are_refused(wor
     assert before and gain_of(work, GLUE).items == before
     for path in (work.folder / "items").iterdir():
         path.write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"items/.*\.npz: damaged"):
-        gain_of(work, GLUE)
+    refused(r"items/.*\.npz: damaged", gain_of, work, GLUE)
     shutil.rmtree(work.folder / "items")
     assert gain_of(work, GLUE).items is None
 
@@ -165,8 +160,7 @@ def test_a_single_paradigm_has_an_interval_over_its_pairs(with_scores, open_work
         (tmp_path / "pairs" / f"{name}.jsonl").unlink()
     work = open_work({key: value for key, value in with_scores.items() if key not in ("glue", "tasks")})
     random = np.random.default_rng(3)
-    for run in work.runs:
-        finish_run(work, run, 6.5)
+    finish_runs(work)
     for measure in measures_of(work, "minimal-pairs"):
         finish_pairs(work, measure, {"agreement": 0.5 + 0.1 * (measure.run.model.objective == "mth")}, random)
     gain = gain_of(work, MINIMAL_PAIRS)
@@ -189,16 +183,13 @@ def test_page_and_results_hold_the_tables_and_figures(work):
     assert (work.folder / "tables" / "scores.csv").is_file()
 
 
-def test_fields_are_means_over_the_seeds(work):
-    runs = [run for run in experiment_of(work).finished_runs() if run.arm.objective == "mlm"]
-    assert by_phenomenon(runs) == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
-
-
-def test_another_model_may_be_the_baseline(work, with_scores, open_work):
+def test_fields_are_means_over_the_seeds_and_another_model_may_be_the_baseline(work, with_scores, open_work):
     other = open_work(with_scores | {"baseline": "BERT (MTH)"})
-    page = Page(experiment_of(other).finished_runs(), other.folder)
-    (gain,) = page.gains["models-minimal-pairs"]
+    runs = experiment_of(other).finished_runs()
+    (gain,) = Page(runs, other.folder).gains["models-minimal-pairs"]
     assert gain.text == "BERT (MLM) over BERT (MTH)" and gain.seeds.mean == pytest.approx(-0.1)
+    found = by_phenomenon([run for run in runs if run.arm.objective == "mlm"])
+    assert found == pytest.approx({"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01)
 
 
 def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
@@ -209,6 +200,7 @@ def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(value
     assert [measure.run for measure in measures_of(work, "finetune")] == work.runs
     command = " ".join(measures_of(work, "finetune")[0].job.command)
     assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
+    assert [measures_of(work, kind)[0].job.work for kind in ("finetune", "minimal-pairs")] == [10, 200]
     names = {job.name for job in experiment_of(work).jobs()}
     del with_scores["minimal_pairs"], with_scores["tasks"]
     assert {job.name for job in experiment_of(open_work(with_scores)).jobs()} < names
@@ -219,44 +211,7 @@ def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path
     (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
     assert not before & {measure.job.name for measure in measures_of(open_work(with_scores), "finetune")}
     (tmp_path / "valid.jsonl").unlink()
-    with pytest.raises(UserError, match=r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks"):
-        open_work(with_scores)
-
-
-def test_a_row_has_the_number_of_pairs_of_each_paradigm(work):
-    row = make_row(work, work.runs[0])
-    assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
-
-
-def test_the_work_of_pairs_and_tasks_is_their_number(with_scores, open_work):
-    work = open_work(with_scores)
-    assert [measures_of(work, kind)[0].job.work for kind in ("finetune", "minimal-pairs")] == [10, 200]
-
-
-@pytest.mark.parametrize(
-    ("section", "value", "expected"),
-    [
-        ("minimal_pairs", {"score": "pll"}, "minimal_pairs.data_dir: missing"),
-        ("minimal_pairs", {"data_dir": "d", "score": "sum"}, "minimal_pairs.score: got 'sum', expected one of"),
-        ("minimal_pairs", {"data_dir": "d", "max_pairs": 0}, "minimal_pairs.max_pairs: got 0: it must be at least 1"),
-        ("tasks", [{"lr": 1}], "tasks[1].file: missing"),
-        ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
-        ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
-        ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
-    ],
-)
-def test_a_mistake_in_the_new_sections_is_one_line(values, write, section, value, expected):
-    with pytest.raises(UserError) as caught:
-        read_plan(write(values | {section: value}))
-    assert f"plan.yaml: {expected}" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_pairs_that_are_not_there_are_refused_before_anything_runs(values, open_work, tmp_path):
-    with pytest.raises(
-        UserError,
-        match=r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of \.jsonl files.*--no-minimal-pairs",
-    ):
-        open_work(values | {"minimal_pairs": {"data_dir": str(tmp_path / "nowhere")}})
+    refused(r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks", open_work, with_scores)
 
 
 def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(values, write, tmp_path):
@@ -268,3 +223,63 @@ def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(va
     assert plan.minimal_pairs is None and plan.tasks == ()
     given = parse_arguments([*words, "--minimal-pairs-dir", "e", "--no-tasks"]).given
     assert read_plan(file, given).minimal_pairs.data_dir == "e"
+
+
+@pytest.fixture
+def looks(values, open_work):
+    """A finished plan of two seeds with analyses of space and throughput, which are not."""
+    values["analyses"] = {"space": 10, "throughput": [16, 32]}
+    values["seeds"] = 2
+    work = open_work(values)
+    finish_runs(work)
+    return work
+
+
+def finish_space(work):
+    for measure in measures_of(work, "space"):
+        layer = dict.fromkeys(SPACE.values(), work.plan.seeds.index(measure.run.seed) / 10) | {"isoscore": None}
+        rows = [{"iteration": step, "layers": [{}, layer]} for step in measure.run.checkpoints]
+        finish_measure(work, measure, {"checkpoints": [*rows, {"iteration": 999, "layers": [{}]}]})
+
+
+def finish_throughput(work):
+    [measure] = measures_of(work, "throughput")
+    timed = [run for run in work.runs if run.job.name in measure.job.needs]
+    encoders = []
+    for number, run in enumerate(timed, 1):
+        row = {"rows": 4, "tokens_per_second": 1000.0 * number, "lower_quartile": 900.0, "upper_quartile": 4100.0}
+        lengths = [row | {"length": 16, "memory_bytes": 1000 * number * 2**20}]
+        lengths += [row | {"length": 32, "memory_bytes": None}] * (number == 1)
+        encoders.append({"checkpoint": str(run.folder / "iter_0000040"), "lengths": lengths})
+    finish_measure(work, measure, {"encoders": encoders})
+
+
+def test_space_looks_into_every_run_of_the_full_budget(looks):
+    full = [run for run in looks.runs if not run.half]
+    assert [measure.run for measure in measures_of(looks, "space")] == full
+    command = measures_of(looks, "space")[0].job.command
+    assert command[:5] == ("megatron-ddrp", "analyze", "space", "--load", str(full[0].folder))
+    assert command[command.index("--sentences") + 1] == "10"
+
+
+def test_one_job_times_all_models_of_the_first_seed_beside_each_other(looks):
+    [measure] = measures_of(looks, "throughput")
+    timed = [run for run in looks.runs if run.seed == looks.plan.seeds[0] and not run.half]
+    command = measure.job.command
+    assert measure.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
+    assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
+    assert command[command.index("--lengths") + 1 : command.index("--output")] == ("16", "32")
+    order = [job.name for job in experiment_of(looks).jobs()]
+    assert all(order.index(measure.job.name) > order.index(name) for name in measure.job.needs)
+
+
+def test_the_page_has_a_table_of_each_once_their_jobs_are_done(looks):
+    text = write_page(looks)
+    assert "row length" not in text and "Inside the models" not in text
+    finish_space(looks)
+    finish_throughput(looks)
+    text = write_page(looks)
+    assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
+    assert "| model | row length | tokens/s | quartiles | MiB |" in text
+    assert "| BERT (MLM) | 16 | 1,000 | 900 to 4,100 | 1,000 |\n| BERT (MLM) | 32 | 1,000 | 900 to 4,100 |  |" in text
+    assert "| BERT (MTH) | 16 | 2,000 | 900 to 4,100 | 2,000 |" in text

@@ -1,0 +1,382 @@
+"""Probe of attention, space, throughput: against loops in float64, where the answer is known, and without a clock."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.encoders.huggingface import layer_states
+from megatron_ddrp.lab.analysis import probe
+from megatron_ddrp.lab.analysis.figures import measure_similarity
+from megatron_ddrp.lab.analysis.session import find_snapshots
+from megatron_ddrp.model.stages import Draws, Inputs
+from tests.reference import analyses
+from tests.refusals import refused
+from tests.unit.lab.analysis.conftest import is_png, twin_sentences
+from tests.unit.model.tiny import encode, tiny_batch, tiny_model
+
+CLS, SEP, TEXT = 1, 2, 3
+
+
+def sentences(rows, seq=None):
+    """A batch of rows of text tokens between [CLS] and [SEP]."""
+    seq = seq or 2 + max(map(len, rows))
+    ids = torch.tensor([[CLS, *row, SEP] + [0] * (seq - 2 - len(row)) for row in rows])
+    document_ids = (ids > 0).long()
+    nothing = torch.zeros_like(ids)
+    return Batch(ids, nothing - 1, document_ids, torch.arange(seq) * document_ids, nothing, nothing)
+
+
+def cut(batch, size):
+    """The batch in pieces of `size` sentences."""
+    ends = range(0, len(batch.input_ids), size)
+    return [Batch(*(field if field is None else field[n : n + size] for field in batch)) for n in ends]
+
+
+def random_sentences(number, length, vocab, seed=0):
+    """Sentences of `length` different tokens in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(TEXT + torch.randperm(vocab - TEXT, generator=generator)[:length]).tolist() for _ in range(number)]
+
+
+def check_against_the_loops(model, batch, windows):
+    accuracy, error, by_layer, by_distance = analyses.probe(twin_sentences(model, batch)[1], windows)
+    found = probe.measure_probe(model, lambda: cut(batch, 3))
+    assert found.by_layer == [value if value is None else pytest.approx(value) for value in by_layer]
+    assert found.by_distance == [value if value is None else pytest.approx(value) for value in by_distance]
+    assert (found.accuracy, found.error) == (pytest.approx(accuracy), pytest.approx(error))
+    return found
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_probe_is_that_of_the_loops(encoding):
+    batch = tiny_batch((7, 7, 6, 6, 5, 7, 4, 2), seed=2)
+    places = torch.rand(8, 10, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :7]
+    batch = batch._replace(input_ids=(1 + places) * batch.document_ids)  # no token twice, or rounding decides a tie
+    found = check_against_the_loops(tiny_model(position_encoding=encoding).eval(), batch, [None, None])
+    assert None not in found.by_distance[:2] and found.by_distance[2:] == [None] * 6
+
+
+def test_keys_outside_a_window_are_left_out():
+    sizes = {"seq_length": 11, "local_attention": 4}
+    batch = tiny_batch((11, 11, 10, 9, 8, 11), seq=11, seed=3)
+    found = check_against_the_loops(tiny_model(**sizes, global_every=2).eval(), batch, [None, 2])
+    assert [value is None for value in found.by_distance] == [False] * 4 + [True] * 4
+    found = check_against_the_loops(tiny_model(**sizes, global_every=3, num_layers=3).eval(), batch, [None, 2, 2])
+    assert None not in found.by_layer
+
+
+def measure_by_hand(monkeypatch, layers, window=None, lengths=None):
+    """The probe of layers with these logits `[sentences, heads, seq, seq]`."""
+    count, heads, seq, _ = layers[0].shape
+    sizes = {"num_layers": len(layers), "num_attention_heads": heads, "window": lambda layer: window}
+    batch = sentences([[TEXT] * (n - 2) for n in lengths or [seq] * count], seq)
+    batch = batch._replace(input_ids=torch.arange(count)[:, None])  # the numbers of the sentences
+
+    def made(model, batch):
+        for logits in layers:
+            yield logits[batch.input_ids[:, 0]], window
+
+    monkeypatch.setattr(probe, "layer_logits", made)
+    return probe.measure_probe(SimpleNamespace(config=SimpleNamespace(**sizes)), lambda: cut(batch, 4))
+
+
+def test_a_known_direction_gives_1_and_symmetric_logits_give_half(monkeypatch):
+    torch.manual_seed(0)
+    place = torch.arange(24)
+    right, far = (place - place[:, None]).sign(), -(place - place[:, None]).abs()
+    noise = torch.randn(8, 1, 24, 24)
+    noise = noise + noise.mT  # no more than noise to tell left from right, for either of two heads
+    told = torch.cat([100 * noise, 100 * noise - 0.1 * right], 1)  # only the difference of both heads tells
+    symmetric = far.expand(8, 2, 24, 24).float()
+    found = measure_by_hand(monkeypatch, [told, symmetric])
+    assert (found.accuracy, found.error, found.by_layer) == (1.0, 0.0, [1.0, 0.5])
+    assert measure_by_hand(monkeypatch, [symmetric]).by_distance == [0.5] * 8
+    constant = right.expand(8, 2, 24, 24).float()
+    assert measure_by_hand(monkeypatch, [-constant]).by_distance == [1.0] * 8
+    local = measure_by_hand(monkeypatch, [torch.randn(6, 2, 24, 24)], window=3)
+    assert [value is None for value in local.by_distance] == [False] * 3 + [True] * 5
+
+
+def test_d_is_the_right_hand_logit_minus_the_left_hand_one():
+    logits = torch.zeros(1, 1, 5, 5)
+    logits[0, 0, 2] = torch.tensor([1.0, 10, 100, 1000, 10000])
+    expected = torch.zeros(1, 1, 8, 5, dtype=torch.float64)
+    expected[0, 0, 0, 2], expected[0, 0, 1, 2] = 990, 9999
+    assert torch.equal(probe.differences(logits, None), expected)
+
+
+def test_specials_and_padding_are_not_compared(monkeypatch):
+    place = torch.arange(24)
+    lengths = [24, 24, 12, 12, 9, 9]
+    right = (place - place[:, None]).sign().float().expand(6, 1, 24, 24).clone()
+    for logits, n in zip(right, lengths, strict=True):
+        for outside in (slice(0, 1), slice(n - 1, 24)):
+            logits[:, outside] *= -50
+            logits[:, :, outside] *= -50
+    assert measure_by_hand(monkeypatch, [right], lengths=lengths).by_distance == [1.0] * 8
+
+
+def test_without_positions_mirrored_sentences_are_told_at_chance():
+    rows = random_sentences(12, 14, 40)
+    for place in range(1, 12, 4):  # 1 and 3, 5 and 7, 9 and 11 are scored: a sentence and its mirror image
+        rows[place + 2] = rows[place][::-1]
+    batch, sizes = sentences(rows), {"seq_length": 16, "vocab_size": 40}
+    models = (tiny_model(position_encoding=name, **sizes).eval() for name in ("nope", "alibi", "rope"))
+    nope, alibi, rope = (probe.measure_probe(model, [batch].copy) for model in models)
+    assert nope.by_distance[:6] == [0.5] * 6 and nope.by_layer == [0.5, 0.5]
+    assert alibi.by_layer[0] == 0.5  # layer 2 may know on which side [CLS] and [SEP] are
+    assert rope.by_layer[0] > 0.5
+
+
+def test_of_shuffled_text_only_positions_tell():
+    rows = [sorted(row) for row in random_sentences(160, 14, 40)]  # the order of the words tells a lot
+    sizes = {"seq_length": 16, "vocab_size": 40, "relative_distance": 16}
+    batches = cut(sentences(rows), 32)
+
+    def both(model):
+        measured = (lambda: batches, lambda: probe.shuffle_text(batches, seed=5))
+        return [probe.measure_probe(model.eval(), each) for each in measured]
+
+    text, shuffled = both(tiny_model(position_encoding="nope", seq_length=16, vocab_size=40))
+    assert text.accuracy > 0.5 + 4 * text.error
+    assert abs(shuffled.accuracy - 0.5) < 4 * shuffled.error < 0.1
+    model = tiny_model(direction_init="free", **sizes)
+    with torch.no_grad():
+        model.embeddings.position.distance.mul_(10)
+    _, shuffled = both(model)
+    assert shuffled.accuracy > 0.5 + 4 * shuffled.error
+
+
+def test_shuffling_moves_only_text_and_depends_on_the_seed_alone():
+    rows = [list(range(TEXT, TEXT + n)) for n in (9, 8, 8, 5, 1, 0)]
+    whole = sentences(rows)
+
+    def orders(size, seed):
+        batches = list(probe.shuffle_text(cut(whole, size), seed))
+        for after, before in zip(batches, cut(whole, size), strict=True):
+            assert torch.equal(after.position_ids, before.position_ids)
+        return torch.cat([batch.input_ids for batch in batches])
+
+    found = orders(6, seed=1)
+    assert torch.equal(found, orders(4, seed=1)) and not torch.equal(found, orders(6, seed=2))
+    assert torch.equal(found < TEXT, whole.input_ids < TEXT)
+    assert torch.equal(found.sort(1).values, whole.input_ids.sort(1).values)
+    many = sentences([[TEXT, TEXT + 1, TEXT + 2]] * 600)
+    [shuffled] = probe.shuffle_text([many], seed=0)
+    counts = Counter(map(tuple, shuffled.input_ids.tolist()))
+    assert len(counts) == 6 and min(counts.values()) > 64  # 100 expected, standard deviation 9
+
+
+def test_results_do_not_depend_on_the_batches():
+    batch, model = tiny_batch((7, 7, 6, 6, 5, 7, 4, 2), seed=2), tiny_model().eval()
+    whole = probe.measure_probe(model, lambda: [batch])
+    for size in (1, 3, 5):
+        assert probe.measure_probe(model, lambda size=size: cut(batch, size)) == whole
+
+
+def test_too_few_or_too_short_sentences():
+    model = tiny_model().eval()
+    for lengths in ((4, 4, 3, 2), (7,), (7, 4), (4, 7)):
+        batches = [tiny_batch(lengths)]
+        refused("too few or too short .* larger --sentences or --max-length", probe.measure_probe, model, batches.copy)
+    assert probe.measure_probe(model, lambda: [tiny_batch((7, 7))]).error is None
+
+
+SPECIALS = torch.tensor([9, 10])
+BATCHES = ((7, 4, 5), (6, 3))
+
+
+def sentence_batches():
+    """Batches whose rows begin with 9 and end with 10, one of them with another 10 inside, and one of one token."""
+    batches = [tiny_batch(lengths, vocab=9, seed=seed) for seed, lengths in enumerate(BATCHES)]
+    for batch, lengths in zip(batches, BATCHES, strict=True):
+        batch.input_ids[:, 0] = SPECIALS[0]
+        batch.input_ids[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = SPECIALS[1]
+    batches[0].input_ids[0, 3] = SPECIALS[1]
+    return batches
+
+
+def text_states(model, number):
+    """The states of each sentence's tokens of text in a layer, `[n, D]` each."""
+    found = []
+    for batch in sentence_batches():
+        hidden = list(layer_states(model, batch))[number].hidden.double()
+        for row, ids in enumerate(batch.input_ids):
+            places = [p for p, i in enumerate(ids.tolist()) if batch.document_ids[row, p] and i not in SPECIALS]
+            found.append(hidden[row, places])
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"position_encoding": "rope", "layernorm_position": "pre"}])
+def test_every_layer_is_that_of_the_loops(changes):
+    model = tiny_model(**changes).eval()
+    found = probe.measure_space(model, sentence_batches, SPECIALS)
+    assert [layer.layer for layer in found.layers] == [0, 1, 2]
+    for layer in found.layers:
+        states = text_states(model, layer.layer)
+        assert [len(each) for each in states] == [4, 2, 3, 4, 1]
+        assert (found.tokens, layer.hidden_size) == (14, 12)
+        for name, loop in (("within", analyses.within), ("between", analyses.between)):
+            assert getattr(layer, f"cosine_{name}") == pytest.approx(loop(states), rel=1e-9)
+            assert getattr(layer, f"centred_cosine_{name}") == pytest.approx(loop(analyses.centred(states)), rel=1e-9)
+        assert layer.isoscore == pytest.approx(analyses.isoscore(states), rel=1e-9)
+        assert layer.effective_rank == pytest.approx(analyses.effective_rank(states), rel=1e-9)
+        share, kurtosis = analyses.first_component(states)
+        assert layer.first_component == pytest.approx(share, rel=1e-6)
+        assert layer.first_component_kurtosis == pytest.approx(kurtosis, rel=1e-6)
+
+
+def test_the_last_layer_has_the_f_s_and_f_h_of_self_similarity():
+    model = tiny_model(layernorm_position="pre", relative_table="per-layer").eval()
+    found = probe.measure_space(model, sentence_batches, SPECIALS)
+    paper = measure_similarity(model, sentence_batches())
+    assert found.layers[-1].token_similarity == pytest.approx(paper.token_similarity, rel=1e-9)
+    assert found.layers[0].head_similarity is None
+    assert [layer.head_similarity for layer in found.layers[1:]] == pytest.approx(paper.head_similarity_by_layer)
+
+
+def test_layers_run_from_the_embeddings_to_the_last_hidden_states():
+    model, batch = tiny_model(layernorm_position="pre").eval(), tiny_batch()
+    states = list(layer_states(model, batch))
+    assert len(states) == 3 and not torch.allclose(states[1].hidden, states[2].hidden)
+    nothing = Draws.none(len(batch.input_ids), 2)
+    torch.testing.assert_close(states[0].hidden, model.embeddings.embed(Inputs.of(batch, nothing)))
+    torch.testing.assert_close(states[2].hidden, encode(model, batch))
+
+
+def test_one_head_has_no_f_h():
+    found = probe.measure_space(tiny_model(num_attention_heads=1).eval(), sentence_batches, SPECIALS)
+    assert [layer.head_similarity for layer in found.layers] == [None] * 3
+
+
+def test_mean_cosine_and_isotropy_disagree_by_design():
+    """A cloud that is the same in every direction, far from the origin, and one around it that is a line."""
+    generator = torch.Generator().manual_seed(0)
+    cloud = torch.randn(400, 4, generator=generator, dtype=torch.float64)
+    far, line = cloud + 50.0, cloud * torch.tensor([1.0, 0.01, 0.01, 0.01])
+    assert analyses.within([far[:30]]) > 0.99 and probe.isoscore(far.T.cov()) > 0.95
+    assert abs(analyses.within([line[:30]])) < 0.2 and probe.isoscore(line.T.cov()) < 0.01
+    assert probe.effective_rank(far.T.cov()) > 3.9 and probe.effective_rank(line.T.cov()) < 1.01
+
+
+def test_a_space_without_extent_has_neither_score():
+    for covariance, *scores in ((torch.zeros(3, 3), None, None), (torch.ones(1, 1), None, 1), (torch.eye(5), 1, 5)):
+        found = [probe.isoscore(covariance), probe.effective_rank(covariance)]
+        assert found == [score if score is None else pytest.approx(score) for score in scores]
+
+
+def test_states_that_are_not_finite_and_empty_sentences_are_one_line():
+    model = tiny_model().eval()
+    refused("fewer than two tokens of text", probe.measure_space, model, sentence_batches, torch.arange(11))
+    model.layers[1].feed_forward_norm.weight.data.fill_(float("nan"))
+    refused("layer 2 are not finite", probe.measure_space, model, sentence_batches, SPECIALS)
+
+
+SETTING = probe.Setting(torch.device("cpu"), tokens=50, rounds=4, bf16=False, seed=1)
+
+
+def passes_of(monkeypatch, snapshots, lengths, peak=lambda timed, length, setting: 7):
+    """Measure without a clock and without processes: (result, (encoder, rows, length) of each pass, advances)."""
+    passes, advances, names = [], [], {}
+    ticks = iter(range(10**6))
+
+    def forward(encoder, batch, _):
+        passes.append((names.setdefault(id(encoder), len(names)), *batch.input_ids.shape))
+
+    monkeypatch.setattr(probe, "peak_memory", peak)
+    monkeypatch.setattr(probe, "_forward", forward)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: next(ticks) * 0.5)
+    measured = probe.measure_throughput(snapshots, lengths, SETTING, lambda: advances.append(1))
+    return measured, passes, len(advances)
+
+
+def test_encoders_take_turns_at_one_budget_of_tokens(run_folder, monkeypatch):
+    snapshots = find_snapshots([run_folder, run_folder / "iter_0000010"], every=False)
+    measured, passes, advances = passes_of(monkeypatch, snapshots, [8, 24])
+    assert [(rows, length) for _, rows, length in passes] == [(6, 8)] * 10 + [(2, 24)] * 10
+    for begin in (0, 10):
+        rounds = np.array([name for name, *_ in passes[begin : begin + 10]]).reshape(5, 2)
+        assert (np.sort(rounds, axis=1) == [0, 1]).all() and len({tuple(row) for row in rounds[1:]}) == 2
+    assert advances == 2 * 2 * (SETTING.rounds + 1)
+    first = measured[0].speeds[0]
+    assert (first.length, first.rows, first.memory_bytes) == (8, 6, 7)
+    assert first.tokens_per_second == first.lower_quartile == first.upper_quartile == 6 * 8 / 0.5
+    assert measured[0].weight_bytes == sum(p.numel() * 4 for p in measured[0].encoder.module.parameters())
+
+
+def test_quartiles_are_those_of_the_rounds():
+    speed = probe._speed(10, 3, np.array([1.0, 2.0, 3.0, 5.0, 6.0]), None)
+    assert (speed.lower_quartile, speed.tokens_per_second, speed.upper_quartile) == (6.0, 10.0, 15.0)
+
+
+def test_lengths_without_positions_or_memory_are_left_out_and_said(run_folder, monkeypatch):
+    def peak(timed, length, setting):
+        if length == 16:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+        return 7
+
+    measured, _, advances = passes_of(monkeypatch, find_snapshots([run_folder], False), [8, 16, 25], peak)
+    assert [speed.length for speed in measured[0].speeds] == [8]
+    reasons = {16: "not enough memory; give a smaller --tokens", 25: "it has positions for 24 tokens"}
+    assert measured[0].left_out == reasons and advances == 3 * (SETTING.rounds + 1)
+
+    def another_fault(timed, length, setting):
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        passes_of(monkeypatch, find_snapshots([run_folder], False), [8], another_fault)
+
+
+def test_batches_are_full_rows_of_pieces(run_folder):
+    tokenizer = load_encoder(run_folder).tokenizer
+    batch = probe.full_batch(tokenizer, 3, 9, SETTING)
+    assert batch.input_ids.shape == (3, 9) and (batch.document_ids == 1).all()
+    assert (batch.input_ids[:, 0] == tokenizer.cls_id).all() and (batch.input_ids[:, -1] == tokenizer.sep_id).all()
+    assert not np.isin(batch.input_ids[:, 1:-1], tokenizer.special_ids).any()
+    assert batch.position_ids[2].tolist() == list(range(9))
+    assert (probe.full_batch(tokenizer, 3, 9, replace(SETTING, seed=2)).input_ids != batch.input_ids).any()
+
+
+PLUGIN = """
+from pathlib import Path
+from megatron_ddrp.model.positions.absolute import Nope
+
+class Mine(Nope):
+    pass
+
+ENCODINGS = {"mine": Mine}
+Path(__file__).with_suffix(".loaded").touch()
+"""
+
+
+def test_the_command_measures_throughput(run_folder, analyze_main, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    monkeypatch.setitem(PLUGINS, "of this process", tmp_path / "plugin.py")
+    more = ("--lengths", 2000, 24, "--tokens", 48, "--rounds", 2)
+    result = analyze_main("throughput", run_folder, tmp_path / "t.png", *more)
+    [row] = result["encoders"]
+    assert (result["device"], result["precision"], result["tokens_per_batch"]) == ("cpu", "fp32", 48)
+    [speed] = row["lengths"]
+    assert (row["run"], speed["length"], speed["rows"]) == ("ddrp", 24, 2)
+    assert 0 < speed["lower_quartile"] <= speed["tokens_per_second"] <= speed["upper_quartile"]
+    assert speed["memory_bytes"] is None or speed["memory_bytes"] >= 0
+    assert row["left_out"] == [{"length": 2000, "reason": "it has positions for 24 tokens"}]
+    assert (tmp_path / "plugin.loaded").exists()  # in the process that measures memory
+    assert is_png(tmp_path / "t.png")
+    assert "ddrp, length 2000: left out, it has positions for 24 tokens" in capsys.readouterr().out
+
+
+def test_a_command_that_measures_nothing_says_so_and_writes_nothing(run_folder, analyze_main, tmp_path, capsys):
+    words = ("throughput", run_folder, tmp_path / "x.json", "--lengths", 2000)
+    refused("no length could be measured", analyze_main, *words)
+    assert "length 2000: left out, it has positions for 24 tokens" in capsys.readouterr().out
+    assert not (tmp_path / "x.json").exists()
