@@ -285,14 +285,10 @@ def words_of(page, text=MTH, measure=LOSS):
     return {g.budget: g.word for g in gains if (g.text, g.measure) == (text, measure)}
 
 
-def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_path, run_tool):
     out = tmp_path / "out"
-    words = ["megatron-ddrp", "compare", str(write_rows(full_rows())), "--output-dir", str(out)]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended:
-        __main__.main()
-    assert not ended.value.code
-    assert "figures written" in capsys.readouterr().out
+    done = run_tool(__main__, "compare", write_rows(full_rows()), "--output-dir", out)
+    assert done.returncode == 0 and "figures written" in done.stdout
     text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")
     drawn = sorted(path.stem for path in (out / "figures").glob("*.png"))
     assert {"budgets", "claims", "claims-inside", "curves", "losses", "minimal-pairs", "models"} <= set(drawn)
@@ -303,13 +299,10 @@ def test_the_command_writes_a_page_with_all_figures_and_tables(write_rows, tmp_p
     assert (out / "tables" / "claims.tex").is_file() and (out / "tables" / "scores-2.csv").is_file()
 
 
-def test_the_name_of_earlier_versions_is_refused_with_the_new_one(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["megatron-ddrp", "ladder", "rows.jsonl", "--output-dir", "out"])
-    with pytest.raises(SystemExit) as ended:
-        __main__.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and len(said.splitlines()) == 1
-    assert "ladder: this name is gone; the command is compare" in said
+def test_the_name_of_earlier_versions_is_refused_with_the_new_one(run_tool):
+    ended = run_tool(__main__, "ladder", "rows.jsonl", "--output-dir", "out")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert "ladder: this name is gone; the command is compare" in ended.stderr
 
 
 def test_the_function_returns_the_rows_of_its_files_and_the_last_row_of_each_run(write_rows, tmp_path):
