@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def refused(words: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> UserError:
@@ -16,3 +16,10 @@ def refused(words: str, call: Callable[..., Any], *arguments: Any, **named: Any)
         call(*arguments, **named)
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+def wrong_arguments(words: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> UserError:
+    """Check that a call is `refused` with the exit code of wrong arguments, and return the error."""
+    error = refused(words, call, *arguments, **named)
+    assert error.exit_code == WRONG_ARGUMENTS
+    return error

@@ -1,14 +1,20 @@
-"""Settings: the paper's defaults, refusals in one line, a lossless round trip through JSON."""
+"""Settings: the paper's defaults, refusals in one line, round trips through JSON, and what a run may resume from."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import re
 import typing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import (
     ENCODINGS,
+    STARTS,
     Config,
     ModelConfig,
     ObjectiveConfig,
@@ -20,8 +26,12 @@ from megatron_ddrp.config import (
     save_config,
 )
 from megatron_ddrp.config.reading import check_range
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.engine.checkpoint import changed_tokenizer, check_architecture
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
+from tests.refusals import refused, wrong_arguments
 
 
 def test_defaults_are_the_papers_base_model():
@@ -86,9 +96,7 @@ def test_a_distance_is_refused_for_an_encoding_that_takes_none(monkeypatch):
 
 def test_sizes_that_an_encoding_cannot_serve_are_refused_by_its_reason(monkeypatch):
     monkeypatch.setattr(encoding_class("bert-r"), "refusal", lambda sizes: f"heads are {sizes.head_dim} wide")
-    with pytest.raises(UserError, match=r"^--position-encoding bert-r: heads are 64 wide$") as caught:
-        ModelConfig(position_encoding="bert-r")
-    assert caught.value.exit_code == 2
+    wrong_arguments(r"^--position-encoding bert-r: heads are 64 wide$", ModelConfig, position_encoding="bert-r")
 
 
 def test_the_absolute_embedding_is_said_in_one_way():
@@ -149,10 +157,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("concern, changes, message", REFUSED, ids=[f"{c}-{n}" for _, c, n in REFUSED])
 def test_impossible_settings_are_refused_in_one_line(concern, changes, message):
-    with pytest.raises(UserError) as refusal:
-        Config().replace(**{concern: changes})
-    assert message in str(refusal.value) and "\n" not in str(refusal.value)
-    assert refusal.value.exit_code == 2
+    wrong_arguments(re.escape(message), Config().replace, **{concern: changes})
 
 
 def numbers():
@@ -169,22 +174,20 @@ def numbers():
 def test_every_number_has_a_range_without_inf_and_nan(concern, f):
     assert re.fullmatch(r"[\[(]\d+, (\d+|1e12)[\])]", f.metadata["within"])
     for value in (float("inf"), float("-inf"), float("nan"), -1, "many", True):
-        with pytest.raises(UserError, match=f"{flag(f.name)} is {value}: it must"):
-            Config().replace(**{concern: {f.name: value}})
+        refused(f"{flag(f.name)} is {value}: it must", Config().replace, **{concern: {f.name: value}})
 
 
 def test_a_range_holds_the_ends_that_it_names():
-    for within, held, refused in (("[0, 1)", (0, 0.5), (-1e-9, 1)), ("(0, 1]", (1e-9, 1), (0, 1.1))):
+    for within, held, outside in (("[0, 1)", (0, 0.5), (-1e-9, 1)), ("(0, 1]", (1e-9, 1), (0, 1.1))):
         for value in held:
             check_range("x", value, within)
-        for value in refused:
+        for value in outside:
             with pytest.raises(UserError):
                 check_range("x", value, within)
 
 
 def test_pairs_of_concerns_are_refused():
-    with pytest.raises(UserError, match="--fp16 with --zero-stage 0"):
-        Config().replace(training={"fp16": True}, parallel={"zero_stage": 0})
+    refused("--fp16 with --zero-stage 0", Config().replace, training={"fp16": True}, parallel={"zero_stage": 0})
     Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
     # One head has no pair: the mean over pairs would be 0/0.
     with pytest.raises(UserError, match="--num-attention-heads is 1"):
@@ -242,12 +245,10 @@ def test_round_trips(config, tmp_path):
 
 
 def test_a_missing_or_foreign_config_json_is_refused_by_name(tmp_path):
-    with pytest.raises(UserError, match="config.json not found"):
-        load_config(tmp_path)
+    refused("config.json not found", load_config, tmp_path)
     values = Config().to_dict()
     values["model"]["rotary_base"] = 10000
-    with pytest.raises(UserError, match="'rotary_base'"):
-        Config.from_dict(values)
+    refused("'rotary_base'", Config.from_dict, values)
 
 
 def test_settings_that_an_older_version_did_not_know_get_their_defaults():
@@ -276,9 +277,7 @@ def test_settings_that_an_older_version_did_not_know_get_their_defaults():
     ids=lambda value: str(value),
 )
 def test_impossible_layouts_are_refused_in_one_line(changes, words):
-    with pytest.raises(UserError, match="model-parallel-size") as error:
-        Config().replace(**changes)
-    assert words in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
+    assert words in str(wrong_arguments("model-parallel-size", Config().replace, **changes))
 
 
 @pytest.mark.parametrize(
@@ -296,9 +295,8 @@ def test_cuda_graphs_are_refused_where_no_graph_holds_a_layer(changes, words):
     config = Config().replace(**changes)
     assert config.graphs_fault == words and Config().graphs_fault is None
     config.replace(parallel={"cuda_graphs": "auto"})
-    with pytest.raises(UserError, match=f"^--cuda-graphs on with {words}: .*; use --cuda-graphs auto or off$") as error:
-        config.replace(parallel={"cuda_graphs": "on"})
-    assert error.value.exit_code == 2
+    line = f"^--cuda-graphs on with {words}: .*; use --cuda-graphs auto or off$"
+    wrong_arguments(line, config.replace, parallel={"cuda_graphs": "on"})
 
 
 def test_older_runs_had_no_cuda_graphs_and_the_setting_is_no_part_of_the_result():
@@ -313,9 +311,8 @@ def test_older_runs_had_no_cuda_graphs_and_the_setting_is_no_part_of_the_result(
 def test_the_vocabulary_is_checked_where_the_tokenizer_is_known():
     config = Config().replace(parallel={"tensor_model_parallel_size": 3})
     assert config.with_vocabulary(300).model.padded_vocab_size == 384
-    with pytest.raises(UserError, match="the vocabulary, padded to a multiple of 128, 30592: choose one") as error:
-        config.with_vocabulary(30522)
-    assert error.value.exit_code == 2 and Config().with_vocabulary(30522) == Config()
+    error = refused("the vocabulary, padded to a multiple of 128, 30592: choose one", config.with_vocabulary, 30522)
+    assert error.exit_code == 2 and Config().with_vocabulary(30522) == Config()
 
 
 def test_a_layout_divides_the_ranks():
@@ -325,5 +322,161 @@ def test_a_layout_divides_the_ranks():
         .parallel
     )
     assert parallel.data_parallel_size(24) == 4
-    with pytest.raises(UserError, match="size 3 = 6 does not divide the number of ranks, 8"):
-        parallel.data_parallel_size(8)
+    refused("size 3 = 6 does not divide the number of ranks, 8", parallel.data_parallel_size, 8)
+
+
+ROPE = {"position_encoding": "rope", "relative_distance": None}
+LOCAL = {"local_attention": 128}
+OTHER_START = {"init_method_std": 0.5, "attention_init": "offsets", "direction_init": "free"}
+PHASES = {"training": {"seq_length_phases": ("128:0.5:500",)}}
+
+
+def pair(common: dict[str, Any], change: dict[str, Any], **others: Any) -> tuple[Config, Config]:
+    """Return a stored configuration and one with a changed model."""
+    stored = Config().replace(model=common, **others)
+    return Config.from_dict(json.loads(json.dumps(stored.to_dict()))), stored.replace(model=change)
+
+
+@pytest.mark.parametrize(
+    ("common", "change"),
+    [
+        ({}, {"ffn_hidden_size": 3072}),
+        ({"ffn": "geglu"}, {"ffn_hidden_size": 2048}),
+        ({}, {"deberta_emd": False}),
+        ({"position_encoding": "deberta"}, {"deberta_emd": True}),
+        ({"position_encoding": "deberta", "key_bias": None}, {"key_bias": False}),
+        ({}, {"rope_theta": 20_000.0, "local_rope_theta": 5.0}),
+        ({}, {"global_every": 2}),
+        (ROPE, {"local_rope_theta": 5.0}),
+        (ROPE | LOCAL, {"local_rope_theta": 10_000.0}),
+        ({"position_encoding": "absolute"}, {"attention_init": "offsets"}),
+        *(({}, {name: value}) for name, value in OTHER_START.items() if name != "attention_init"),
+    ],
+)
+def test_a_default_written_out_or_another_start_is_the_same_architecture(common, change):
+    for stored, config in (pair(common, change), pair(common, change)[::-1]):
+        check_architecture(Path("run/iter_1"), stored, config)
+        assert changed_settings(stored.to_dict(), config) == []
+
+
+@pytest.mark.parametrize(
+    ("common", "change", "others", "words"),
+    [
+        ({}, {"ffn_hidden_size": 1024}, {}, "--ffn-hidden-size is not given there and 1024 here"),
+        ({}, {"deberta_emd": True}, {}, "--deberta-emd is not given there and True here"),
+        (
+            {"position_encoding": "deberta", "key_bias": None},
+            {"key_bias": True},
+            {},
+            "--key-bias is False there and True here",
+        ),
+        (ROPE, {"rope_theta": 2e4}, {}, "--rope-theta is 10000.0 there and 20000.0 here"),
+        (LOCAL, {"global_every": 2}, {}, "--global-every is 3 there and 2 here"),
+        (ROPE | LOCAL, {"local_rope_theta": 5.0}, {}, "--local-rope-theta is not given there and 5.0 here"),
+        (ROPE | LOCAL, {"local_rope_theta": 1e4}, PHASES, "--local-rope-theta is not given there and 10000.0 here"),
+    ],
+)
+def test_another_architecture_is_refused(common, change, others, words):
+    both = pair(common, change, **others)
+    assert words in str(
+        refused("a checkpoint of another architecture: ", check_architecture, Path("run/iter_1"), *both)
+    )
+
+
+@pytest.mark.parametrize(
+    ("common", "served"),
+    [
+        (ROPE, True),
+        ({"position_encoding": "ddrp"}, True),
+        ({"position_encoding": "deberta", "deberta_emd": False}, True),
+        ({"position_encoding": "deberta"}, False),
+        ({"position_encoding": "deberta-v2"}, False),
+        ({"position_encoding": "absolute"}, False),
+        ({"position_encoding": "tupe-r"}, False),
+        (ROPE | {"absolute_embedding": True}, False),
+        ({"position_encoding": "ddrp", "deberta_emd": True}, False),
+    ],
+)
+def test_rows_of_another_length_need_a_model_without_a_table_of_places(common: dict[str, Any], served: bool) -> None:
+    for length in (64, 2048):
+        stored, config = pair(common, {"seq_length": length})
+        assert changed_settings(stored.to_dict(), config) == [f"--seq-length: 512 → {length}"]
+        if served:
+            check_architecture(Path("run/iter_1"), stored, config)
+        else:
+            hint = "this model depends on it: for shorter rows give --seq-length 512 --seq-length-phases 64:1"
+            line = f"--seq-length is 512 there and {length} here"
+            error = refused(line, check_architecture, Path("run/iter_1"), stored, config)
+            assert (hint in str(error)) == (length < 512)
+
+
+def test_an_encoding_that_serves_any_length_has_no_weight_of_a_length() -> None:
+    for name in sorted(ENCODINGS):
+        configs = [
+            ModelConfig(position_encoding=name, deberta_emd=False, seq_length=length, num_layers=1) for length in (8, 9)
+        ]
+        shapes = [[p.shape for p in on_meta_device(config).parameters()] for config in configs]
+        assert not encoding_class(name).any_length or shapes[0] == shapes[1], name
+
+
+def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() -> None:
+    stored = Config().replace(model=ROPE | {"seq_length": 128}, training={"train_iters": 100})
+    longer = {"seq_length": 512, "rope_theta": 5e5}
+    config = stored.replace(model=longer, training={"seq_length_phases": ("128:0.4:10000",)})
+    check_architecture(Path("run/iter_40"), stored, config, 40)
+    line = "--rope-theta is 10000.0 there and 500000.0 here"
+    refused(line, check_architecture, Path("run/iter_41"), stored, config, 41)
+    refused(line, check_architecture, Path("run/iter_40"), stored, stored.replace(model=longer), 40)
+
+
+def test_length_phases_with_their_own_theta_may_begin_at_a_resume() -> None:
+    stored = Config().replace(model=ROPE | LOCAL)
+    check_architecture(Path("run/iter_1"), stored, stored.replace(**PHASES))
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "cat", "dog"]
+
+
+def tokenizer(folder: Path, pieces: list[str], kind: str = "BertWordPieceLowerCase") -> Any:
+    """Return the tokenizer of a vocabulary."""
+    path = folder / f"{len(list(folder.iterdir()))}.txt"
+    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    return build_tokenizer(kind, vocab_file=path)
+
+
+def test_a_run_begins_from_weights_of_its_own_pieces_alone(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "start" / "iter_0000000"
+    assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == [], "a folder without a tokenizer"
+    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
+    assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == []
+    (rules,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES, "BertWordPieceCase"))
+    assert "(BertWordPieceLowerCase → BertWordPieceCase)" in rules
+    (named,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, [*PIECES[:5], "law", *PIECES[6:]]))
+    assert "(names for 1 of [unused…])" in named
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([*PIECES[:7], "dog", "cat"], "2 of its pieces differ, such as 7, 'cat' there and 'dog' here"),
+        ([*PIECES, "bird"], "1 of its pieces differ, such as 9, 'no piece' there and 'bird' here"),
+        (PIECES[:8], "1 of its pieces differ, such as 8, 'dog' there and 'no piece' here"),
+    ],
+)
+def test_weights_of_other_pieces_are_refused(pieces: list[str], words: str, tmp_path: Path) -> None:
+    tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
+    start = tmp_path / "start"
+    error = refused(re.escape(words), changed_tokenizer, start / "iter_0000000", tokenizer(tmp_path, pieces))
+    assert f"--vocab-file {start / TOKENIZER / 'vocab.txt'}" in str(error)
+
+
+def test_a_role_on_another_piece_is_refused(tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path, PIECES)
+    ours.save(tmp_path / "start" / TOKENIZER)
+    ours.mask_id, ours.fingerprint = 5, "another"
+    refused("the role mask has another id", changed_tokenizer, tmp_path / "start" / "iter_0000000", ours)
+
+
+def test_every_setting_of_the_start_is_known_as_one() -> None:
+    assert OTHER_START.keys() == {*STARTS}
+    assert [field.name for field in dataclasses.fields(ModelConfig) if "init" in field.name] == [*STARTS]

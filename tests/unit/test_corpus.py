@@ -18,6 +18,7 @@ from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
 from tests.conftest import TinyCorpus, write_vocabulary
+from tests.refusals import refused, wrong_arguments
 from tests.unit.data.test_special_roles import NAMES, byte_bpe
 from tests.unit.data.test_special_roles import write as write_tokenizer_folder
 
@@ -232,39 +233,31 @@ def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpu
     ],
 )
 def test_exclusive_flags(tiny_corpus, data, message):
-    with pytest.raises(UserError, match=message) as error:
-        make_config(tiny_corpus, data=data)
-    assert error.value.exit_code == 2
+    wrong_arguments(message, make_config, tiny_corpus, data=data)
 
 
 def test_what_is_missing_is_named(parts, tiny_corpus):
     def opened(**data):
         return Corpus.open(make_config(tiny_corpus, data=data))
 
-    with pytest.raises(UserError, match="--data-path is missing"):
-        opened()
-    with pytest.raises(UserError, match="--data-path is empty"):
-        opened(data_path=())
-    with pytest.raises(UserError, match="--valid-data-path is missing.*--eval-interval 0"):
-        opened(train_data_path=parts["a"]).loader("valid", 0, 1)
-    with pytest.raises(UserError, match="--train-data-path is missing"):
-        opened(valid_data_path=parts["a"]).loader("train", 0, 1)
+    refused("--data-path is missing", opened)
+    refused("--data-path is empty", opened, data_path=())
+    refused("--valid-data-path is missing.*--eval-interval 0", opened(train_data_path=parts["a"]).loader, "valid", 0, 1)
+    refused("--train-data-path is missing", opened(valid_data_path=parts["a"]).loader, "train", 0, 1)
     with pytest.raises(UserError, match="short_text_document: no sample in documents .* fewer than 8 tokens"):
         opened(data_path=("1", parts["a"], "1", parts["short"]), split="1,0,0").loader("train", 0, 1)
 
 
 def test_an_empty_split_is_named_with_what_to_do(parts, tiny_corpus):
-    def refused(name, **data):
-        with pytest.raises(UserError) as error:
-            Corpus.open(make_config(tiny_corpus, data=data)).loader(name, 0, 1)
-        return str(error.value)
+    def told_of(name, **data):
+        return str(refused("split is empty", Corpus.open(make_config(tiny_corpus, data=data)).loader, name, 0, 1))
 
-    told = refused("valid", data_path=parts["a"], split="1,0,0")
+    told = told_of("valid", data_path=parts["a"], split="1,0,0")
     assert told.startswith(f"the validation split is empty: {parts['a']}: no sample in documents [350, 350) of 350")
     assert "larger share by --split (now 1,0,0), or train without validation by --eval-interval 0" in told
-    told = refused("train", data_path=parts["short"], split="1,0,0")
+    told = told_of("train", data_path=parts["short"], split="1,0,0")
     assert told.startswith("the training split is empty: ") and "1 of these 1 documents have fewer" in told
-    told = refused("valid", train_data_path=parts["a"], valid_data_path=parts["short"])
+    told = told_of("valid", train_data_path=parts["a"], valid_data_path=parts["short"])
     assert told.startswith("the validation split is empty: ") and "--split" not in told
 
 
@@ -424,9 +417,7 @@ def test_a_dataset_of_a_tokenizer_whose_roles_share_a_piece_is_refused(tmp_path,
     config = Config().replace(data={"data_path": prefix, "split": "1,1"}, model={"seq_length": 48})
     assert not Corpus.open(config).remarks
     write_tokenizer_folder(made, byte_bpe(), NAMES | {role: "<c>"})
-    with pytest.raises(UserError, match=r"'<c>' is \[CLS\] and") as refused:
-        Corpus.open(config)
-    assert refused.value.exit_code == 2
+    wrong_arguments(r"'<c>' is \[CLS\] and", Corpus.open, config)
 
 
 def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):

@@ -19,6 +19,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Memory, cut_up, memory_of_rank, neediest_by_zero_stage
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.run.devices import LISTED
+from tests.refusals import refused, wrong_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +80,7 @@ def test_data_are_verified_when_asked_for(capsys, tiny_corpus, tmp_path):
     data = bytearray((tmp_path / "d.bin").read_bytes())
     data[-2] ^= 1
     (tmp_path / "d.bin").write_bytes(data)
-    with pytest.raises(UserError, match="d.bin: SHA-256"):
-        run_dry(capsys, line)
+    refused("d.bin: SHA-256", run_dry, capsys, line)
 
 
 def test_stages_cut_what_they_say(capsys):
@@ -117,8 +117,7 @@ def test_graphs_keep_outputs_and_gradients_of_four_shapes(capsys):
     for without in ("--checkpoint-activations", "--zero-stage 3", "--pipeline-model-parallel-size 2 --world-size 2"):
         assert run_dry(capsys, f"--bf16 {without}")[1]["memory_per_rank"]["graphs"] == 0, without
     between = off["memory_per_rank_bytes"] / GIB + 0.1
-    with pytest.raises(UserError, match=r"--device-memory is .*: use .*--cuda-graphs off, "):
-        run_dry(capsys, f"{line} --device-memory {between}")
+    refused(r"--device-memory is .*: use .*--cuda-graphs off, ", run_dry, capsys, f"{line} --device-memory {between}")
     stage = {"zero_stage": 3, "checkpoint_activations": True}
     assert Config().replace(parallel=stage).graphs_fault == "--checkpoint-activations", "a lower stage has none either"
 
@@ -226,9 +225,7 @@ def test_recomputation_and_smaller_micro_batches_need_less(capsys):
     ],
 )
 def test_what_does_not_fit_or_divide_is_one_line(line, message, capsys):
-    with pytest.raises(UserError, match=message) as refused:
-        run_dry(capsys, line)
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    wrong_arguments(message, run_dry, capsys, line)
     assert capsys.readouterr().out == ""
 
 
@@ -269,16 +266,12 @@ def test_device_memory_is_a_bound(capsys):
 
 
 def test_assumptions_go_with_a_dry_run():
-    with pytest.raises(UserError, match="--world-size needs --dry-run") as end:
-        parse_arguments(["--world-size", "2"])
-    assert end.value.exit_code == 2
+    wrong_arguments("--world-size needs --dry-run", parse_arguments, ["--world-size", "2"])
 
 
 @pytest.mark.parametrize("line", ["--world-size 0", "--device-memory -1", "--device-memory inf", "--device-memory nan"])
 def test_assumptions_have_a_range(line):
-    with pytest.raises(UserError, match=f"{line.replace(' ', ' is ')}.*: it must") as error:
-        parse_arguments(["--dry-run", *line.split()])
-    assert error.value.exit_code == 2
+    wrong_arguments(f"{line.replace(' ', ' is ')}.*: it must", parse_arguments, ["--dry-run", *line.split()])
 
 
 def test_it_estimates_the_step_on_known_gpus(capsys):
@@ -307,9 +300,7 @@ def test_a_vocabulary_size_needs_no_data_and_a_dry_run(capsys):
     small, large = (run_dry(capsys, f"{shape} --vocab-size {size}")[1]["parameters"] for size in (1000, 8000))
     assert large - small == 7000 * (8 + 1)  # embeddings and biases
     for words in ("--vocab-size 1000", "--dry-run --vocab-size 1000 --vocab-file v.txt"):
-        with pytest.raises(UserError, match="--vocab-size .*leave it out") as error:
-            parse_arguments(words.split())
-        assert error.value.exit_code == 2
+        wrong_arguments("--vocab-size .*leave it out", parse_arguments, words.split())
 
 
 @pytest.mark.parametrize(("micro_batches", "in_flight"), [(2, [2, 2, 2, 1]), (8, [4, 3, 2, 1])])

@@ -1,4 +1,4 @@
-"""Every recipe parses, says at its top what it is, and its training command passes a dry run."""
+"""Every recipe parses, says at its top what it is, and its training command passes a dry run; Slurm has stand-ins."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.pretrain import main
 from megatron_ddrp.errors import UserError
 from tests.integration.launch import run_program
+from tests.refusals import wrong_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -76,9 +77,7 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, A
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_settings_in_yaml_are_those_of_the_recipe_and_run_dry(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_settings_in_yaml_are_those_of_the_recipe_and_run_dry(tmp_path, capsys):
     recipe = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
     program, *words = words_for_python(recipe, tmp_path)
     settings = ROOT / "examples" / "pretrain_base.yaml"
@@ -144,9 +143,7 @@ def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> No
     done = run_script(script, environment_of_recipe(tmp_path), *too_large)
     assert done.returncode == 2 and "a rank needs about" in done.stderr and len(done.stderr.splitlines()) == 1
     _, *words = words_for_python(script, tmp_path, "--pipeline-model-parallel-size", "3")
-    with pytest.raises(UserError, match="does not divide the number of ranks, 8") as refused:
-        main(words)
-    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
+    wrong_arguments("does not divide the number of ranks, 8", main, words)
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
@@ -223,9 +220,7 @@ def test_the_slurm_recipe_has_the_ranks_of_its_nodes(variables: dict[str, str], 
     ],
 )
 @pytest.mark.parametrize("as_flag", [(), ("--save",), ("--save=",)])
-def test_the_slurm_recipe_follows_the_code_of_the_run(
-    rank: str, code: int, as_flag: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_slurm_recipe_follows_the_code_of_the_run(rank, code, as_flag, tmp_path):
     """`srun` reports a rank that it killed, and an earlier job has left a code in the folder."""
     save = tmp_path / "own"
     save.mkdir()
@@ -252,9 +247,7 @@ def test_the_slurm_recipe_follows_the_code_of_the_run(
         ),
     ],
 )
-def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(
-    variables: dict[str, str], words: tuple[str, ...], queued: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(variables, words, queued, tmp_path, capsys):
     done = run_slurm(tmp_path, variables, *words)
     if queued:
         assert dry_run(words_of_dry_run(tmp_path), capsys)
@@ -275,9 +268,7 @@ def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(
     assert done.returncode == 2 and "sbatch" not in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_seeds_are_an_array_of_runs_with_folders_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_are_an_array_of_runs_with_folders_of_their_own(tmp_path, capsys):
     done = run_slurm(tmp_path, {"SEEDS": "1-5%2"}, "--lr", "2e-4")
     assert dry_run(words_of_dry_run(tmp_path), capsys)
     queued = "sbatch --array=1-5%2 --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/pretrain_ddrp_base_slurm.sh"
@@ -406,3 +397,111 @@ def write_dataset(folder: Path) -> str:
     from tests.datasets import write_dataset
 
     return write_dataset(folder / "corpus_text_document", [[[5 + i % 8 for i in range(40)]]] * 30).prefix
+
+
+SBATCH = """
+array=() job=JOB
+while [[ $1 == --* ]]; do
+    [[ $1 == --array=* ]] && array=(${1#--array=})
+    [[ $1 == --dependency=* ]] && echo "$1" >> "$LOG"
+    shift
+done
+export SLURM_JOB_ID=1
+for range in "${array[@]}"; do
+    for task in $(seq "${range%-*}" "${range#*-}"); do
+        SLURM_ARRAY_TASK_ID=$task bash "$@" >> "$LOG" 2>&1 || exit 1
+    done
+done
+[[ ${#array[@]} -gt 0 ]] || bash "$@" >> "$LOG" 2>&1 || exit 1
+echo 4711
+"""
+
+
+def write_program(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n", encoding="utf-8")
+    (folder / name).chmod(0o755)
+
+
+def test_an_array_of_parts_and_its_merge_give_the_files_of_one_run(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    write_program(programs, "sbatch", SBATCH)
+    write_program(programs, "megatron-ddrp", f'exec "{sys.executable}" -m megatron_ddrp "$@"')
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    lines = [json.dumps({"text": "a b c d " * (n % 7), "title": "e f"}) + "\n" for n in range(40)]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    log = tmp_path / "log"
+    settings = {"INPUT": str(tmp_path / "*.jsonl"), "VOCAB": str(tmp_path / "vocab.txt"), "LOG": str(log)}
+    settings |= {"PYTHONPATH": str(ROOT), "SLURM_CPUS_PER_TASK": "1"}
+    for name, parts in (("parts", "2"), ("once", "1")):
+        settings |= {"PREFIX": str(tmp_path / name), "PARTS": parts}
+        recipe = ROOT / "examples" / "preprocess_slurm.sh"
+        done = run_script(recipe, settings, "--json-keys", "text", "title", in_front=programs)
+        assert done.returncode == 0, log.read_text()
+        assert done.stdout.splitlines() == ["parts: 4711", "merge: 4711"]
+    assert log.read_text().count("--dependency=afterok:4711\n") == 2
+    for key in ("text", "title"):
+        for suffix in ("bin", "idx"):
+            parts, once = (tmp_path / f"{name}_{key}_document.{suffix}" for name in ("parts", "once"))
+            assert parts.read_bytes() == once.read_bytes()
+
+
+def test_sweeps_and_comparisons_are_arrays_of_commands_that_do_not_wait(tmp_path: Path) -> None:
+    write_program(tmp_path / "bin", "megatron-ddrp", 'echo "$*"')
+    settings = {"DATA": "glue", "LOAD": "a b", "OUT": "out", "PLAN": "plan.yaml"}
+    told = {
+        name: run_script(ROOT / "examples" / f"{name}_slurm.sh", settings, "--bf16", in_front=tmp_path / "bin").stdout
+        for name in ("glue", "compare")
+    }
+    assert told["glue"] == "glue --data-dir glue --load a b --output-dir out --workers 1 --no-wait --bf16\n"
+    assert told["compare"] == "compare plan.yaml --output-dir out --workers 1 --no-wait --bf16\n"
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHOW = """#!/usr/bin/env bash
+echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR ${DS_ENV_FILE:-none}"
+[[ ! -f ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"
+"""
+
+
+def launch(name: str, tmp_path: Path, **variables: str) -> list[str]:
+    """Run a recipe whose launcher shows what it was given; return its lines."""
+    for program in ("deepspeed", "python"):
+        path = tmp_path / "bin" / program
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(SHOW)
+        path.chmod(0o755)
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    temporary.mkdir()
+    (home / ".deepspeed_env").write_text("OMP_NUM_THREADS=4\n")
+    surroundings = {"PATH": f"{path.parent}:{os.environ['PATH']}", "HOME": str(home), "TMPDIR": str(temporary)}
+    words = ["bash", str(EXAMPLES / name)]
+    return subprocess.run(
+        words, env=surroundings | variables, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["pretrain_ddrp_base_16gpu.sh", "pretrain_ddrp_3.9b_64gpu.sh"])
+def test_caches_on_local_disks_and_the_interface_reach_all_machines(name: str, tmp_path: Path) -> None:
+    shown, *sent = launch(name, tmp_path, GLOO_SOCKET_IFNAME="eth1", TRITON_CACHE_DIR="/scratch/triton")
+    local = f"/tmp/torchinductor_{os.getuid()}"
+    assert shown.startswith(f"/scratch/triton {local} /")
+    assert set(sent) == {
+        "GLOO_SOCKET_IFNAME=eth1",
+        "TRITON_CACHE_DIR=/scratch/triton",
+        f"TORCHINDUCTOR_CACHE_DIR={local}",
+        "OMP_NUM_THREADS=4",
+    }
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_file_of_the_user_stays_and_ranks_of_slurm_write_none(tmp_path: Path) -> None:
+    own = tmp_path / "mine"
+    own.write_text("A=1\n")
+    shown = launch("pretrain_ddrp_3.9b_64gpu.sh", tmp_path, DS_ENV_FILE=str(own))
+    assert shown[0].endswith(str(own)) and shown[1:] == ["A=1"]
+    (tmp_path / "slurm").mkdir()
+    [of_rank] = launch("pretrain_ddrp_base_16gpu.sh", tmp_path / "slurm", LAUNCHER="python")
+    assert of_rank == f"/tmp/triton_{os.getuid()} /tmp/torchinductor_{os.getuid()} none"

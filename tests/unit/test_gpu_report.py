@@ -27,8 +27,9 @@ import torch
 from gpu_sections import SECTIONS, ReportSection
 from gpu_training import TINY, Bench, Row, StepArm, write_corpora
 
-from megatron_ddrp.errors import FAILURE, UserError
+from megatron_ddrp.errors import FAILURE
 from tests.integration.launch import fork_server
+from tests.refusals import refused, wrong_arguments
 
 SIZES = dataclasses.replace(TINY, lengths=(16,), steps=1)
 
@@ -250,9 +251,8 @@ def test_a_second_call_does_what_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert calls == [first, second, third, fourth, second]
     assert [section["name"] for section in kept] == [first, second, third, fourth]
     monkeypatch.setattr(gpu_report, "commit", lambda: "def")
-    with pytest.raises(UserError, match="is a report of another commit .abc instead of def.: move it away") as refused:
-        gpu_report.Reporter(tmp_path, SIZES, 5.0, None)
-    assert refused.value.exit_code == 2
+    line = "is a report of another commit .abc instead of def.: move it away"
+    wrong_arguments(line, gpu_report.Reporter, tmp_path, SIZES, 5.0, None)
 
 
 def test_a_section_without_end_is_killed(tmp_path: Path) -> None:
@@ -285,15 +285,10 @@ def test_memory_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_device_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(sys, "argv", ["gpu_report.py"])
-    with pytest.raises(UserError, match="no CUDA device.*--tiny") as refused:
-        gpu_report.main()
-    assert refused.value.exit_code == FAILURE
-    assert "\n" not in str(refused.value)
+    assert refused("no CUDA device.*--tiny", gpu_report.main).exit_code == FAILURE
 
 
-def test_the_end_says_where_the_files_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_says_where_the_files_are(tmp_path, monkeypatch, capsys):
     context = fork_server()
     monkeypatch.setattr(gpu_report.multiprocessing, "get_context", lambda kind: context)
     words = ["--tiny", "--output", str(tmp_path / "new"), "--sections", "machine"]

@@ -1,16 +1,18 @@
-"""How a rank ends: with its exit code and its words, and without Python's teardown."""
+"""How a rank ends, with its exit code and its words, and which signals ask a run to stop."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_ddrp.commands import pretrain
-from megatron_ddrp.run.launch import StopRequests, is_launched, launched_world_size
+from megatron_ddrp.run.launch import OUT_OF_TIME, SIGNALS, StopRequests, is_launched, launched_world_size
 from megatron_ddrp.train import Trained
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +74,7 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
         (BATCH | {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "8", "MASTER_ADDR": "node1"}, 8, True),
     ],
 )
-def test_ranks_are_those_that_a_run_would_have(
-    variables: dict[str, str], ranks: int, launched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_those_that_a_run_would_have(variables, ranks, launched, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     assert (launched_world_size(), is_launched()) == (ranks, launched)
 
@@ -103,9 +103,7 @@ def test_a_refusal_is_told_once_on_every_host(variable: str) -> None:
 
 
 @pytest.mark.parametrize(("code", "save", "says"), [(0, "my run", True), (75, "my run", False), (0, None, False)])
-def test_a_finished_run_says_what_is_next(
-    code: int, save: str | None, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_says_what_is_next(code, save, says, monkeypatch, capsys):
     monkeypatch.setattr("megatron_ddrp.train.train", lambda config, requests: Trained(code, 1))
     monkeypatch.setattr(StopRequests, "heed", lambda self: self)
     flags = ["--save", save] if save else []
@@ -113,3 +111,67 @@ def test_a_finished_run_says_what_is_next(
     assert pretrain.main() == code
     printed = capsys.readouterr().out
     assert ("next: megatron-ddrp report --load 'my run' --output-dir 'my run'/report" in printed) is says
+
+
+@pytest.fixture(autouse=True)
+def interrupts_heeded() -> Iterator[None]:
+    """As in a foreground process, whatever started the tests."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_is_a_request_and_its_handler_returns(number: signal.Signals) -> None:
+    requests = StopRequests(None).heed()
+    assert requests.code == 0
+    os.kill(os.getpid(), number)
+    assert requests.code == number
+
+
+def test_the_time_limit_is_in_minutes_after_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = StopRequests(2.0, began=100.0)
+    codes = []
+    for now in (219.0, 220.0):
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        codes.append(requests.code)
+    assert codes == [0, OUT_OF_TIME]
+
+
+def test_a_second_interrupt_ends_a_lone_process(capfd: pytest.CaptureFixture[str]) -> None:
+    requests = StopRequests(None, alone=True).heed()
+    interrupt()
+    assert requests.code == signal.SIGINT
+    assert "SIGINT: stopping after this step; once more ends at once" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_an_interrupt_after_another_signal_is_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+    requests = StopRequests(None, alone=True).heed()
+    os.kill(os.getpid(), signal.SIGTERM)
+    interrupt()
+    assert requests.code == signal.SIGINT and "once more" in capfd.readouterr().err
+
+
+def test_a_launcher_may_send_several(capfd: pytest.CaptureFixture[str]) -> None:
+    requests = StopRequests(None).heed()
+    interrupt()
+    interrupt()
+    assert requests.code == signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+def test_ignored_interrupts_stay_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests = StopRequests(None, alone=True).heed()
+    interrupt()
+    assert requests.code == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

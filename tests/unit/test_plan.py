@@ -1,4 +1,4 @@
-"""`megatron-ddrp plan`: order of shapes, batch, fit into memory, and the commands that it prints."""
+"""`megatron-ddrp plan`, FLOP against torch's count, the table of devices, and what a run says of its device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import dataclasses
 import itertools
 import re
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_ddrp import train
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import planning as speed
 from megatron_ddrp.commands.options import (
@@ -25,11 +29,21 @@ from megatron_ddrp.commands.options import (
 )
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL, PresentDevice
+from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig
 from megatron_ddrp.config.run import config_of
+from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
+from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs
-from megatron_ddrp.run.devices import DEVICES, why_not, with_chosen_backend
+from megatron_ddrp.model import build_model, graphs
+from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not, with_chosen_backend
+from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, step_seconds
+from tests.refusals import wrong_arguments
+from tests.unit.model.tiny import tiny_batch, tiny_config
 
 
 def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
@@ -108,9 +122,7 @@ def test_ranks_share_the_batch_and_the_launcher_is_named(capsys: pytest.CaptureF
     assert small[1]["epochs"] > 4 * small[0]["epochs"]
 
 
-def test_shapes_that_do_not_fit_are_counted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_that_do_not_fit_are_counted(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=1.0))
     plan, text = planned(capsys, "--tokens 50M --device l4")
     assert [row["hidden_size"] for row in plan.rows] == [128, 256, 384, 512][: len(plan.rows)]
@@ -118,9 +130,7 @@ def test_shapes_that_do_not_fit_are_counted(
 
 
 @pytest.mark.parametrize(("share", "fits"), [(FULL - 0.01, True), (FULL + 0.01, False)])
-def test_a_shape_leaves_a_part_of_the_memory_free(
-    share: float, fits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shape_leaves_a_part_of_the_memory_free(share, fits, capsys, monkeypatch):
     """`share` of the memory is what one row per micro-batch of the second shape needs."""
     line = "--tokens 50M --vocab-size 32000 --device l4 --max-layers 4"
     row = planned(capsys, line)[0].rows[1]
@@ -143,9 +153,7 @@ def test_a_shape_leaves_a_part_of_the_memory_free(
     ],
 )
 def test_a_mistake_is_one_line(line: str, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        main(line.split())
-    assert error.value.exit_code == 2
+    wrong_arguments(re.escape(message), main, line.split())
 
 
 def test_too_little_time_is_an_error_that_says_so() -> None:
@@ -153,9 +161,7 @@ def test_too_little_time_is_an_error_that_says_so() -> None:
         main(["--tokens", "50M", "--device", "t4", "--hours", "0.00001"])
 
 
-def test_what_is_here_is_measured_and_the_rest_has_its_speed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_here_is_measured_and_the_rest_has_its_speed(capsys, monkeypatch):
     """One real measurement of a tiny shape; a larger one would take longer than the patience."""
     tiny, small = Shape(1, 16, 2), Shape(2, 32, 2)
     monkeypatch.setattr("megatron_ddrp.commands.planning.SHAPES", (tiny, small))
@@ -190,3 +196,211 @@ def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
     tokens = config.training.train_iters * config.training.global_batch_size * 128
     assert tokens == pytest.approx(EPOCHS * 17e6, rel=0.01)
     assert recipe(SHAPES[0], 10, 128, 16, 16)["train_iters"] == 1
+
+
+ROWS, LENGTH, PREDICTED = 3, 8, 2
+SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
+OF_ENCODING = {"deberta-v2": {"relative_distance": 2 * LENGTH}}
+"""With so many buckets each offset has its own; eager attention multiplies by each offset in any case."""
+
+
+def configuration(encoding, objective="mlm", **changes):
+    settings = {"objective": objective, "mask_prob": PREDICTED / LENGTH, "generator_size": 0.5}
+    sizes = SIZES | OF_ENCODING.get(encoding, {}) | changes
+    model = tiny_config(position_encoding=encoding, **sizes)
+    return Config(model=model, objective=ObjectiveConfig(**settings))
+
+
+def counted(config):
+    """FLOP that torch counts for a batch without padding whose share of predicted tokens is the configuration's."""
+    torch.manual_seed(0)
+    model = build_model(config.model, objective=config.objective)
+    batch = tiny_batch((LENGTH,) * ROWS, LENGTH, predicted=PREDICTED)
+    own = make_objective(config.objective).draw(batch.map(lambda x: x.numpy()), config.model, 0, 1).own
+    with FlopCounterMode(display=False) as counter:
+        model(batch, Draws.none(ROWS, config.model.num_layers)._replace(own=own)).sums.sum().backward()
+    return counter.get_total_flops()
+
+
+def of_projected_tables(model, forward_only=0):
+    """FLOP of the projections of DeBERTa's table, which no token pays for: trained once a layer."""
+    rows = 2 * LENGTH - 1 if model.position_encoding == "deberta-v2" else 2 * model.relative_distance
+    products = 2 * 2 * rows * model.hidden_size**2
+    return products * (3 * model.num_layers + forward_only)
+
+
+def once_per_batch(config):
+    """FLOP of an encoding's own products, which the closed forms leave out."""
+    model, rows = config.model, LENGTH + 1
+    if config.model.position_encoding.startswith("tupe"):
+        return 6 * (2 * rows * model.hidden_size**2 + rows**2 * model.hidden_size)
+    if config.model.position_encoding == "deberta-v2":
+        return of_projected_tables(model)
+    if config.model.position_encoding != "deberta":
+        return 0
+    if config.objective.generates:
+        return of_projected_tables(model) + of_projected_tables(config.objective.generator_config(model))
+    return of_projected_tables(model, forward_only=1)  # the last layer's, whose ordinary output nobody reads
+
+
+CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [
+    (encoding, name) for encoding in ("ddrp", "deberta") for name in ("electra", "rtd")
+]
+
+
+@pytest.mark.parametrize(("encoding", "objective"), CASES)
+def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
+    config = configuration(encoding, objective)
+    assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
+
+
+def test_offsets_that_share_a_bucket_count_once():
+    few = flop_per_token(configuration("deberta-v2", relative_distance=4))
+    assert few.tables / flop_per_token(configuration("deberta-v2")).tables == 7 / 15
+
+
+def test_each_part_of_the_model_has_its_own_term():
+    """Leaving a part out of the model takes its term, and no other, from torch's count."""
+    tokens, whole = ROWS * LENGTH, configuration("ddrp")
+    plain = configuration("absolute")
+    assert flop_per_token(whole).tables * tokens == counted(whole) - counted(plain)
+    small, large = configuration("absolute", vocab_size=128), configuration("absolute", vocab_size=256)
+    assert (flop_per_token(large).head - flop_per_token(small).head) * tokens == counted(large) - counted(small)
+    deeper = flop_per_token(configuration("absolute", num_layers=3))
+    layer = (counted(configuration("absolute", num_layers=3)) - counted(plain)) / tokens
+    assert (deeper.linear + deeper.attention) / 3 == layer
+    wider = flop_per_token(configuration("absolute", ffn_hidden_size=11))
+    assert wider.linear - flop_per_token(plain).linear == 2 * 6 * 2 * 24
+
+
+def test_a_base_model_at_512_tokens_takes_588_mflop_per_token_and_7_per_table():
+    plain = Config().replace(model={"position_encoding": "absolute", "relative_distance": None})
+    plain = plain.replace(objective={"objective": "mlm", "tcd_weight": None, "hcd_weight": None})
+    assert flop_per_token(plain).total / 1e6 == pytest.approx(588, abs=0.5)
+    assert flop_per_token(Config()).tables / 1e6 == pytest.approx(7.0, abs=0.1)
+
+
+def test_short_rows_meet_few_rows_of_a_table():
+    config = configuration("ddrp")  # a table of 5 rows
+    assert flop_per_token(config, 2).tables == flop_per_token(config).tables * 3 / 5
+
+
+def test_local_layers_count_the_keys_of_their_window():
+    base = {"seq_length": 512, "relative_distance": 64, "num_layers": 4}
+    whole = flop_per_token(configuration("deberta", **base))
+    local = flop_per_token(configuration("deberta", local_attention=20, global_every=3, **base))
+    # Layers 0 and 3 are global, the last one counts a third: its ordinary output is the decoder's input at best.
+    assert local.attention / whole.attention == pytest.approx((4 / 3 * 512 + 2 * 21) / (10 / 3 * 512))
+    assert local.tables / whole.tables == pytest.approx((4 / 3 * 128 + 2 * 21) / (10 / 3 * 128))
+    assert (local.linear, local.head, local.mask_decoder) == (whole.linear, whole.head, whole.mask_decoder)
+    last = flop_per_token(configuration("deberta", local_attention=20, global_every=2, **base))
+    assert last.mask_decoder < whole.mask_decoder
+    wide = flop_per_token(configuration("deberta", local_attention=2000, **base))
+    assert wide == whole
+
+
+def test_terms_add_up():
+    assert TokenFlop(1, 2, 3, 4, 5, 6).total == 21
+
+
+BASE = Config().replace(training={"micro_batch_size": 32, "global_batch_size": 4096, "fp16": True})
+
+
+def test_a_step_takes_its_flop_at_a_share_of_the_peak_of_all_ranks() -> None:
+    seconds = flop_per_token(BASE).total * 4096 * 512 / (64 * 989.4e12 * SHARE)
+    assert step_seconds(BASE, 64, DEVICES["h100"]) == pytest.approx(seconds)
+    recomputed = BASE.replace(parallel={"checkpoint_activations": True})
+    assert step_seconds(recomputed, 64, DEVICES["h100"]) == pytest.approx(4 / 3 * seconds)
+
+
+def test_older_devices_refuse_bf16() -> None:
+    bf16 = BASE.replace(training={"fp16": False, "bf16": True})
+    for device in DEVICES.values():
+        assert why_not(BASE, device) is None and (why_not(bf16, device) is None) == device.is_recent
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "peak"),
+    [
+        ("Tesla V100-SXM2-32GB", "fp16", True, 125),
+        ("Tesla V100-PCIE-16GB", "fp32", True, 14),
+        ("NVIDIA A100-SXM4-80GB", "bf16", True, 312),
+        ("NVIDIA A100 80GB PCIe", "fp32", True, 156),
+        ("NVIDIA A100-PCIE-40GB", "fp32", False, 19.5),
+        ("NVIDIA A10", "bf16", True, 125),
+        ("NVIDIA A40", "bf16", True, 149.7),
+        ("NVIDIA L4", "bf16", True, 121),
+        ("NVIDIA L40S", "bf16", True, 362.05),
+        ("NVIDIA GeForce RTX 4090", "bf16", True, 165.2),
+        ("NVIDIA H100 80GB HBM3", "bf16", True, 989.4),
+        ("NVIDIA H100 PCIe", "bf16", True, 756),
+        ("NVIDIA H200", "fp16", True, 989.4),
+        ("NVIDIA B200", "fp32", False, None),
+        ("AMD Instinct MI300X", "bf16", True, 1307.4),
+        ("NVIDIA A10G", "bf16", True, None),
+        ("NVIDIA L40", "bf16", True, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", True, None),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", True, None),
+    ],
+)
+def test_a_devices_peak_is_found_by_its_name(name, precision, tf32, peak):
+    device = device_named(name)
+    assert (device and device.tflops(precision, tf32)) == peak
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("devices", "ranks", "says"), [(8, 1, True), (8, 8, False), (1, 1, False), (0, 1, False)])
+def test_one_process_beside_several_gpus_is_told_how_to_use_them(devices, ranks, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    lines = unused_devices(ranks)
+    assert bool(lines) is says
+    assert not lines or lines[0].startswith("1 of 8 GPUs used; to use all: deepspeed --module megatron_ddrp pretrain")
+
+
+def test_replays_need_a_cpu_or_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config().replace(training={"replay_interval": 100}, model={"attention_backend": "sdpa", "compile": "off"})
+    check_device(config, CPU)
+    monkeypatch.setattr(graphs, "is_nvidia", lambda device: device.type == "cuda")
+    check_device(config, GPU)
+    with pytest.raises(UserError, match=r"^--replay-interval 100: on GPUs .* \(--cuda-graphs off\); leave it out$"):
+        check_device(config.replace(parallel={"cuda_graphs": "off"}), GPU)
+    check_device(Config().replace(parallel={"cuda_graphs": "off"}), CPU)
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    config = Config()
+    for setting in ("off", "auto"):
+        asked = config.replace(parallel={"cuda_graphs": setting})
+        check_device(asked, CPU)
+        assert missing_graphs(asked, CPU) == () and rows_for(asked, CPU) == "cpu"
+        assert "graphs" not in choices(asked, CPU)
+    with pytest.raises(
+        UserError, match="^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu; use --cuda-graphs off$"
+    ) as refusal:
+        check_device(config.replace(parallel={"cuda_graphs": "on"}), CPU)
+    assert refusal.value.exit_code == 2
+
+
+def test_a_rank_whose_device_chooses_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow, slower = "triton attention, bf16", "sdpa attention, bf16", "eager attention, bf16"
+    assert other_choices([fast, fast]) == []
+    assert other_choices([fast, slower, *[slow] * 3, fast, slow]) == [f"rank 1: {slower}", f"ranks 2–4, 6: {slow}"]
+
+    monkeypatch.setattr(train, "gather_objects", lambda own: [own, slow])
+    corpus = SimpleNamespace(summary=lambda *_: "text")
+    loader = SimpleNamespace(samples=8, num_micro_batches=1)
+    lines = train.introduction(Setup(Config(), Ranks(0, 2, CPU)), corpus, loader, (10, 1)).splitlines()  # type: ignore[arg-type]
+    assert lines[0].endswith(choices(Config(), CPU)) and lines[1] == f"rank 1: {slow}"
+
+
+def test_rows_under_graphs_have_few_lengths() -> None:
+    config, off = Config(), Config().replace(parallel={"cuda_graphs": "off"})
+    assert missing_graphs(config, GPU) == () and ROW_MULTIPLE[rows_for(config, GPU)] == 64
+    assert missing_graphs(off, GPU) == () and ROW_MULTIPLE[rows_for(off, GPU)] == 16
+    assert ROW_MULTIPLE[rows_for(config, CPU)] == 8
+    cut = config.replace(parallel={"zero_stage": 3})
+    assert ROW_MULTIPLE[rows_for(cut, GPU)] == 16
+    assert missing_graphs(cut, GPU) == ("--cuda-graphs auto: off, no graph holds the layers of --zero-stage 3",)
+    assert missing_graphs(cut.replace(parallel={"cuda_graphs": "off"}), GPU) == ()
