@@ -8,7 +8,6 @@ import pytest
 
 from megatron_ddrp.arguments import build_parser, parse_arguments
 from megatron_ddrp.config import ENCODINGS, Config, concerns, flag, save_config
-from megatron_ddrp.errors import UserError
 from tests.refusals import refused, wrong_arguments
 
 
@@ -77,10 +76,9 @@ def test_underscores_count_as_dashes(words):
 
 
 def test_the_launchers_own_flags_are_accepted(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text("{}", encoding="utf-8")
-    arguments = parse_arguments(["--local_rank=1", "--deepspeed", "--deepspeed_config", str(path), "--dry_run"])
-    assert arguments.config.parallel.deepspeed_config == str(path) and arguments.dry_run
+    path = deepspeed_file(tmp_path)
+    arguments = parse_arguments(["--local_rank=1", "--deepspeed", "--deepspeed_config", path, "--dry_run"])
+    assert arguments.config.parallel.deepspeed_config == path and arguments.dry_run
     assert arguments.remarks == ()
 
 
@@ -309,8 +307,8 @@ def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
     save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
     words = ["--config", str(tmp_path / "config.json")]
     path = deepspeed_file(tmp_path, optimizer={"type": "AdamW", "params": {"lr": 3e-3}})
-    with pytest.raises(UserError, match=r"optimizer\.params\.lr is 0\.003 but the flags say 0\.0001"):
-        parse_arguments([*words, "--deepspeed_config", path])
+    line = r"optimizer\.params\.lr is 0\.003 but the flags say 0\.0001"
+    refused(line, parse_arguments, [*words, "--deepspeed_config", path])
     path = deepspeed_file(tmp_path, gradient_accumulation_steps=7)
     batch = parse_arguments([*words, "--deepspeed_config", path]).config.training.global_batch_size
     assert batch == Config().training.global_batch_size

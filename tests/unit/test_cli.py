@@ -154,8 +154,7 @@ def test_a_subcommand_has_options_of_its_own():
 def test_a_function_whose_command_ended_with_a_code_raises_it(name, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{COMMANDS[name].module}.main", lambda words: 3)
     function, words = getattr(functions, name.replace("-", "_")), ["plan.yaml"] if name == "compare" else []
-    error = refused(f"{name} ended with exit code 3", function, *words, output_dir=tmp_path)
-    assert error.exit_code == 3
+    assert refused(f"{name} ended with exit code 3", function, *words, output_dir=tmp_path).exit_code == 3
 
 
 def test_a_comparison_of_rows_returns_the_newest_row_of_each_run(tmp_path, monkeypatch):
@@ -319,14 +318,10 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "markdown", None)
     need_packages("the page", "json")
-    with pytest.raises(
-        UserError, match=r"^the page needs matplotlib, not installed here: pip install matplotlib$"
-    ) as one:
-        need_packages("the page", "json", "matplotlib")
-    assert one.value.exit_code == FAILURE
-    with pytest.raises(UserError, match=r"needs markdown and matplotlib.*: pip install markdown matplotlib$") as both:
-        need_packages("the page", "markdown", "matplotlib", exit_code=WRONG_ARGUMENTS)
-    assert both.value.exit_code == WRONG_ARGUMENTS
+    line = "^the page needs matplotlib, not installed here: pip install matplotlib$"
+    assert refused(line, need_packages, "the page", "json", "matplotlib").exit_code == FAILURE
+    line, packages = "needs markdown and matplotlib.*: pip install markdown matplotlib$", ("markdown", "matplotlib")
+    wrong_arguments(line, need_packages, "the page", *packages, exit_code=WRONG_ARGUMENTS)
 
 
 def test_no_message_asks_for_a_release_of_this_package():

@@ -162,7 +162,6 @@ def run_slurm(
     tmp_path: Path, environment: dict[str, str], *words: str, rank: str = "exit 75", dry: str = "exit 0"
 ) -> subprocess.CompletedProcess[str]:
     """The Slurm recipe with stand-ins for its commands; `rank` and `dry` are what a rank and a dry run do."""
-    (tmp_path / "stubs").mkdir(exist_ok=True)
     for name, script in {
         "sbatch": 'echo "sbatch $*"',
         "srun": 'echo "srun $SLURM_NTASKS $SLURM_NTASKS_PER_NODE $1 $2"; shift 2; "$@"',
@@ -170,11 +169,8 @@ def run_slurm(
         "python": f'if [[ " $* " == *" --dry-run "* ]]; then printf "%s\\0" "$@" > {tmp_path}/dry; {dry}; fi; '
         f'echo "$MASTER_ADDR:$MASTER_PORT python $*"; {rank}',
     }.items():
-        (tmp_path / "stubs" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (tmp_path / "stubs" / name).chmod(0o755)
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
-    given = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
+        write_program(tmp_path / "stubs", name, script)
+    given = {"DATA": write_dataset(tmp_path), "VOCAB": write_vocabulary(tmp_path), "SAVE": str(tmp_path / "save")}
     given |= {"SLURM_SUBMIT_DIR": str(ROOT), **environment}
     return run_script(SLURM, given, *words, in_front=tmp_path / "stubs")
 
@@ -303,9 +299,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     flags = []
     if plan.stem == "paper":  # takes a dataset that is there
         del environment["CORPUS"]
-        vocabulary = tmp_path / "vocab.txt"
-        vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
-        flags = ["--data-path", write_dataset(tmp_path), "--vocab-file", str(vocabulary)]
+        flags = ["--data-path", write_dataset(tmp_path), "--vocab-file", write_vocabulary(tmp_path)]
     module, *words = words_of_script(ROOT / "examples" / "compare.sh", environment, tmp_path, str(plan), *flags)
     assert module == "tasks.compare"
     done = run_program(module, *words)
@@ -370,9 +364,7 @@ def run_script(
 
 def environment_of_recipe(tmp_path: Path) -> dict[str, str]:
     """Return the variables of a recipe under DRY_RUN=1, on a dataset of its own."""
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
-    files = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
+    files = {"DATA": write_dataset(tmp_path), "VOCAB": write_vocabulary(tmp_path), "SAVE": str(tmp_path / "save")}
     return files | {"DRY_RUN": "1"}
 
 
@@ -383,13 +375,17 @@ def words_for_python(path: Path, tmp_path: Path, *flags: str) -> list[str]:
 
 def words_of_script(path: Path, environment: dict[str, str], tmp_path: Path, *words: str) -> list[str]:
     """Return the program or module that a script starts with `python`, and its words."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/usr/bin/env bash\n[[ $1 != -m ]] || shift\nprintf '%s\\0' \"$@\"\n")
-    python.chmod(0o755)
-    done = run_script(path, environment, *words, in_front=python.parent)
+    write_program(tmp_path / "bin", "python", "[[ $1 != -m ]] || shift\nprintf '%s\\0' \"$@\"")
+    done = run_script(path, environment, *words, in_front=tmp_path / "bin")
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\0")[:-1]
+
+
+def write_vocabulary(folder: Path) -> str:
+    """Write the special tokens and eight letters as a vocabulary; return its path."""
+    path = folder / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
+    return str(path)
 
 
 def write_dataset(folder: Path) -> str:
@@ -427,12 +423,10 @@ def test_an_array_of_parts_and_its_merge_give_the_files_of_one_run(tmp_path: Pat
     programs = tmp_path / "bin"
     write_program(programs, "sbatch", SBATCH)
     write_program(programs, "megatron-ddrp", f'exec "{sys.executable}" -m megatron_ddrp "$@"')
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
-    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     lines = [json.dumps({"text": "a b c d " * (n % 7), "title": "e f"}) + "\n" for n in range(40)]
     (tmp_path / "text.jsonl").write_text("".join(lines))
     log = tmp_path / "log"
-    settings = {"INPUT": str(tmp_path / "*.jsonl"), "VOCAB": str(tmp_path / "vocab.txt"), "LOG": str(log)}
+    settings = {"INPUT": str(tmp_path / "*.jsonl"), "VOCAB": write_vocabulary(tmp_path), "LOG": str(log)}
     settings |= {"PYTHONPATH": str(ROOT), "SLURM_CPUS_PER_TASK": "1"}
     for name, parts in (("parts", "2"), ("once", "1")):
         settings |= {"PREFIX": str(tmp_path / name), "PARTS": parts}
@@ -458,8 +452,7 @@ def test_sweeps_and_comparisons_are_arrays_of_commands_that_do_not_wait(tmp_path
     assert told["compare"] == "compare plan.yaml --output-dir out --workers 1 --no-wait --bf16\n"
 
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SHOW = """#!/usr/bin/env bash
+SHOW = """
 echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR ${DS_ENV_FILE:-none}"
 [[ ! -f ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"
 """
@@ -468,16 +461,13 @@ echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR ${DS_ENV_FILE:-none}"
 def launch(name: str, tmp_path: Path, **variables: str) -> list[str]:
     """Run a recipe whose launcher shows what it was given; return its lines."""
     for program in ("deepspeed", "python"):
-        path = tmp_path / "bin" / program
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(SHOW)
-        path.chmod(0o755)
+        write_program(tmp_path / "bin", program, SHOW)
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     home.mkdir()
     temporary.mkdir()
     (home / ".deepspeed_env").write_text("OMP_NUM_THREADS=4\n")
-    surroundings = {"PATH": f"{path.parent}:{os.environ['PATH']}", "HOME": str(home), "TMPDIR": str(temporary)}
-    words = ["bash", str(EXAMPLES / name)]
+    surroundings = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(home), "TMPDIR": str(temporary)}
+    words = ["bash", str(ROOT / "examples" / name)]
     return subprocess.run(
         words, env=surroundings | variables, capture_output=True, text=True, check=True
     ).stdout.splitlines()
