@@ -117,7 +117,8 @@ def armed(points: str, rank: int | None = None) -> Callable[[], None]:
 
 
 def _arm(points: str, rank: int | None) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background, or by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if rank is None or os.environ["RANK"] == str(rank):
         os.environ[VARIABLE] = points
 

@@ -101,6 +101,11 @@ def test_a_mistake_is_one_line_of_ours(flags: Flags) -> None:
 @pytest.mark.slow
 def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path: Path) -> None:
     """The terminal's end kills `deepspeed` and its launcher of ranks, and takes the ranks' output away."""
+
+    def take_the_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run by nohup
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     hold, save = Hold(tmp_path / "pipe"), tmp_path / "run"
     ours, theirs = pty.openpty()
     deepspeed = subprocess.Popen(
@@ -110,7 +115,7 @@ def test_ranks_save_when_the_terminal_of_deepspeed_closes(flags: Flags, tmp_path
         stderr=theirs,
         env=environment() | {"PATH": PATH, VARIABLE: f"step.logged={hold.action}@3"},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_the_terminal,
     )
     os.close(theirs)
     ended = os.pidfd_open(deepspeed.pid)

@@ -234,7 +234,8 @@ def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, fl
 
 
 def signal_early(number: signal.Signals) -> None:
-    """Send a signal to the last rank before it meets the others."""
+    """Send a signal to the last rank before it meets the others; under nohup it would ignore SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if os.environ["RANK"] == "1":
         process_group.start = functools.partial(after_a_signal, number, process_group.start)  # type: ignore[assignment]
 
