@@ -307,7 +307,7 @@ def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
     parts = list(blocks.cut(document_ids, 2))
     assert [(b.rows.start, b.rows.stop, b.length) for b in parts] == [(0, 3, 4), (3, 4, 8), (4, 7, 3)]
     assert [block.unmasked for block in parts] == [False, True, False]  # one full document needs no mask
-    whole = blocks.Tile(slice(0, None), slice(0, None))
+    whole = blocks.QueryTile(slice(0, None), slice(0, None))
     assert parts[1].forbidden_pairs(whole) is None
     for block in (parts[0], parts[2]):
         ids = document_ids[block.rows, : block.length]
