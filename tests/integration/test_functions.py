@@ -26,11 +26,13 @@ import torch
 import megatron_ddrp
 from megatron_ddrp import compare, finetune, minimal_pairs, preprocess, pretrain, report, train_tokenizer
 from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.config import load_config
+from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.experiment import stop_on_sigterm
 from megatron_ddrp.run.callbacks import Callback, StopTraining
 from megatron_ddrp.run.launch import guest
-from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.run.metrics import read_rows, stored_level
 from tests.conftest import TinyCorpus, documents
 from tests.integration.conftest import TINY
 
@@ -146,6 +148,8 @@ def test_a_run_that_ended_early_resumes_bit_for_bit(
 ) -> None:
     settings |= {"zero_stage": 1, "save_interval": 2, "hidden_dropout": 0.1, "train_iters": 4}
     whole = pretrain(**settings, save=tmp_path / "whole")
+    level = Corpus.open(load_config(tmp_path / "whole")).unigram_loss
+    assert stored_level(tmp_path / "whole") == pytest.approx(level, abs=1e-5) and level > 1
     early = At(3, act)
     own = settings | {"save": tmp_path / "own", "load": tmp_path / "own"}
     if stopped:

@@ -447,6 +447,31 @@ def test_description_names_every_weighted_corpus(parts, tiny_corpus):
     assert lines[2].endswith(f"{samples:,} sequences, {400 / samples:.2f} epochs")
 
 
+def test_other_text_of_the_same_size_is_another_content(parts, tiny_corpus):
+    config = make_config(tiny_corpus, data={"data_path": (parts["a"],)})
+    first = Corpus.open(config)
+    assert first.changes(first.contents) == []
+    shuffled = shuffle(parts["a"] + "-shuffled", parts["a"], 1).prefix
+    other = Corpus.open(make_config(tiny_corpus, data={"data_path": (shuffled,)}))
+    [line] = other.changes({shuffled: first.contents[parts["a"]]})
+    assert f"data {shuffled}: another content than at the checkpoint (" in line
+
+
+def test_ranks_compare_tokenizer_and_data(parts, tiny_corpus, tmp_path):
+    words = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
+    other_words = tmp_path / "vocab.txt"
+    other_words.write_text("\n".join([*words[:-2], words[-1], words[-2]]) + "\n", encoding="utf-8")
+    plain = dataset(tmp_path, "plain", ['{"text": "one two"}\n'] * 40, tiny_corpus.vocab_file)
+    Path(f"{plain}.json").unlink()  # which names its vocabulary
+    config = make_config(tiny_corpus, data={"data_path": (plain,)})
+    ours, theirs, b = (
+        Corpus.open(config.replace(data=change)).description
+        for change in ({}, {"vocab_file": str(other_words)}, {"data_path": (parts["b"],)})
+    )
+    assert [name for name in ours if ours[name] != theirs[name]] == ["the tokenizer"]
+    assert [name for name in ours if ours[name] != b[name]] == ["the training data", "the validation data"]
+
+
 def test_text_read_too_often_is_said(parts, tiny_corpus):
     corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": (parts["a"],)}, train_iters=10_000))
     samples = corpus.samples("train")

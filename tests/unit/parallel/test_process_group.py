@@ -337,3 +337,14 @@ def test_of_several_errors_the_first_ranks_is_raised(monkeypatch):
     failures = [None, ("of rank 1", 2), ("of rank 2", 1)]
     monkeypatch.setattr(process_group, "gather_objects", lambda _: [("a", failure) for failure in failures])
     assert refused("^of rank 1$", agree, lambda: None).exit_code == 2
+
+
+@pytest.mark.parametrize(("came", "absent"), [([0], "ranks 1, 2"), ([0, 2], "rank 1")])
+def test_ranks_that_do_not_come_are_named(came, absent):
+    store, patience = dist.HashStore(), datetime.timedelta(seconds=0.3)
+
+    def wait(rank):
+        refused(f"{absent} did not come within 0.005 minutes", rendezvous.wait_for_all, store, rank, 3, patience)
+
+    with ThreadPoolExecutor(len(came)) as pool:
+        list(pool.map(wait, came))
