@@ -3,9 +3,9 @@
     python -m tests.endurance.faults [--only NAME …] [--jobs 2] [--limit 600] [--check]
 
 A fault is a small edit of one file of the package. It is applied to a copy of the working tree, where the fast tests of
-its area run until one fails. Results go to a file outside git, so a stopped run resumes; `--only` runs faults again. At
-the end the tests that caught a fault run without one. Exits 1 if fewer than 95 % are caught. `--check` only looks
-whether the old text of every fault occurs exactly once.
+its area run until one fails, or all of them where none is fast. Results go to a file outside git, so a stopped run
+resumes; `--only` runs faults again. At the end the tests that caught a fault run without one. Exits 1 if fewer than
+95 % are caught. `--check` only looks whether the old text of every fault occurs exactly once.
 """
 
 from __future__ import annotations
@@ -69,9 +69,13 @@ def all_faults() -> list[Fault]:
 
 
 class FirstFailure:
-    """Plug-in of pytest that keeps the name of the first failed test, or of a file that cannot be collected."""
+    """Plug-in of pytest that runs fast tests and keeps the name of the first failed one, or of a file that is broken."""
 
     name = ""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out slow tests, unless all are slow."""
+        items[:] = [item for item in items if not item.get_closest_marker("slow")] or items
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.name = self.name or report.nodeid * report.failed
@@ -89,7 +93,7 @@ def in_tree(tree: Path, tests: Iterable[str], told: Any) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_ddrp", "tests")]:
         del sys.modules[name]
     first = FirstFailure()
-    code = pytest.main(["-x", "-p", "no:cacheprovider", "-m", "not slow", *tests], [first])
+    code = pytest.main(["-x", "-p", "no:cacheprovider", *tests], [first])
     told.send((int(code), first.name))
     os._exit(0)
 

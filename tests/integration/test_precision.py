@@ -99,6 +99,17 @@ def test_fp16_survives_a_scale_far_too_high(flags: Flags, tmp_path: Path) -> Non
     assert rows[-1] < rows[0] - 0.3
 
 
+def test_fp16_resumes_with_the_scale_of_its_checkpoint(flags: Flags, tmp_path: Path) -> None:
+    """Steps 1 to 8 halve the scale; a run that began again with the first one would skip steps again."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = scaling(tmp_path / "scale.json", initial_scale_power=24, hysteresis=1)
+    arguments: dict[str, Any] = {"train_iters": 12, "fp16": True, "deepspeed_config": settings}
+    start_ranks(flags(save=whole, **arguments), before=allow_fp16_on_the_cpu).check()
+    for _ in range(2):
+        start_ranks(flags(save=parts, load=parts, exit_interval=8, **arguments), before=allow_fp16_on_the_cpu).check()
+    assert training_rows(parts) == training_rows(whole)
+
+
 @pytest.mark.parametrize(("position_encoding", "highest"), [("absolute", 3.2), ("ddrp", 4.3)])
 def test_a_small_corpus_is_learnt_by_heart(
     position_encoding: str, highest: float, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path
