@@ -69,7 +69,7 @@ def all_faults() -> list[Fault]:
 
 
 class FirstFailure:
-    """Plug-in of pytest that runs fast tests and keeps the name of the first failed one, or of a file that is broken."""
+    """Plug-in of pytest that runs fast tests and keeps the name of the first failed one, or of a broken file."""
 
     name = ""
 

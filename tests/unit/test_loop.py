@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ObjectiveConfig
+from megatron_ddrp.config.registry import package_sum
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.word_counts import RareWords
 from megatron_ddrp.engine import nonfinite
@@ -43,7 +44,7 @@ from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.callbacks import Callbacks
 from megatron_ddrp.run.flops import StepProfile
 from megatron_ddrp.run.launch import StopRequests
-from megatron_ddrp.train import where_we_start
+from megatron_ddrp.train import contents_of_files, where_we_start
 from tests.refusals import refused
 from tests.unit.model.tiny import packed_batch, tiny_batch, tiny_config
 
@@ -518,3 +519,14 @@ def test_the_watch_sees_masks_and_copies_that_wait() -> None:
         torch.ones(3).to(META)
         torch.empty(3, device=META).copy_(torch.ones(3))
     assert watch.blocking_copies == 2
+
+
+def test_ranks_compare_the_code_and_the_deepspeed_file(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    plain, with_file = (
+        contents_of_files(Setup.of(CONFIG.replace(parallel={"deepspeed_config": path}), RANKS))
+        for path in (None, str(file))
+    )
+    assert plain == {"the code of megatron_ddrp": package_sum()} and len(package_sum()) == 64
+    assert with_file == plain | {"zero_optimization.stage of --deepspeed_config": "1"}
