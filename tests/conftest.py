@@ -127,7 +127,7 @@ def prose_then_code(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFa
 
 
 class Ended(NamedTuple):
-    """What a command that ran in this process leaves."""
+    """Exit code and output of a command that ran in this process."""
 
     returncode: int
     stdout: str

@@ -1,4 +1,4 @@
-"""How exactly each layout adds up bf16 gradients, in fp32 and in bf16: the table of docs/lab/agreement.md.
+"""Errors of each layout's sums of bf16 gradients, in fp32 and in bf16: the table of docs/lab/agreement.md.
 
     python -m tests.endurance.gradient_sums
 

@@ -1,5 +1,5 @@
-"""What ranks find inside their engines, and what tests change there: sums of gradients, waits for the device, bytes in
-memory, CUDA graphs on an emulator, and a rank that computes wrong once.
+"""Measurements inside engines, and what tests change there: sums of gradients, waits for the device, bytes in memory,
+CUDA graphs on an emulator, and a rank that computes wrong once.
 
 Gradients that engines step with are compared with the exact sums of their backward passes' gradients. A wait is a
 number read from a tensor, or DeepSpeed's `synchronize`, under a GPU's settings on a CPU's tensors, counted by the file
@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -45,13 +46,18 @@ from tests.integration.training_runs import forget_layout, run_ranks, train_run
 
 
 def errors_by(world_size: int, command_lines: list[list[str]]) -> list[list[float]]:
-    """For each `pretrain_bert.py ARGUMENTS`, the relative error of the first step's gradients on each rank."""
-    by_rank = run_ranks(world_size, _first_steps, command_lines, TIMEOUT)
+    """Return, for each `pretrain_bert.py ARGUMENTS`, the error of the first step's gradients on each rank."""
+    return _measured(world_size, command_lines, error_of_first_step)
+
+
+def _measured(world_size: int, command_lines: list[list[str]], measure: Callable[[Config], Any]) -> list[list[Any]]:
+    """Return what `measure`, a module's function, gives for each command line's configuration on each rank."""
+    by_rank = run_ranks(world_size, partial(_measure_all, measure), command_lines, TIMEOUT)
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
-def _first_steps(command_lines: list[list[str]], _: Path) -> list[float]:
-    return [error_of_first_step(parse_arguments(words).config) for words in command_lines]
+def _measure_all(measure: Callable[[Config], Any], command_lines: list[list[str]], _: Path) -> list[Any]:
+    return [measure(parse_arguments(words).config) for words in command_lines]
 
 
 def error_of_first_step(config: Config) -> float:
@@ -176,11 +182,7 @@ Waits = dict[str, int]
 
 def waits_of(world_size: int, command_lines: list[list[str]]) -> list[Waits]:
     """Return the waits of a step of each `pretrain_bert.py ARGUMENTS` on the first of `world_size` ranks."""
-    return run_ranks(world_size, _count_all, command_lines, TIMEOUT)[0]
-
-
-def _count_all(command_lines: list[list[str]], _: Path) -> list[Waits]:
-    return [waits_of_step(parse_arguments(words).config) for words in command_lines]
+    return [of_ranks[0] for of_ranks in _measured(world_size, command_lines, waits_of_step)]
 
 
 class Waiting(TorchDispatchMode):
@@ -256,13 +258,8 @@ Held = dict[str, int]
 
 
 def held_by(world_size: int, command_lines: list[list[str]]) -> list[list[Held]]:
-    """For each `pretrain_bert.py ARGUMENTS`, what each of the ranks holds in its second step."""
-    by_rank = run_ranks(world_size, _two_steps_each, command_lines, TIMEOUT)
-    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
-
-
-def _two_steps_each(command_lines: list[list[str]], _: Path) -> list[Held]:
-    return [two_steps(parse_arguments(words).config) for words in command_lines]
+    """Return, for each `pretrain_bert.py ARGUMENTS`, the bytes that each rank holds in its second step."""
+    return _measured(world_size, command_lines, two_steps)
 
 
 def two_steps(config: Config) -> Held:
@@ -318,7 +315,7 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 
 def held_now(engine: Any) -> Held:
-    """By kind, from where DeepSpeed keeps each."""
+    """Return the bytes of each kind that an engine holds, where DeepSpeed keeps them."""
     parameters = list(engine.module.parameters())
     weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
     zero = engine.optimizer

@@ -363,7 +363,7 @@ def test_objectives_in_every_layout_follow_one_process(flags: Flags, tmp_path: P
 SMALL = {"objective": "mlm", "position_encoding": "absolute", "seq_length": 16, "hidden_size": 16}
 RUN = SMALL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
 OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 3000}}
-"""As on GPUs: several buckets, two in turn, from hooks of the last backward pass."""
+"""Settings that reduce as GPUs do: several buckets, two in turn, from hooks of the last backward pass."""
 IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
 
 SUMMED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {

@@ -99,7 +99,7 @@ def meet_in_vain(flags: Flags, ranks: int, before: Callable[[], None], **meanwhi
 
 @pytest.fixture(scope="module")
 def found(flags: Flags) -> dict[str, Result]:
-    """What the ranks of `VAIN` say. They all wait at the same time: each is started while the one before it runs."""
+    """Results of the ranks of `VAIN`, which all wait at the same time: each is started while the one before it runs."""
     results = {}
 
     def meet_all(names: list[str]) -> None:
@@ -336,7 +336,7 @@ def pids_of_ranks(host: Host, save: Path) -> list[int]:
 
 
 LISTENS = "0A"
-"""Of /proc/net/tcp: the state of a listening socket."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 def listening(pid: int) -> list[str]:

@@ -224,14 +224,14 @@ BYTES: dict[str, Harm] = {
     "junk appended": append_junk,
     "a folder instead": put_folder,
 }
-"""What happens to any file."""
+"""Harms to the bytes of any file, by name."""
 STRUCTURE = {name: harm for name, harm in BYTES.items() if name not in ("flipped bit", "zeroed block")}
-"""What changes a file's size: to be seen without a sum."""
+"""Harms that change a file's size, which a reader sees without a sum."""
 TEXT: dict[str, Harm] = {"not UTF-8": break_utf8}
 JSON: dict[str, Harm] = {"wrong type": wrong_type, "key missing": drop_key, "edited number": edit_number}
 SWAPPED = "another of its kind"
 FIXED = ("empty", "deleted", "a folder instead", SWAPPED)
-"""What has no seed: one case per file and reader."""
+"""Harms that draw nothing, so that each file and reader has one case of them."""
 
 
 ANY_JSON = BYTES | TEXT | JSON

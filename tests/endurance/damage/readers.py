@@ -222,7 +222,7 @@ class Command(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What an ended command leaves beside its files; the exit code is None where it had to be killed."""
+    """Exit code and output of a command that has ended; the exit code is None where it had to be killed."""
 
     exit_code: int | None
     stdout: str
