@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,30 +158,30 @@ class TrainingRun:
         saved_at = begin.iteration
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
         to_do = config.training.train_iters - begin.iteration
-        stream = iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)
-        for number, micro_batches in enumerate(stream):
-            profile.begin(begin.iteration + 1 + number)
-            launched = finite.launch(micro_batches, begin.iteration + 1 + number)
-            if waiting is not None:
-                earlier, requested = waiting
-                progress, request = finish(earlier), int(requested.read())
-            pauses = self.pauses_after(launched.step, validation is not None) or profile.is_bound(launched.step)
-            if late and not request and not pauses and not launched.fault:
-                waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
-                continue
-            progress, waiting = finish(launched), None
-            with clock.pause():
-                self.say(profile.finish(progress.iteration))
-                if validation and self.is_due(progress.iteration, config.logging.eval_interval):
-                    self.validate(validation, progress)
-            request = request or largest_over_ranks(requests.code, ranks.device)
-            stops = self.ends(progress.iteration) or request
-            if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
+        with closing(iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)) as stream:
+            for number, micro_batches in enumerate(stream):
+                profile.begin(begin.iteration + 1 + number)
+                launched = finite.launch(micro_batches, begin.iteration + 1 + number)
+                if waiting is not None:
+                    earlier, requested = waiting
+                    progress, request = finish(earlier), int(requested.read())
+                pauses = self.pauses_after(launched.step, validation is not None) or profile.is_bound(launched.step)
+                if late and not request and not pauses and not launched.fault:
+                    waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
+                    continue
+                progress, waiting = finish(launched), None
                 with clock.pause():
-                    saved_at = self.save(self.folder, progress, saved_at, must=bool(stops))
-            if stops:
-                self.say(profile.stop_early(progress.iteration))
-                break
+                    self.say(profile.finish(progress.iteration))
+                    if validation and self.is_due(progress.iteration, config.logging.eval_interval):
+                        self.validate(validation, progress)
+                request = request or largest_over_ranks(requests.code, ranks.device)
+                stops = self.ends(progress.iteration) or request
+                if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
+                    with clock.pause():
+                        saved_at = self.save(self.folder, progress, saved_at, must=bool(stops))
+                if stops:
+                    self.say(profile.stop_early(progress.iteration))
+                    break
         return progress, request
 
     def end(self, progress: Progress, request: int) -> int:
@@ -253,7 +253,8 @@ class TrainingRun:
         """Log the validation losses; samples, masks and draws are the same each time and for every `--seed`."""
         config = self.setup.config
         steps = validation_steps(config.logging.eval_iters, len(loader.samples), loader.global_batch_size)
-        losses = evaluate(self.engine, iterate(loader, 0, steps), self.setup, self.notes)
+        with closing(iterate(loader, 0, steps)) as stream:  # its thread ends here even if this fails
+            losses = evaluate(self.engine, stream, self.setup, self.notes)
         self.log.write({"iteration": progress.iteration, **losses}, "on_validation")
         labels = self.setup.objective.labels
         line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"

@@ -142,6 +142,25 @@ def test_a_request_before_the_first_step_ends_the_run_there(late: bool, training
     assert made() == (Progress(), 10) and made.events == []
 
 
+def test_a_step_that_fails_ends_the_thread_that_reads_ahead(
+    late: bool, training: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error still holds the loop's frame here, so that nothing but the loop itself can have closed the stream."""
+    made, ends = training(late), []
+
+    def stream(*_: Any) -> Iterator[list[Any]]:
+        try:
+            yield []
+        finally:
+            ends.append("closed")
+
+    monkeypatch.setattr(loop, "iterate", stream)
+    monkeypatch.setattr(nonfinite, "train_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        made()
+    assert ends == ["closed"] and caught.tb is not None
+
+
 def test_a_profile_begins_and_ends_between_two_steps(
     training: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -188,8 +188,11 @@ def test_the_error_names_the_corpus_of_the_id():
         reader.read(np.arange(3), np.zeros(3, int), indices, blend.lengths(indices))
 
 
+@pytest.fixture
 def worker_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("batch-loader")]
+    """A function: the loader's threads that were started since the test began."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in set(threading.enumerate()) - before if t.name.startswith("batch-loader")]
 
 
 class CountingLoader:
@@ -208,14 +211,14 @@ class CountingLoader:
         return [consumed_samples]
 
 
-def test_iterate_yields_every_step_in_order():
+def test_iterate_yields_every_step_in_order(worker_threads):
     assert list(iterate(CountingLoader(), 32, 5)) == [[32], [48], [64], [80], [96]]
     assert list(iterate(CountingLoader(), 32, 1)) == [[32]]
     assert list(iterate(CountingLoader(), 32, 0)) == []
     assert not worker_threads()
 
 
-def test_iterate_raises_the_thread_s_error_at_its_step():
+def test_iterate_raises_the_thread_s_error_at_its_step(worker_threads):
     seen = []
     with pytest.raises(UserError, match="corpus: unreadable"):
         for batches in iterate(CountingLoader(fails_at=32), 0, 9):
@@ -224,7 +227,7 @@ def test_iterate_raises_the_thread_s_error_at_its_step():
     assert not worker_threads()
 
 
-def test_iterate_stays_two_steps_ahead_and_closes_when_the_consumer_stops():
+def test_iterate_stays_two_steps_ahead_and_closes_when_the_consumer_stops(worker_threads):
     loader = CountingLoader()
     stream = iterate(loader, 0, 1000)
     assert next(stream) == [0]
