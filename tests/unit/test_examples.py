@@ -317,6 +317,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
         "fast": 72,
         "novels": 6,
         "depth": 33,
+        "recipe-rates": 24,
     }
     assert len(trainings) == expected[plan.stem]
     assert re.search(rf"^ +{len(trainings)} x run$", done.stdout, re.MULTILINE)
