@@ -18,6 +18,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import planning as speed
 from megatron_ddrp.commands.options import (
     EPOCHS,
+    PLAIN,
     SHAPES,
     Plan,
     Shape,
@@ -29,8 +30,9 @@ from megatron_ddrp.commands.options import (
 )
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.commands.planning import FULL, PresentDevice
-from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, flag_words
 from megatron_ddrp.config.run import config_of
+from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.engine.layout import Setup
@@ -79,12 +81,27 @@ def test_wide_models_get_half_the_rate(width: int, rate: float) -> None:
     assert recipe(Shape(2, width, 2), 1e6, 128, 16, 16)["lr"] == rate
 
 
+def test_the_planned_models_export_as_a_plain_family_and_the_papers_method_is_two_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whole exports of such models are in tests/unit/conversion; here that the plan's settings are of their family."""
+    for shape in SHAPES:
+        config = config_of(recipe(shape, 1e6, 128, 16, 16)).with_vocabulary(32000)
+        assert (config.model.position_encoding, config.objective.objective) == ("rope", "mlm")
+        assert FAMILIES["modernbert"].refusal(config.model, "masked-lm") is None
+    _, text = planned(capsys, "--tokens 50M --device t4 --max-layers 2")
+    (paper,) = re.findall(r"the paper's method: (.*) behind a command", text)
+    command = shlex.split(text.splitlines()[-1])[2:]
+    config = parse_arguments([*command, *shlex.split(paper)]).config
+    assert (config.model.position_encoding, config.objective.objective) == ("ddrp", "mth")
+
+
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     plan, _ = planned(capsys, "--tokens 50M --vocab-size 32000 --device rtx-3060 --max-layers 4")
     for row in plan.rows:
         words = shlex.split(f"--num-layers {row['num_layers']} --hidden-size {row['hidden_size']} --bf16")
         words += shlex.split(f"--num-attention-heads {row['num_attention_heads']} --seq-length 128 --dry-run")
-        words += ["--vocab-size", "32000", "--attention-backend", "triton", "--layernorm-position", "pre"]
+        words += ["--vocab-size", "32000", "--attention-backend", "triton", *flag_words(PLAIN.items())]
 
         def needs(rows: int, words: list[str] = words) -> float:
             batch = ["--micro-batch-size", str(rows), "--global-batch-size", str(rows)]
