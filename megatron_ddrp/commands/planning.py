@@ -301,8 +301,8 @@ def advice(chosen: PlannedShape, options: argparse.Namespace) -> list[str]:
     convert = "megatron-ddrp convert --from-hf NAME --output start"
     return [
         *[f"if this language has an encoder, compare with continuing it: {convert}"] * (options.tokens < CONTINUE),
-        "docs/lab/results.md has why rotary positions and masked LM, and megatron-ddrp convert makes a plain modernbert "
-        "of this model; the paper's method: --position-encoding ddrp --objective mth behind a command",
+        "why rotary positions and masked LM: docs/lab/results.md; megatron-ddrp convert makes a plain modernbert of "
+        "the model; the paper's method: --position-encoding ddrp --objective mth behind a command",
         f"first try the rate, {duration(max(1.0, short * chosen.step.seconds))} each; the best has the lowest "
         "validation loss:",
         f"  for lr in {rates}; do {trial}; done",

@@ -221,7 +221,7 @@ def test_no_encodings_name_outside_its_file_and_the_configuration():
 
 
 def test_no_objectives_name_where_it_could_decide_something():
-    """Exceptions: the model built without an objective is a masked LM; a comparison names the paper's, a plan its own."""
+    """Exceptions: the model built without an objective is a masked LM; a comparison names the paper's, a plan one."""
     offenders = named_outside(OBJECTIVES, "config/", "objectives/", "conversion/", "tasks/", "lab/")
     assert offenders == {("model/bert.py", "mlm"), ("commands/options.py", "mlm")}
 
