@@ -39,12 +39,13 @@ FOREIGN = PAGES["docs/foreign-files.md"]
 MOST_WORDS = 120
 ENTRY = re.compile(r"^\s*(?:[-*]|\d+\.) ")
 """Begin of an entry of a list, which is a paragraph of its own."""
-NO_PROSE = re.compile(r"^\s*(?:\||#|<!--|!\[)")
-"""Begin of a line of a table, a heading, a comment or a picture."""
+NO_PROSE = re.compile(r"^\s*(?:\||#|!\[)")
+"""Begin of a line of a table, a heading or a picture."""
 
 
 def without_blocks(text: str) -> str:
-    """Return the text without its blocks of code; code inside a line stays."""
+    """Return the text without its blocks of code and its comments; code inside a line stays."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     return CODE.sub(lambda code: code[0] if re.match("`[^`]", code[0]) else "", text)
 
 

@@ -23,8 +23,8 @@ in `, half the budget`.
 | --- | --- |
 | mean, range, each | of the runs: the mean; the least and the most; one number per seed |
 | seeds, left | number of runs, or of pairs of runs; of runs that left the plateau |
-| gain, interval, test | of differences paired by seed, positive where the first model is better (pairs, first, rank |
-| | and f(S): higher): mean; Student's 95 % interval; p-value |
+| gain, interval, test | of differences paired by budget and seed, positive where the first model is better (pairs, |
+| | first, rank and f(S): higher): mean; Student's 95 % interval; p-value |
 | higher, lower, extremes | number of positive, of negative differences; the least and the most of them |
 | ratio | mean of the first model divided by that of the second |
 | logrank | p-value of the times on the plateau, where runs that never left are censored |
@@ -47,7 +47,10 @@ import pytest
 from scipy import stats
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {name: (DOCS / name).read_text(encoding="utf-8") for name in ("lab/results.md",)}
+PAGES = {
+    name: (DOCS / name).read_text(encoding="utf-8")
+    for name in ("lab/results.md", "lab/plateau.md", "lab/plateau-arms.md", "laptop.md")
+}
 Row = dict[str, Any]
 ROWS: dict[str, list[Row]] = {
     name: [json.loads(line) for line in (DOCS / f"ladder/{name}.jsonl").read_text().splitlines()]
@@ -59,12 +62,14 @@ NUMBER = re.compile(r"(?<![\d.])[+−-]?\d+(?:,\d{3})*(?:\.\d+)?")
 WORD = re.compile(r"\b(?:better|worse|not told apart|exploratory)\b")
 NO_RESULT = [
     r"<!-- compare.*?<!-- end of compare.*?-->",  # generated, and tested byte for byte
-    r"```.*?```|^    .*?$|`[^`\n]*`",  # code and formulas
-    r"\]\([^)]*\)|https?:\S+|arXiv:[\d.]+",  # links
+    r"```.*?```|^    .*?$|`(?:[^`\n]|\n(?!\s*\n))*`",  # code and formulas
+    r"!\[[^]]*\]|\]\([^)]*\)|https?:\S+|arXiv:[\d.]+",  # links
     r"\b[A-Za-z]+-?\d\w*\b|α[₁₂] = [\d.]+",  # names such as AVX512_BF16, and the paper's weights
     r"\b\d+ layers\b|\b(?:x|width) \d+|\b(?:\d+ )?rows of \d+|\b\d+ rows per step",  # sizes
     r"\b[Ss]eeds? \d{4}(?:(?:,| and| to) \d{4})*",
-    r"\b(?:3\.1|4\.2|6\.3|16\.8|67)(?: and (?:16\.8|67))? (?:M|million) tokens\b",  # budgets of the plans
+    r"\b(?:4\.2, )?(?:3\.1|4\.2|6\.3|16\.8|67)(?: and (?:16\.8|67))?\s+(?:M|million)\s+tokens\b",  # budgets
+    r"\bfrom 40 to 25 %|\bmasks 15 %|\binstead of 16\b|\b8 rows of 128 per step",  # the fast recipe
+    r"\b200,000 tokens|\bat most 2 million tokens|\b1 nat\b",  # the onset
     r"\b95 %|\b5 %(?= over)",  # levels of confidence
     r"(?<=\| )\+\d\.\d\d(?= \|)",  # the paper's gains, in a column of their own
     r"^\|[^|\n]*\(published\) \|.*?$",  # BLiMP, arXiv:1912.00582
@@ -114,23 +119,24 @@ MEASURES: dict[str, Callable[[Row], float]] = {
 
 
 def select(file: str, model: str, budget: str | None, seeds: str | None) -> list[Row]:
-    """Return the runs of a model; with a budget one per seed, that of a check only where there is no other."""
+    """Return the runs of a model, one per budget and seed: that of a check only where there is no other."""
     label, half = re.subn(", half the budget$", "", model)
     found = [row for row in ROWS[file] if row["model"] == label and row["half"] == bool(half)]
-    if budget:
-        found = [row for row in found if abs(row["planned_tokens"] / 1e6 / float(budget) - 1) < 0.01]
-        found = list({row["seed"]: row for row in sorted(found, key=lambda row: not row["check"])}.values())
+    found = [row for row in found if not budget or abs(row["planned_tokens"] / 1e6 / float(budget) - 1) < 0.01]
     found = [row for row in found if not seeds or str(row["seed"]) in seeds.split(",")]
     assert found, f"no row: {file}: {model} @ {budget}"
-    return sorted(found, key=lambda row: row["seed"])
+    one = {(row["planned_tokens"], row["seed"]): row for row in sorted(found, key=lambda row: not row["check"])}
+    return [one[key] for key in sorted(one)]
 
 
 def paired(measure: str, first: list[Row], second: list[Row]) -> np.ndarray:
-    """Return by how much the first is better, by seed. Losses on masked text compare at one mask rate only."""
+    """Return by how much the first is better, by budget and seed. Training losses compare at one mask rate only."""
     assert measure != "like" or len({mask_rate(row) for row in [*first, *second]}) == 1, "other mask rates"
-    one, other = ({row["seed"]: MEASURES[measure](row) for row in rows} for rows in (first, second))
+    one, other = (
+        {(row["planned_tokens"], row["seed"]): MEASURES[measure](row) for row in rows} for rows in (first, second)
+    )
     sign = 1 if measure in ("pairs", "first", "rank", "f(S)") else -1
-    return sign * np.array([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+    return sign * np.array([one[key] - other[key] for key in sorted(one.keys() & other.keys())])
 
 
 def interval(gains: np.ndarray) -> list[float]:
@@ -145,10 +151,10 @@ def censored(rows: list[Row]) -> stats.CensoredData:
 
 
 def of_runs(statistic: str, values: np.ndarray) -> list[float]:
-    """Return a statistic of one model's runs. A run that never left has no onset: nan, which equals nothing."""
+    """Return a statistic of one model's runs. A run that never left has no onset: nan, which no printed number is."""
     return {
         "mean": [values.mean()],
-        "range": [np.nanmin(values), np.nanmax(values)],
+        "range": [np.fmin.reduce(values), np.fmax.reduce(values)],
         "each": list(values),
         "seeds": [len(values)],
         "left": [np.isfinite(values).sum()],
@@ -193,7 +199,7 @@ def numbers(value: str) -> list[float]:
 
 
 def values_of(marker: str) -> list[str]:
-    return [" ".join(value.split()) for value in marker.split(" / ")] if marker else []
+    return " ".join(marker.split()).split(" / ") if marker else []
 
 
 def judgements(text: str) -> dict[str, list[str]]:
@@ -222,19 +228,23 @@ def pieces(text: str) -> Iterator[tuple[str, str]]:
         yield rest, ""
 
 
-def in_archive(number: str) -> bool:
-    """Return whether a number stands in a section of docs/lab/measurements.md that says that no row is stored."""
+def in_archive(words: str) -> bool:
+    """Return whether docs/lab/measurements.md has a number, with its unit, where it says that no row is stored."""
+    counted = re.compile(NUMBER.pattern + (r" [A-Za-z]+" if " " in words else ""))
     sections = re.split(r"\n## ", (DOCS / "lab/measurements.md").read_text(encoding="utf-8"))
-    return any("No row is stored" in section and number in NUMBER.findall(section) for section in sections)
+    return any("No row is stored" in section and words in counted.findall(section) for section in sections)
 
 
 def wrong(text: str) -> list[str]:
     """Return the numbers and words of a page that do not follow from the rows, with what does."""
-    found, judged = [], judgements(text)
+    judged = judgements(text)
+    begins = re.findall(r"^ *<!-- (?!compare|end of).*", text, re.MULTILINE)
+    found = [f"GitHub ends the paragraph before a line that begins with a comment: {line}" for line in begins]
     for piece, marker in pieces(text):
         printed, here = NUMBER.findall(piece), f"{' '.join(piece.split())[-90:]} <!-- {marker} -->"
         if marker == "archive":
-            found += [f"{here}: not archived: {number}" for number in printed if not in_archive(number)]
+            counted = re.findall(NUMBER.pattern + r"(?: [A-Za-z]+)?", piece)
+            found += [f"{here}: not archived: {words}" for words in counted if not in_archive(words)]
             continue
         expected = [number for value in values_of(marker) for number in numbers(value)]
         decimals = [len(number.partition(".")[2]) for number in printed]
@@ -264,12 +274,15 @@ CLAIM = "claim like rows: bert-r over absolute @ 4.19M"
         (f"ends 1.25 lower <!-- {GAIN} -->", 1),
         (f"ends 1.24 and 1.3 lower <!-- {GAIN} -->", 1),
         (f"ends lower <!-- {GAIN} -->", 1),
+        (f"ends 1.24 lower\n<!-- {GAIN} -->", 1),
         ("ends 1.24 lower <!-- gain novels rows: absolute over bert-r @ 16.8M -->", 1),
         ("ends lower by 1.24, after `--seq-length 128`", 1),
         ("- 2 left of 10 <!-- left onset rows: ddrp @ 4.19M / seeds onset rows: ddrp @ 4.19M -->", 1),
         (f"+0.327 [+0.188, +0.466], 8, better; +0.281 better <!-- {CLAIM} -->", 0),
         (f"+0.327 [+0.188, +0.466], 8, better; +0.281 worse <!-- {CLAIM} -->", 1),
-        ("12345 <!-- archive -->", 1),
+        ("65.05 <!-- archive -->", 0),
+        ("65.06 <!-- archive -->", 1),
+        ("116 hours <!-- archive -->", 1),
     ],
 )
 def test_a_wrong_number_a_wrong_word_and_a_number_without_a_marker_are_found(text: str, faults: int) -> None:
