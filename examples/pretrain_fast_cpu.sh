@@ -4,14 +4,14 @@
 #
 #   hardware   2 CPU cores with 2 GB of memory
 #   time       about 10 minutes for 6 million tokens; STEPS=16384 is 17 million
-#   result     the run leaves the plateau after about 1 million of its tokens, and ends where plain DDRP does after 16 million
+#   result     two runs left the plateau after about 1 million tokens, and ended about where plain DDRP does after 16 million
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [STEPS=n] [DRY_RUN=1] bash examples/pretrain_fast_cpu.sh [more flags]
 #
 # Measured in fp32 with 2 layers x 128 and a vocabulary of 8,192 pieces. BERT's own positions need a lower rate for the table of
 # positions: --position-encoding absolute --lr 1e-3 --optimizer-options scale=0.6. On GPUs, give --layernorm-position pre
 # --absolute-embedding --attention-init offsets --mask-prob 0.4:0.25 --optimizer muon --zero-stage 0 --lr 1e-3 to any recipe with
-# --bf16, such as examples/pretrain_ddrp_base_1gpu.sh: on an H100 a base model left the plateau after 2.5 million tokens.
+# --bf16, such as examples/pretrain_ddrp_base_1gpu.sh.
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# An English encoder on a laptop, from text alone, in two hours: rotary positions, six layers, Muon, short sentences
+# An English encoder from text alone, in an evening on two CPU cores: rotary positions, six layers, Muon, short sentences
 # (docs/laptop.md).
 #
 #   hardware   2 CPU cores with 8 GB of memory; with bf16 instructions twice as fast (--no-bf16 without)
-#   time       about 116 minutes for 36 million tokens; STEPS=5200 takes 77
-#   result     65.1 % of BLiMP's 67,000 pairs right, after novels and Wikipedia
+#   time       116 minutes for 36 million tokens on an AMD EPYC with AVX512_BF16; without such instructions about twice
+#   result     one run had 65 % of BLiMP's 67,000 pairs right, after novels and Wikipedia
 #
 #   DATA="[WEIGHT] prefix …" VOCAB=vocab.txt SAVE=dir [STEPS=n] [DRY_RUN=1] bash examples/pretrain_laptop_cpu.sh [more flags]
 #
