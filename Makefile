@@ -53,7 +53,7 @@ lint: $(STAMP) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-docs: $(STAMP) ## the documentation as a site, in site/; a broken link fails
+docs: $(STAMP) ## the documentation as a site, in site/, with the pages of docs/ladder's rows; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: $(STAMP) ## all tests that a machine without a GPU can run, 10 minutes on 2 cores
@@ -82,9 +82,9 @@ endurance: $(STAMP) ## hours: fifty kills, a crash at every moment, thousands of
 cluster: $(STAMP) ## as root, 12 minutes: real ssh, pdsh and Slurm on hosts made of namespaces
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster $(if $(WRITE),--write)
 
-ladder: $(STAMP) ## figures and tables of docs/results*.md and plateau*.md from the rows in docs/ladder
-	$(BIN)/megatron-ddrp compare docs/ladder/rows.jsonl --output-dir build/ladder --tables docs/lab/results-tables.md
-	cd build/ladder/figures && cp losses.png curves.png onsets.png claims.png budgets.png minimal-pairs.png $(CURDIR)/docs/ladder/
+ladder: $(STAMP) ## figures of docs/ladder and tables of docs/lab/plateau*.md from the rows in docs/ladder
+	$(BIN)/megatron-ddrp compare docs/ladder/rows.jsonl --output-dir build/ladder
+	cp build/ladder/figures/losses.png build/ladder/figures/onsets.png docs/ladder/
 	$(BIN)/megatron-ddrp compare docs/ladder/fast.jsonl docs/ladder/novels.jsonl --output-dir build/fast --tables docs/lab/plateau.md
 	cp build/fast/figures/claims.png docs/ladder/past-the-plateau.png
 	$(BIN)/megatron-ddrp compare docs/ladder/plateau.jsonl --output-dir build/plateau --tables docs/lab/plateau-arms.md

@@ -1,12 +1,14 @@
 """Pages and links of the documentation site, as a hook of mkdocs (mkdocs.yml names it).
 
 A page links to files relative to itself, as GitHub wants it. On the site README.md is the front page, a link to another
-page leads to that page, and a link to any other file leads to a copy of the file: the site needs no repository.
+page leads to that page, and a link to any other file leads to a copy of the file: the site needs no repository. The
+pages that `megatron-ddrp compare` makes from the rows in docs/ladder are made in build/ and stand in lab/ on the site.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -16,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File of the repository outside docs/ → its page on the site."""
 
+COMPARISONS = {"ladder": ["rows"], "fast": ["fast", "novels"], "plateau": ["plateau"]}
+"""Folder of build/ with a page of `megatron-ddrp compare` → files of docs/ladder with its rows."""
+
 LINK = re.compile(r"""(?:(?<=\]\()|(?<=\bsrc=")|(?<=\bhref="))(?P<target>[^()\s"#]*)(?P<anchor>#[^()\s"]*)?(?=[)"])""")
 CODE = re.compile(r"^(```|~~~).*?^\1[^\n]*$|^(?: {4}|\t).*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
@@ -23,12 +28,25 @@ log = logging.getLogger("mkdocs.hooks.site_pages")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside docs/, and the files that pages link to."""
+    """Add the pages that lie outside docs/, the pages and tables of comparisons, and the files that pages link to."""
     from mkdocs.structure.files import File
 
-    for source in [*PAGES, *linked_files()]:
+    compared = [made for name, rows in COMPARISONS.items() for made in compared_files(name, rows)]
+    for source in dict.fromkeys([*PAGES, *compared, *linked_files()]):
         files.append(File.generated(config, page_of(source), content=(ROOT / source).read_text(encoding="utf-8")))
     return files
+
+
+def compared_files(name: str, rows: list[str]) -> list[str]:
+    """Return the page of a comparison and its tables, made anew if the rows or the package have changed since."""
+    folder = ROOT / "build" / name
+    page, sources = folder / "page.html", [str(ROOT / "docs" / "ladder" / f"{file}.jsonl") for file in rows]
+    package = (file for file in (ROOT / "megatron_ddrp").rglob("*.*") if file.suffix != ".pyc")
+    if not page.exists() or page.stat().st_mtime < max(map(os.path.getmtime, [*sources, *package])):
+        from megatron_ddrp.lab.compare.command import main
+
+        main([*sources, "--output-dir", str(folder)])
+    return [str(file.relative_to(ROOT)) for file in [page, *sorted(folder.glob("tables/*.csv"))]]
 
 
 def linked_files() -> list[str]:
@@ -73,7 +91,7 @@ def site_link(target: str, source: str) -> str:
 
 def page_of(path: str) -> str:
     """Return the page or file of the site that a file of the repository becomes."""
-    return PAGES.get(path, path.removeprefix("docs/"))
+    return PAGES.get(path, re.sub("^build/", "lab/", path.removeprefix("docs/")))
 
 
 def repository_path(target: str, source: str) -> str | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tools.site_pages import CODE, LINK, ROOT, repository_path, with_site_links
+from megatron_ddrp.lab.compare import command
+from tools import site_pages
+from tools.site_pages import CODE, LINK, ROOT, compared_files, repository_path, with_site_links
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
@@ -27,11 +31,11 @@ def anchors(path: Path) -> set[str]:
 
 
 def broken_links(text: str, source: str) -> list[str]:
-    """Return the links of a document that lead to no file, or to no heading of it."""
+    """Return the links of a document that lead to no file, or to no heading of it; the site's build checks build/."""
     broken = []
     for link in LINK.finditer(CODE.sub("", text)):
         path = repository_path(link["target"], source) if link["target"] else source
-        if path is None:
+        if path is None or path.startswith("build/"):
             continue
         anchor = (link["anchor"] or "#")[1:]
         file = ROOT / path
@@ -62,6 +66,7 @@ def test_a_broken_link_is_found() -> None:
         ("docs/data.md", "figures/electra_wiki.png", "figures/electra_wiki.png"),
         ("docs/data.md", "../examples/quickstart.sh", "examples/quickstart.sh"),
         ("docs/deep/page.md", "../data.md", "../data.md"),
+        ("docs/lab/page.md", "../../build/ladder/page.html", "ladder/page.html"),
         ("docs/data.md", "#data", "#data"),
         ("docs/data.md", "https://arxiv.org/abs/1810.04805", "https://arxiv.org/abs/1810.04805"),
     ],
@@ -76,6 +81,39 @@ def test_code_and_html_keep_their_words_and_links() -> None:
     assert with_site_links('<img src="docs/figures/electra_wiki.png">', "README.md") == (
         '<img src="figures/electra_wiki.png">'
     )
+
+
+def test_a_link_to_no_file_is_a_warning_which_fails_the_build(caplog) -> None:
+    with_site_links("[a](../data.md) [b](../../build/ladder/tables/none.csv)", "docs/lab/results-tables.md")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "none.csv, which is no file" in record.getMessage()
+
+
+def test_a_comparison_is_made_again_if_its_rows_or_the_package_have_changed(tmp_path, monkeypatch) -> None:
+    made, now = [], time.time()
+    rows, module, compiled = (
+        tmp_path / file for file in ("docs/ladder/one.jsonl", "megatron_ddrp/one.py", "megatron_ddrp/one.pyc")
+    )
+
+    def compare(words: list[str]) -> None:
+        made.append(words)
+        for file in ("page.html", "tables/b.csv", "tables/a.csv", "tables/a.tex"):
+            touch(tmp_path / "build" / "name" / file, now)
+
+    def touch(file: Path, when: float) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (when, when))
+
+    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "main", compare)
+    for changed, times in ((None, 1), (None, 1), (rows, 2), (module, 3), (compiled, 3)):
+        for file in (rows, module, compiled):
+            touch(file, now + (60 if file == changed else -60))
+        files = compared_files("name", ["one"])
+        assert len(made) == times, changed
+    assert files == [f"build/name/{file}" for file in ("page.html", "tables/a.csv", "tables/b.csv")]
+    assert made[0] == [str(rows), "--output-dir", str(tmp_path / "build" / "name")]
 
 
 def test_every_page_stands_in_the_navigation_once() -> None:
@@ -94,4 +132,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "examples" / "compare" / "ladder.yaml").read_text() == (
         ROOT / "examples" / "compare" / "ladder.yaml"
     ).read_text()
+    assert (tmp_path / "lab" / "ladder" / "page.html").read_bytes() == (ROOT / "build/ladder/page.html").read_bytes()
+    tables = (tmp_path / "lab" / "results-tables.html").read_text(encoding="utf-8")
+    linked = re.findall(r'href="((?:ladder|fast|plateau)/[^"]+)"', tables)
+    assert len(linked) > 20 and all((tmp_path / "lab" / file).is_file() for file in linked)
     assert "pre-wrap" in (tmp_path / "site.css").read_text() and 'href="site.css"' in front  # lines of code wrap

@@ -6,19 +6,21 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy
 from packaging.version import Version
+from scipy import stats
 
 from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.lab.compare.rows import read_run_rows
-from megatron_ddrp.lab.compare.tables import above_chance
-from megatron_ddrp.tasks.statistics import ONSET, seeds_needed
+from megatron_ddrp.lab.compare.tables import above_chance, format_budget
+from megatron_ddrp.tasks.statistics import DIRECTION, LOSS, ONSET, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[4]
 LADDER = ROOT / "docs" / "ladder"
-PAGES = {"results-tables.md": ["rows"], "plateau.md": ["fast", "novels"], "plateau-arms.md": ["plateau"]}
+PAGES = {"plateau.md": ["fast", "novels"], "plateau-arms.md": ["plateau"]}
 """Document → rows of its tables."""
 PLANS = {"rows": "ladder", "fast": "fast", "novels": "novels", "plateau": "plateau"}
 """Rows → their plan."""
@@ -30,13 +32,144 @@ def page(tmp_path_factory):
 
 
 @pytest.mark.parametrize("tables", PAGES)
-def test_the_tables_are_those_of_the_rows(tables, page, tmp_path):
+def test_the_tables_are_those_of_the_rows(tables, tmp_path):
     document, written = ROOT / "docs" / "lab" / tables, tmp_path / tables
     shutil.copy(document, written)
-    if PAGES[tables] != ["rows"]:
-        page = Page(read_run_rows([LADDER / f"{rows}.jsonl" for rows in PAGES[tables]]), tmp_path / "page")
-    page.replace_tables(written)
+    Page(read_run_rows([LADDER / f"{rows}.jsonl" for rows in PAGES[tables]]), tmp_path / "page").replace_tables(written)
     assert written.read_text() == document.read_text(), "stale tables: run make ladder"
+
+
+LENGTHS = {"claims": 30, "claims-glue": 30, "claims-minimal-pairs": 30, "claims-inside": 31, "models": 25}
+LENGTHS |= {"models-onset": 32, "models-glue": 25, "models-minimal-pairs": 25}
+"""Table of the ladder's gains → number of its rows."""
+LESS_IS_BETTER = ("validation masked-LM loss", "f(S)", "f(H)", "first component", "onset")
+DIGITS = {"validation masked-LM loss": 4, "onset": 2, "triangle share": 1, "effective rank": 1, "minimal pairs": 2}
+DIGITS |= dict.fromkeys(("STS-B", "CoLA", "GLUE average"), 2) | dict.fromkeys(DIRECTION, 3)
+"""Measure → digits in tables; others have 4."""
+FACTORS = {"onset": 1e-6} | dict.fromkeys(("triangle share", "minimal pairs", "STS-B", "CoLA", "GLUE average"), 100)
+
+COUNTS = np.arange(2, 100_001)
+HALVES = stats.t.ppf(0.975, COUNTS - 1) / np.sqrt(COUNTS)
+"""Half-widths of Student's interval for each number of seeds at a standard deviation of 1."""
+
+
+def shown(measure, value, sign=""):
+    return f"{FACTORS.get(measure, 1) * value:{sign}.{DIGITS.get(measure, 4)}f}"
+
+
+def rows_of(page, name):
+    return [dict(zip(table.header, row, strict=True)) for table in page.tables[name] for row in table.rows]
+
+
+def value_of(run, measure):
+    """Return a run's value of a measure, None without one; the rows have two tasks of GLUE."""
+    found = [run.values.get(name) for name in (("STS-B", "CoLA") if measure == "GLUE average" else (measure,))]
+    return None if None in found else sum(found) / len(found)
+
+
+def differences(results, gain):
+    """Return the gain at each common seed. A run that never left the plateau has all of its tokens as onset."""
+    first, second = results.at(gain.budget, gain.first), results.at(gain.budget, gain.second)
+    sign, pairs = -1 if gain.measure in LESS_IS_BETTER else 1, [(first[s], second[s]) for s in first if s in second]
+    tied = [gain.measure == "onset" and one.onset is other.onset is None for one, other in pairs]
+    values = [sign * (value_of(one, gain.measure) - value_of(other, gain.measure)) for one, other in pairs]
+    return np.where(tied, 0.0, values)
+
+
+def judged(results, gains):
+    """Yield what SciPy says of each gain of a table, as its cells; a single seed has no interval and no word."""
+    found = [differences(results, gain) for gain in gains]
+    tests = [stats.ttest_1samp(values, 0) if len(values) > 1 and any(values) else None for values in found]
+    told = stats.false_discovery_control([test.pvalue if test else 1.0 for test in tests]) <= 0.05
+    for gain, values, test, is_told in zip(gains, found, tests, told, strict=True):
+        low, high = test.confidence_interval() if test else (0.0, 0.0)
+        enough = COUNTS[HALVES * (values.std(ddof=1) if test else 0) < abs(values.mean())]
+        needed = f"{enough[0]:,}" if len(enough) else "over 100,000"
+        several = len(values) > 1
+        word = ("better" if values.mean() > 0 else "worse") if is_told else "not told apart"
+        yield {
+            "gain": shown(gain.measure, values.mean(), "+"),
+            "95 % over seeds": f"{shown(gain.measure, low, '+')} to {shown(gain.measure, high, '+')}" * several,
+            "n": str(len(values)),
+            "judgement": word * several,
+            "seeds needed": needed if test and low <= 0 <= high else "",
+        }
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_gain_of_the_ladder_is_judged_as_by_scipy(name, page):
+    rows, gains = rows_of(page, name), page.gains[name]
+    assert len(gains) == LENGTHS[name]
+    for row, gain, expected in zip(rows, gains, judged(page.results, gains), strict=True):
+        expected |= {name[:5]: gain.text}
+        assert {key: row[key] for key in expected} == expected, gain.text
+        assert row["budget"] == format_budget(gain.budget, page.results.budgets[gain.budget])
+        assert (row.get("measure", gain.measure), row.get("the paper", "")) == (gain.measure, gain.paper)
+
+
+def spread(measure, runs, results):
+    """Return the cell of a measure; empty without values, and for onsets if no run of the experiment has left."""
+    values = [value for run in runs if (value := value_of(run, measure)) is not None]
+    if not values or (measure == "onset" and not any(run.onset for run in results.runs)):
+        return ""
+    cell = shown(measure, np.mean(values)) + (f" ± {shown(measure, np.std(values, ddof=1))}" if len(values) > 1 else "")
+    resting = sum(run.onset is None for run in runs) if measure == "onset" else 0
+    return f"≥ {cell} ({resting} never)" if resting else cell
+
+
+def chance_of(runs):
+    errors = [sum(p * (1 - p) / (run.pairs[name] - 1) for name, p in run.paradigms.items()) for run in runs]
+    errors = [error**0.5 / len(run.paradigms) for run, error in zip(runs, errors, strict=True)]
+    return f"{(np.mean([run.values['minimal pairs'] for run in runs]) - 0.5) / np.mean(errors):+.1f}"
+
+
+@pytest.mark.parametrize("name", ["scores", "inside", "checks"])
+def test_every_spread_of_the_ladder_is_that_of_the_rows(name, page):
+    experiments = page.checks if name == "checks" else [page.results]
+    places = [(results, arm, list(results.at(budget, arm).values())) for results in experiments
+              for budget in results.budgets for arm in results.arms_at(budget)]  # fmt: skip
+    places = [place for place in places if name != "inside" or "f(S)" in place[2][0].values]
+    other = {"model", "seeds", "check", "budget", "gain", "95 % over seeds", "judgement", "above chance"}
+    for row, (results, arm, runs) in zip(rows_of(page, name), places, strict=True):
+        assert (row["model"], row["seeds"]) == (arm.label, str(len(runs)))
+        for column in row.keys() - other:
+            assert row[column] == spread(column.split(" [")[0], runs, results), (arm.label, column)
+        assert "above chance" not in row or row["above chance"] == chance_of(runs)
+
+
+def test_every_check_of_the_ladder_is_judged_as_by_scipy(page):
+    found = {(row["check"], row["model"]): row for row in rows_of(page, "checks")}
+    for check, gains in page.checks.items():
+        for gain, expected in zip(gains, judged(check, gains), strict=True):
+            row = found.pop((check.check, gain.first.label))
+            assert row["gain"] == f"{expected['gain']} over {check.baseline.label}"
+            assert [row["95 % over seeds"], row["judgement"]] == [expected["95 % over seeds"], expected["judgement"]]
+    assert len(found) == 9 and not any(row["gain"] + row["judgement"] for row in found.values()), "baselines"
+
+
+def test_the_runs_of_the_ladder_are_counted_and_captions_say_what_is_averaged(page):
+    assert list(map(" | ".join, page.tables["runs"][0].rows)) == [
+        "4,194,304 tokens | 3,925,863 to 3,940,139 | 2,048 | 24 | 4 to 10 | 120 | 1,470,592 to 1,569,152 | 20h05m",
+        "16,777,216 tokens | 15,731,655 to 15,747,747 | 8,192, 16,384 | 10 | 2 to 3 | 26 | "
+        "1,470,592 to 1,487,232 | 19h10m",
+        "67,108,864 tokens | 62,957,779 to 62,979,434 | 32,768 | 4 | 2 | 8 | 1,472,736 to 1,486,976 | 12h31m",
+    ]
+    average = "the mean of STS-B and CoLA; the paper's average has eight tasks"
+    assert page.tables["claims-glue"][0].caption.startswith(f"GLUE average ({average}). Gains as in the tables of")
+    assert page.tables["scores"][2].caption.endswith(f"over the seeds. GLUE average: {average}.")
+
+
+def test_the_six_claims_have_the_numbers_of_the_rows(page):
+    cells = {}
+    for gain in page.numbers()["gains"]:
+        if gain["measure"] == LOSS and not gain["check"] and gain["over_seeds"]:
+            low, high = gain["over_seeds"]
+            cells[gain["claim"], gain["budget"]] = f"{gain['mean']:+.3f} [{low:+.3f}, {high:+.3f}], {gain['n']} seeds"
+    text = (ROOT / "docs" / "lab" / "results.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    found = {row[0]: row[2:5] for row in rows if row[0] not in ("claim", "---")}
+    expected = {claim: [cells.get((claim, budget), "–") for budget in page.results.budgets] for claim in found}
+    assert found == expected and len(found) == 6
 
 
 @pytest.mark.parametrize(("rows", "plan"), PLANS.items())
