@@ -8,7 +8,6 @@ pages that `megatron-ddrp compare` makes from the rows in docs/ladder are made i
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -40,12 +39,12 @@ def on_files(files: Any, config: Any) -> Any:
 def compared_files(name: str, rows: list[str]) -> list[str]:
     """Return the page of a comparison and its tables, made anew if the rows or the package have changed since."""
     folder = ROOT / "build" / name
-    page, sources = folder / "page.html", [str(ROOT / "docs" / "ladder" / f"{file}.jsonl") for file in rows]
+    page, sources = folder / "page.html", [ROOT / "docs" / "ladder" / f"{file}.jsonl" for file in rows]
     package = (file for file in (ROOT / "megatron_ddrp").rglob("*.*") if file.suffix != ".pyc")
-    if not page.exists() or page.stat().st_mtime < max(map(os.path.getmtime, [*sources, *package])):
+    if not page.exists() or page.stat().st_mtime < max(file.stat().st_mtime for file in [*sources, *package]):
         from megatron_ddrp.lab.compare.command import main
 
-        main([*sources, "--output-dir", str(folder)])
+        main([*map(str, sources), "--output-dir", str(folder)])
     return [str(file.relative_to(ROOT)) for file in [page, *sorted(folder.glob("tables/*.csv"))]]
 
 
