@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -145,6 +146,13 @@ def test_every_check_of_the_ladder_is_judged_as_by_scipy(page):
             assert row["gain"] == f"{expected['gain']} over {check.baseline.label}"
             assert [row["95 % over seeds"], row["judgement"]] == [expected["95 % over seeds"], expected["judgement"]]
     assert len(found) == 9 and not any(row["gain"] + row["judgement"] for row in found.values()), "baselines"
+
+
+def test_the_ladders_models_stand_by_encoding_and_its_claims_by_measure(page):
+    models = [row["model"] for row in rows_of(page, "scores")]
+    assert models[:9] == ["absolute", "bert-r", "tupe-r", "deberta", "ddrp", "rope", "t5", "alibi", "nope"]
+    measures = [measure for measure, _ in itertools.groupby(page.gains["claims-inside"], lambda gain: gain.measure)]
+    assert measures[:3] == ["f(S)", "f(H)", "triangle share"] and len(measures) == len(set(measures)) == 7
 
 
 def test_the_runs_of_the_ladder_are_counted_and_captions_say_what_is_averaged(page):
