@@ -18,12 +18,14 @@ import torch
 import yaml
 from scipy.stats import spearmanr
 
+import megatron_ddrp
 from megatron_ddrp import checkpoint
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS
 from tests.integration.launch import ROOT, Hold, Result, armed, run_command, start_ranks
+from tests.refusals import refused
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
 
 SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
@@ -287,7 +289,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
 
 
 @pytest.mark.slow
-def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder(tiny_corpus, tmp_path):
+def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_reproduced(tiny_corpus, tmp_path):
     plan, rows = tmp_path / "ladder.yaml", tmp_path / "rows.jsonl"
     values = {
         "plugins": [str(Path(__file__).with_name("plugin_encoding.py"))],
@@ -313,6 +315,16 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder(tiny_corpus,
     assert "1,024 tokens" in (tmp_path / "out" / "page.md").read_text()
     assert "0 of 0 jobs to do" in compare(plan, tmp_path / "elsewhere", "--rows", rows).check().stdout[0]
     assert (tmp_path / "elsewhere" / "page.html").is_file() and not (tmp_path / "elsewhere" / "courses").exists()
+
+    said = compare(plan, tmp_path / "out", "--reproduce", lower["run"], "--rows", rows).check().stdout[0]
+    loss = lower["values"]["validation masked-LM loss"]
+    assert said.endswith(f"equal to the last digit: 9 of 9 points and the validation loss {loss}\n")
+    assert len([*tmp_path.rglob("courses/*")]) == 3
+    point = lower["curves"]["training masked-LM loss"][4]
+    point[1] = round(point[1] + 1e-5, 5)
+    rows.write_text(json.dumps({key: value for key, value in lower.items() if key != "crc32"}) + "\n")
+    words = f"^not equal: 8 of 9 points are; largest difference 1e-05, training masked-LM loss at {point[0]} tokens; "
+    refused(words, megatron_ddrp.compare, plan, output_dir=tmp_path / "out", reproduce="course", rows=rows)
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "embeddings"

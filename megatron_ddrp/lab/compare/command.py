@@ -14,6 +14,7 @@ plan: jobs that it shares with the old plan are not repeated.
   run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
   own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
   page of rows   megatron-ddrp compare OUT/rows.jsonl --output-dir DIR
+  a run again    megatron-ddrp compare PLAN.yaml --reproduce RUN --rows rows.jsonl --output-dir OUT
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class RowsAndPage(Section):
         "empty",
         metavar="FILE.jsonl",
     )
+    reproduce: str | None = option(None, "train this run of --rows again; exit 1 if its losses differ", metavar="RUN")
     claims: Path | None = option(None, "claims to judge (default: those of the DDRP+MTH paper)", metavar="FILE.yaml")
     tables: Path | None = option(
         None,
@@ -139,8 +141,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options.given = given_options(Replacements, options).by_key()
     if options.tables and not options.is_rows:
         parser.error("--tables needs rows: megatron-ddrp compare OUT/rows.jsonl --output-dir DIR --tables FILE.md")
-    if options.is_rows and (options.given or options.rows or options.page_only or options.dry_run or not options.wait):
+    in_another_mode = options.page_only or options.dry_run or not options.wait
+    if options.is_rows and (options.given or options.rows or in_another_mode):
         parser.error("ROWS.jsonl takes only --output-dir, --claims and --tables: rows are finished, nothing is run")
+    if options.reproduce is not None and (not options.rows or options.claims or in_another_mode):
+        parser.error("--reproduce needs --rows, and takes neither --claims, --page-only, --dry-run nor --no-wait")
     return options
 
 

@@ -19,18 +19,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import BinaryIO
 
+import torch
+
+from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import track
+from megatron_ddrp.engine.build import precision_remarks
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, need_packages
 from megatron_ddrp.lab.compare.measures import PlanJobs, draw_samples, make_row
+from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.plan import ComparisonPlan, read_plans
-from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, samples_file, write_samples
+from megatron_ddrp.lab.compare.rows import RunRow, as_run, open_rows, read_run_rows, row_of, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import RUN, Job, PlannedRun, kind_name, log_file, open_store
 from megatron_ddrp.lab.compare.tables import load_claims
 from megatron_ddrp.pages.markdown import hardware, versions
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.jobs import Row, Store, Workload, eta, left_to_others, one_at_a_time
+from megatron_ddrp.tasks.jobs import Row, Store, Workload, device_of, eta, left_to_others, one_at_a_time
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT = 0.3
@@ -160,8 +165,6 @@ class Runner:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         if self.workers > 1:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.workers)))
-            import torch  # here, because --help must not import it
-
             if (gpus := torch.cuda.device_count()) > 1:
                 visible = environment.get("CUDA_VISIBLE_DEVICES")
                 names = visible.split(",") if visible else [str(number) for number in range(gpus)]
@@ -183,7 +186,7 @@ class Runner:
                         "seconds": round(seconds, 3),
                         "started": running.started,
                         "workers": self.workers,
-                        "threads": self._environment(running.slot).get("OMP_NUM_THREADS"),
+                        "threads": self._environment(running.slot).get("OMP_NUM_THREADS", str(torch.get_num_threads())),
                         "hardware": hardware(),
                         "versions": versions(),
                     }
@@ -248,10 +251,8 @@ def _metrics(job: Job) -> list[dict[str, float]]:
 
 def full_command(command: Sequence[str]) -> list[str]:
     """Return a command with this Python and this package in place of `megatron-ddrp`."""
-    own = [sys.executable, "-m", "megatron_ddrp"]
-    if command[0] == "megatron-ddrp":
-        return [*own, *command[1:]]
-    return [sys.executable, *command[1:]] if command[0] == "python" else list(command)
+    here = {"megatron-ddrp": [sys.executable, "-m", "megatron_ddrp"], "python": [sys.executable]}
+    return [*here.get(command[0], command[:1]), *command[1:]]
 
 
 def last_line(log: Path) -> str:
@@ -408,6 +409,8 @@ class Experiment:
 
 def run_here(options: argparse.Namespace) -> int:
     """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
+    if options.reproduce is not None:
+        return _reproduce(options)
     if not options.dry_run:
         need_packages("the page", "markdown", "matplotlib")  # before hours of jobs, not after them
     if options.is_rows:
@@ -438,6 +441,28 @@ def run_here(options: argparse.Namespace) -> int:
     return FAILURE if runner.failed else 0
 
 
+def _reproduce(options: argparse.Namespace) -> int:
+    """Train the run of a row again, with the row's share of the cores, and print that the two are equal.
+
+    OUT may have the run that the row was made from, so the new one is in a folder of its own. Return 1 if the training
+    failed, otherwise 0. Raises `UserError` if the two differ, and for a row of another plan.
+    """
+    row = row_of(options.rows, options.reproduce)
+    options.output_dir /= "reproduced"
+    options.given |= dict.fromkeys(("glue", "minimal_pairs", "tasks"))  # their data need not be here
+    planned = {run.job.name: (work, run) for work in plan_experiment(options).works for run in work.runs}
+    if row.run not in planned:
+        why = "it had another text, budget, flag or plug-in: give its plan, and its texts by --input"
+        raise UserError(f"{options.rows}: {row.run} is no run of {options.plan[0]}; {why}", WRONG_ARGUMENTS)
+    work, run = planned[row.run]
+    runner = Runner(work.store, options.workers or row.workers or 1, partial(print, flush=True))
+    stop_on_sigterm()
+    runner.run([*work.corpus.jobs, run.job])
+    if not runner.failed:
+        print(row.check_equal(as_run(make_row(work, run))))
+    return FAILURE if runner.failed else 0
+
+
 def plan_experiment(options: argparse.Namespace) -> Experiment:
     """Return the experiment of a plan. Raises `UserError` for a mistake in the file."""
     if len(options.plan) > 1:
@@ -463,9 +488,6 @@ def check_texts(plan: ComparisonPlan) -> None:
 
 def _remarks(experiment: Experiment) -> list[str]:
     """Return what the missing runs will say about their precision on this machine, each line once."""
-    from megatron_ddrp.engine.build import precision_remarks  # here, because --help must not import torch
-    from megatron_ddrp.tasks.jobs import device_of
-
     device = device_of(0)
     lines = [f"  {line}" for run in experiment.missing_runs for line in precision_remarks(run.config, device)]
     return list(dict.fromkeys(lines))
@@ -473,8 +495,6 @@ def _remarks(experiment: Experiment) -> list[str]:
 
 def _data_remarks(experiment: Experiment) -> list[str]:
     """Return what the missing runs will say about the division of their data, each line once."""
-    from megatron_ddrp.corpus import Corpus  # here, because --help must not import torch
-
     by_data = {run.config.data: run.config for run in experiment.missing_runs}
     lines = [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
     remedy = "; in a plan: shuffle: true under corpus" * bool(experiment.plan.corpus.input)
@@ -482,8 +502,6 @@ def _data_remarks(experiment: Experiment) -> list[str]:
 
 
 def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
-    from megatron_ddrp.lab.compare.page import Page  # here, because figures import torch
-
     with one_at_a_time(experiment.folder, "page"):
         experiment.store.refresh()
         page = Page(experiment.finished_runs(), experiment.folder, options.claims)
@@ -495,8 +513,6 @@ def _write_page(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _page_of_rows(options: argparse.Namespace) -> int:
     """Write the page of files of rows, and replace the tables of a Markdown file if one is given."""
-    from megatron_ddrp.lab.compare.page import Page
-
     page = Page(read_run_rows(options.plan), options.output_dir, options.claims)
     if options.tables:
         print(page.replace_tables(options.tables))  # first, because it may refuse the file

@@ -271,6 +271,7 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
     parameters, _ = count_parameters(on_meta_device(config.model, config.objective))
     finished = {row["job"]: row for row in work.store}
     course = finished[run.job.name]
+    threads = config.training.num_threads or (plan.launcher == "python" and course.get("threads"))
     measures = [one for one in work.measures if one.run == run and one.job.name in finished]
     found = Recording(work, run)
     for measure in measures:
@@ -292,7 +293,7 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
         "steps": run.steps,
         "parameters": parameters,
         "common": dict(plan.flags),
-        "hardware": course["hardware"],
+        "hardware": course["hardware"] + (f", {threads} thread{'s' * (str(threads) != '1')}" if threads else ""),
         "versions": course["versions"],
         "workers": course["workers"],
         "seconds": sum(finished[name]["seconds"] for name in jobs),

@@ -17,11 +17,11 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 
 from megatron_ddrp.data.atomic import write_bytes
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import Name, misfit, reading
 from megatron_ddrp.run.metrics import is_past, onset
 from megatron_ddrp.tasks.jobs import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import LOSS, ONSET, TRAINING_LOSS
 
 Count = Annotated[int, "[0, 1e15)"]
 Number = Annotated[float, "[-1e15, 1e15)"]
@@ -140,6 +140,34 @@ class RunRow:
         """Tokens at which the run left the plateau; None if it did not."""
         return onset(self.curves.get(TRAINING_LOSS, ()), self.unigram_loss)  # type: ignore[arg-type]
 
+    def check_equal(self, again: RunRow) -> str:
+        """Return a line that the losses of this row and of the same run, trained again, are equal.
+
+        The points of curves are compared in their order: rows of earlier versions have them at other tokens. Rows have
+        them with five decimal places.
+
+        Raises:
+            UserError: the losses differ; the line says how far, where most, and how the machines differ.
+        """
+        old, new = (
+            [(name, *point) for name in (TRAINING_LOSS, LOSS) for point in row.curves.get(name, ())]
+            for row in (self, again)
+        )
+        apart = [(abs(loss - first[-1]), name, at) for first, (name, at, loss) in zip(old, new, strict=False)]
+        equal, total = sum(not far for far, *_ in apart), max(len(old), len(new))
+        was, now = self.values[LOSS], again.values.get(LOSS, np.nan)
+        if equal == total and was == now:
+            return f"equal to the last digit: {equal} of {total} points and the validation loss {was}"
+        far, name, at = max([*apart, (abs(was - now), LOSS, again.tokens)])
+        machines = [[row.hardware or "untold hardware", *map(" ".join, row.versions.items())] for row in (self, again)]
+        told, here = (", ".join(fact for fact in own if fact not in other) for own, other in (machines, machines[::-1]))
+        raise UserError(
+            f"not equal: {equal} of {total} points are; largest difference {far:.1g}, {name} at {at:,} tokens; "
+            f"validation loss {was} in the row, {now} here, difference {abs(was - now):.1g}; only the row has "
+            f"{told or 'nothing'}; only this machine has {here or 'nothing'}; another instruction set alone gives 1e-5 "
+            "(docs/lab/reproduce.md)"
+        )
+
 
 _KEYS: dict[str, Any] = {
     **get_type_hints(RunRow, include_extras=True),
@@ -235,3 +263,13 @@ def read_run_rows(paths: Iterable[Path]) -> list[RunRow]:
     if not found:
         raise UserError(f"no row in {', '.join(map(str, paths))}; train a run of the plan first")
     return list(found.values())
+
+
+def row_of(file: Path, name: str) -> RunRow:
+    """Return the row of the run with this name, or with the only one that starts so. Raises `UserError`."""
+    rows = [row for row in read_run_rows([file]) if LOSS in row.values]
+    found = [row for row in rows if row.run == name] or [row for row in rows if row.run.startswith(name)]
+    if len(found) != 1:
+        names = ", ".join(row.run for row in (found or rows)[:3])
+        raise UserError(f"--reproduce {name!r}: {len(found)} runs of {file} fit; give one of {names}", WRONG_ARGUMENTS)
+    return found[0]

@@ -203,6 +203,7 @@ def test_workers_share_the_cores(runner, folder, monkeypatch):
         done, _ = runner(workers)
         done.run([job(folder, f"w{workers}", threads.format(told))])
         assert told.read_text() == expected
+    assert [row["threads"] for row in open_store(folder)] == ["2", str(torch.get_num_threads())]
 
 
 def test_names_tell_facts_apart():

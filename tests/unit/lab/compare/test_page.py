@@ -407,6 +407,8 @@ def test_a_mistake_in_claims_is_one_line(page_of, tmp_path, text, message):
         (["a.yaml", "b.jsonl"], "a plan (.yaml) and rows (.jsonl) exclude each other"),
         (["a.yaml", "--tables", "b.md"], "--tables needs rows"),
         (["a.jsonl", "--page-only"], "ROWS.jsonl takes only --output-dir, --claims and --tables"),
+        (["a.yaml", "--reproduce", "b"], "--reproduce needs --rows, and takes neither"),
+        (["a.yaml", "--reproduce", "b", "--rows", "c", "--dry-run"], "--reproduce needs --rows, and takes neither"),
         (["a.jsonl", "--workers", "2"], "ROWS.jsonl takes only --output-dir, --claims and --tables"),
     ],
 )
