@@ -162,8 +162,8 @@ class RunRow:
         machines = [[row.hardware or "untold hardware", *map(" ".join, row.versions.items())] for row in (self, again)]
         told, here = (", ".join(fact for fact in own if fact not in other) for own, other in (machines, machines[::-1]))
         raise UserError(
-            f"not equal: {equal} of {total} points are; largest difference {far:.1g}, {name} at {at:,} tokens; "
-            f"validation loss {was} in the row, {now} here, difference {abs(was - now):.1g}; only the row has "
+            f"not equal: {equal} of {total} points are; largest difference {far:.2g}, {name} at {at:,} tokens; "
+            f"validation loss {was} in the row, {now} here, difference {abs(was - now):.2g}; only the row has "
             f"{told or 'nothing'}; only this machine has {here or 'nothing'}; another instruction set alone gives 1e-5 "
             "(docs/lab/reproduce.md)"
         )
