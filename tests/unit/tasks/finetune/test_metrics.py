@@ -164,20 +164,14 @@ def test_scores_are_those_of_the_released_script(case):
     assert scores == pytest.approx(case["scores"], abs=1e-12)
 
 
-def test_normalization_by_hand():
+def test_answers_by_hand():
     assert formulas.normalize(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
     assert formulas.normalize("theory of Anna") == "theory of anna"  # articles are whole words
     assert formulas.normalize("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
-
-
-def test_f1_by_hand():
     harmonic = 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
     assert formulas.f1(["red blue blue green"], "blue blue blue") == pytest.approx(harmonic)
     assert formulas.f1(["green", "blue"], "blue sky") == pytest.approx(2 / 3)  # the best of several
     assert formulas.f1(["blue"], "red") == 0
-
-
-def test_questions_without_an_answer():
     assert (formulas.exact_match([], ""), formulas.f1([], "")) == (1, 1)
     assert (formulas.exact_match([], "blue"), formulas.f1([], "blue")) == (0, 0)
     assert (formulas.exact_match(["blue"], ""), formulas.f1(["blue"], "")) == (0, 0)
@@ -189,9 +183,6 @@ def test_means_over_questions():
     assert means["exact-match"].value(gold, predicted) == 1 / 3
     assert means["f1"].value(gold, predicted) == (1 + 0 + 2 / 3) / 3
     assert means["f1"].value([], []) is None and means["f1"].value(gold, ["blue", None, "sky"]) is None
-
-
-def test_the_mean_of_the_golden_cases_is_that_of_the_released_script():
     gold, predicted = ([case[key] for case in ANSWERS] for key in ("gold", "predicted"))
     exact, f1s = zip(*(case["scores"] for case in ANSWERS), strict=True)
     assert KINDS["qa"].metrics["exact-match"].value(gold, predicted) == sum(exact) / len(ANSWERS)
@@ -264,9 +255,8 @@ def test_strict_entities_are_those_of_the_twin(scheme):
     draw, tags = random.Random(scheme), all_tags(scheme)
     for _ in range(500):
         sentence = draw.choices(tags, k=draw.randrange(1, 9))
-        assert formulas.entities_of(sentence, formulas.rules(tags, strict=True)) == strict_twin(sentence, scheme), (
-            sentence
-        )
+        found = formulas.entities_of(sentence, formulas.rules(tags, strict=True))
+        assert found == strict_twin(sentence, scheme), sentence
 
 
 def test_entities_by_hand():
@@ -277,23 +267,18 @@ def test_entities_by_hand():
     assert formulas.entities_of(iobes) == [("A", 0, 3), ("A", 3, 4), ("A", 4, 5), ("A", 5, 6)]
     assert formulas.entities_of(iobes, formulas.rules(iobes, strict=True)) == [("A", 0, 3), ("A", 4, 5)]
     assert formulas.entities_of([]) == []
+    with pytest.raises(ValueError):
+        formulas.count_entities([["O"]], [])
+    with pytest.raises(ValueError, match="tags of BILOU have only strict rules; use --metric seqeval-strict"):
+        formulas.rules(all_tags("BILOU"), strict=False)
 
 
 def test_scores_without_entities_are_undefined():
     labels = all_tags("IOB2")
     outside, person = tags_of([["O"]], labels), tags_of([["B-PER"]], labels)
     for name in ("seqeval", formulas.STRICT):
-        assert KINDS["tokens"].metrics[name].value(outside, outside) is None
-        assert (
-            KINDS["tokens"].metrics[name].value(person, outside)
-            == KINDS["tokens"].metrics[name].value(outside, person)
-            == 0
-        )
-
-
-def test_sentences_of_another_number_are_no_scores():
-    with pytest.raises(ValueError):
-        formulas.count_entities([["O"]], [])
+        score = KINDS["tokens"].metrics[name].value
+        assert score(outside, outside) is None and score(person, outside) == score(outside, person) == 0
 
 
 @pytest.mark.parametrize("tag", ["NN", "B", "B-", "PER", "b-per", "-X", "M-PER", "PER-B", "B_PER", ""])
@@ -318,11 +303,6 @@ def test_the_scheme_is_found_from_the_prefixes(prefixes, scheme):
 def test_prefixes_of_no_scheme_have_no_strict_rules(prefixes):
     with pytest.raises(ValueError, match=r"have no strict rules, expected IOB2 \(B- I-\), .*; use --metric seqeval"):
         formulas.scheme_of(["O", *(f"{prefix}-PER" for prefix in prefixes)])
-
-
-def test_bilou_has_no_lenient_rules():
-    with pytest.raises(ValueError, match="tags of BILOU have only strict rules; use --metric seqeval-strict"):
-        formulas.rules(all_tags("BILOU"), strict=False)
 
 
 ROWS, COMPARED = 40, 60
@@ -405,19 +385,13 @@ def test_questions_are_drawn_with_all_their_answers(metric):
     assert not scores_of(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
 
 
-def test_a_sample_draws_as_many_rows_as_there_are_with_replacement():
+def test_samples_draw_with_replacement_and_spread_as_a_binomial():
     drawn = formulas.drawn_rows("own", ROWS).astype(float)
     assert (drawn.sum(axis=1) == ROWS).all() and drawn.mean(axis=0) == pytest.approx(np.ones(ROWS), abs=0.1)
     assert drawn.var() == pytest.approx(1 - 1 / ROWS, rel=0.02)  # of a binomial distribution
     assert (drawn != formulas.drawn_rows("other", ROWS)).any()
-
-
-def test_the_spread_of_an_accuracy_is_the_binomial_one():
     share, found = (TWO == GUESS_TWO).mean(), scores_of(Task("own", "accuracy"), TWO, GUESS_TWO)
     assert found.var() == pytest.approx(share * (1 - share) / ROWS, rel=0.1)
-
-
-def test_a_run_that_diverged_scores_0_in_every_sample():
     predictions = np.where(NUMBERS > 1, np.nan, NUMBERS)
     assert not scores_of(Task("own", "pearson", "regression"), NUMBERS, predictions).any()
 
@@ -459,21 +433,7 @@ def test_a_value_out_of_range_is_refused(plugin, name, value):
     assert abs(metric.value(LABELS, LABELS + 1)) == 1
 
 
-def test_a_value_out_of_range_on_some_of_the_rows_counts_as_the_end_of_the_range(plugin):
-    """All rows together are in the range; without this no table could be made of finished runs."""
-    metric = KINDS["regression"].metrics["negative"]
-    predictions = LABELS + [2.0, 0.0, 0.0, 0.0]
-    assert metric.value(LABELS, predictions) == -1
-    drawn = np.array([[4, 0, 0, 0], [2, 2, 0, 0], [0, 2, 2, 0], [1, 3, 0, 0]], np.uint8)
-    assert metric.samples(drawn, LABELS, predictions).tolist() == [-1, -1, -1, -1]  # -2, -√2, undefined, -1
-
-
-def test_rounding_is_in_range_and_nan_is_undefined(plugin):
-    metric = KINDS["regression"].metrics["rounded"]
-    assert metric.value(LABELS, LABELS) == pytest.approx(1) and metric.value(LABELS, LABELS[::-1]) is None
-
-
-def test_an_undefined_value_counts_as_the_worst(plugin):
+def test_values_out_of_range_and_undefined_ones_count_as_the_worst(plugin):
     metric = KINDS["regression"].metrics["negative"]
     drawn = np.array([[4, 0, 0, 0], [0, 4, 0, 0], [1, 1, 1, 1]], np.uint8)
     half = LABELS + [0.0, 0.5, 0.5, 0.5]
@@ -483,9 +443,14 @@ def test_an_undefined_value_counts_as_the_worst(plugin):
     task = Task(name="t", kind="classification", labels=("a", "b"), metric="by-class")
     assert KINDS["classification"].baseline(task, {"a": 1, "b": 2}, LABELS) == -1
     assert KINDS["classification"].baseline(replace(task, metric="matthews"), {"a": 1, "b": 2}, LABELS) == 0
-
-
-def test_only_metrics_of_the_package_have_a_constant_guess_of_0(plugin):
+    metric = KINDS["regression"].metrics["rounded"]
+    assert metric.value(LABELS, LABELS) == pytest.approx(1) and metric.value(LABELS, LABELS[::-1]) is None
+    # All rows together are in the range; without this no table could be made of finished runs.
+    metric = KINDS["regression"].metrics["negative"]
+    predictions = LABELS + [2.0, 0.0, 0.0, 0.0]
+    assert metric.value(LABELS, predictions) == -1
+    drawn = np.array([[4, 0, 0, 0], [2, 2, 0, 0], [0, 2, 2, 0], [1, 3, 0, 0]], np.uint8)
+    assert metric.samples(drawn, LABELS, predictions).tolist() == [-1, -1, -1, -1]  # -2, -√2, undefined, -1
     task = Task(name="t", kind="regression", labels=(), metric="pearson")
     assert KINDS["regression"].constant_guess(task, LABELS) == 0
     assert KINDS["regression"].constant_guess(replace(task, metric="negative"), LABELS) is None

@@ -427,12 +427,10 @@ def test_words_of_any_language_through_sentencepiece(multilingual, tmp_path):
     assert [row.cells["tags"] for row in read_rows(str(told))] == stored
 
 
-def test_training_takes_no_pipe(tmp_path):
-    os.mkfifo(tmp_path / "train.conll")
-    refused(r"train.conll: a pipe, but training reads its files several times", tuned, tmp_path, ".conll", "nowhere")
-
-
-def test_tags_that_name_no_entities_are_refused_before_anything_is_loaded(tmp_path):
+def test_files_that_training_cannot_use_are_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "train.conll").write_text("runs VB\nthe DT\n")
     (tmp_path / "valid.conll").write_text("runs VB\n")
     refused(r"train.conll: tag 'DT', expected O, or B- or I- and a type", tuned, tmp_path, ".conll", "nowhere")
+    (tmp_path / "train.conll").unlink()
+    os.mkfifo(tmp_path / "train.conll")
+    refused(r"train.conll: a pipe, but training reads its files several times", tuned, tmp_path, ".conll", "nowhere")

@@ -44,7 +44,7 @@ def spelled(tokenizer, encoded, row):
     return [tokenizer.pieces[piece] for piece in encoded.pieces[begin : encoded.ends[row]]]
 
 
-def test_a_row_is_question_and_context_and_its_targets_the_answer(tokenizer):
+def test_a_row_is_question_and_context_and_its_targets_the_answer(tokenizer, monkeypatch):
     encoded = encode(tokenizer, [example(CONTEXT, "Ada  Lovelace", "Ada"), example(CONTEXT)])
     row = "[CLS] who wrote it ? [SEP] it [UNK] ada love ##lace wrote it . [SEP]"
     assert spelled(tokenizer, encoded, 0) == row.split()
@@ -53,9 +53,6 @@ def test_a_row_is_question_and_context_and_its_targets_the_answer(tokenizer):
     assert encoded.answers == [("Ada  Lovelace", "Ada"), ()]
     assert [CONTEXT[begin:end] for begin, end in encoded.spans[8:11]] == ["Ada", "Love", "lace"]
     assert (encoded.spans[:6] == -1).all() and (encoded.spans[14] == -1).all()
-
-
-def test_two_separators_stand_between_the_texts_of_some_families(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "own_rows", usual_rows(tokenizer.cls_id, tokenizer.sep_id, True))
     encoded = encode(tokenizer, [example(CONTEXT, "Ada")])
     assert spelled(tokenizer, encoded, 0)[4:8] == ["?", "[SEP]", "[SEP]", "it"]
@@ -77,15 +74,12 @@ def test_long_contexts_become_windows_and_the_answer_is_in_those_that_hold_it(to
     assert len(seen) == 38  # every piece of the context is in some window
 
 
-def test_answers_that_no_row_holds_are_counted(tokenizer):
+def test_answers_that_no_row_holds_are_counted_and_the_shortest_rows_hold_some(tokenizer):
     context = "it " * 20 + "Ada " * 12 + "it"
     encoded = encode(tokenizer, [example(CONTEXT, "Ada"), example(context, "Ada " * 11 + "Ada")], max_length=16)
     assert encoded.warning.startswith("no row of 16 pieces holds the whole answer to 1 of the questions")
     assert not encoded.targets[encoded.questions == 1].any()
     assert encode(tokenizer, [example(context, "Ada " * 11 + "Ada")]).warning == ""
-
-
-def test_the_shortest_rows_have_room_for_a_context(tokenizer):
     encoded = encode(tokenizer, [example(CONTEXT, "Ada")], max_length=8)
     assert encoded.lengths.max() == 8 and len(encoded) > 2
     assert (encoded.targets > 0).all(axis=1).any()
@@ -177,9 +171,6 @@ def test_outputs_that_are_not_finite_give_no_prediction(tokenizer):
     answers = predict(encoded, outputs)
     assert answers[0] == "Ada" and answers[1] is None
     assert KIND.score("f1", encoded.answers, answers) is None
-
-
-def test_one_window_that_is_not_finite_leaves_its_question_without_a_prediction(tokenizer):
     encoded = encode(tokenizer, [example("Ada wrote it.", "Ada"), example("it " * 20 + "Ada", "Ada")], max_length=16)
     assert encoded.questions.tolist().count(1) > 2
     for row in (1, 2, len(encoded) - 1):
@@ -195,14 +186,11 @@ def test_neighbouring_windows_share_half_a_row_so_that_a_border_cuts_no_short_an
     room = len(windows[0])
     for before, after in zip(windows, windows[1:], strict=False):
         assert np.array_equal(before[room - room // 2 :], after[: room // 2])
-
-
-def test_a_context_without_pieces_has_no_answer(tokenizer):
     encoded = encode(tokenizer, [Example(("Who?", "\u200b"), math.nan)])
     assert predict(encoded, torch.zeros(1, int(encoded.lengths[0]), 2)) == [""]
 
 
-def test_scores_and_texts():
+def test_scores_texts_and_cells():
     gold, predicted = [("Ada Lovelace", "Ada"), (), ("it",)], ["the ada", "", "it wrote"]
     assert KIND.score("exact-match", gold, predicted) == pytest.approx(2 / 3)
     assert KIND.score("f1", gold, predicted) == pytest.approx((1 + 1 + 2 / 3) / 3)
@@ -215,6 +203,11 @@ def test_scores_and_texts():
             KIND.read(TASK, [answers], [predicted])
     with pytest.raises(ValueError):
         KIND.value_of(TASK, "x")
+    row = cells()
+    assert KIND.texts(row, KIND.usual_columns) == ("Who?", CONTEXT)
+    assert KIND.label(row["answers"], TASK) == Answers(("Ada",), (4,))
+    assert KIND.label([{"text": "Ada", "answer_start": 4}], TASK) == Answers(("Ada",), (4,))
+    assert KIND.label_names(row["answers"]) == () and KIND.label_names([]) == (NO_ANSWER,)
 
 
 def cells(**more):
@@ -241,14 +234,6 @@ def test_rows_that_are_no_questions(row, expected):
         KIND.label(row["answers"], TASK)
         KIND.check(texts, row["answers"])
     assert expected in str(caught.value)
-
-
-def test_cells_of_questions():
-    row = cells()
-    assert KIND.texts(row, KIND.usual_columns) == ("Who?", CONTEXT)
-    assert KIND.label(row["answers"], TASK) == Answers(("Ada",), (4,))
-    assert KIND.label([{"text": "Ada", "answer_start": 4}], TASK) == Answers(("Ada",), (4,))
-    assert KIND.label_names(row["answers"]) == () and KIND.label_names([]) == (NO_ANSWER,)
 
 
 SHADES, COLOURS, FILLERS = ["dark", "light"], ["red", "green", "blue"], ["and", "then", "so", "it", "was"]

@@ -24,32 +24,35 @@ from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.runs import Cell
 from megatron_ddrp.tasks.finetune.table_files import Columns, Task, read_rows
 from megatron_ddrp.tasks.finetune.task_files import FineTuned, read_task
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.tasks.conftest import GLANCE, words
 
 
 @pytest.fixture
-def read(tmp_path):
-    """Read a task whose rows have these labels."""
+def read_two(tmp_path):
+    """Read a task from the texts of a training and a validation file."""
 
-    def read(labels, **more):
-        path = tmp_path / "train.csv"
-        path.write_text("text,label\n" + "".join(f'x,"{label}"\n' for label in labels))
-        return read_task(TaskFiles(train=path, valid=path, **more))
+    def read_two(train, valid, ending=".csv", **more):
+        paths = [tmp_path / f"{name}{ending}" for name in ("train", "valid")]
+        for path, text in zip(paths, (train, valid), strict=True):
+            path.write_text(text)
+        return read_task(TaskFiles(*paths, **more))
 
-    return read
+    return read_two
 
 
 @pytest.fixture
-def read_lists(tmp_path):
-    """Read a task whose rows have these lists as labels."""
+def read(tmp_path):
+    """Read a task whose rows have these labels; lists are labels in JSON lines."""
 
-    def read_lists(labels):
-        path = tmp_path / "train.jsonl"
-        path.write_text("".join(json.dumps({"text": "x", "labels": each}) + "\n" for each in labels))
-        return read_task(TaskFiles(train=path, valid=path))
+    def read(labels, **more):
+        lists = isinstance(labels[0], list)
+        path = tmp_path / ("train.jsonl" if lists else "train.csv")
+        lines = [json.dumps({"text": "x", "labels": each}) if lists else f'x,"{each}"' for each in labels]
+        path.write_text("".join(f"{line}\n" for line in ([] if lists else ["text,label"]) + lines))
+        return read_task(TaskFiles(train=path, valid=path, **more))
 
-    return read_lists
+    return read
 
 
 def fault(call, *arguments, **more):
@@ -57,23 +60,39 @@ def fault(call, *arguments, **more):
     return str(refused("/", call, *arguments, **more)).rpartition("/")[2]
 
 
+VECTORS = [[1, 0, 0], [0, 0], [True, False, True], [1, 1]]
 WHOLE = [str(number % 5) for number in range(1000)]
 """More rows than those from which the kind of a task is guessed."""
-LIST = """, line 3: label is '["A", "B"]', expected labels with | between them, such as A|B"""
-COMMA = ": labels look like numbers with a decimal comma, such as 1,5; write 1.5, or name the kind by "
-LATER = ": labels look like whole numbers in the first rows and like 2.5 in later ones; name the kind by "
+
+
 BAD_LABELS = [
-    (["A|B", '[""A"", ""B""]'], "multi-label", LIST),
-    (["1,5", "2,5"], None, COMMA),
+    (["A|B", '[""A"", ""B""]'], "multi-label", """, line 3: label is '["A", "B"]', expected labels with | between"""),
+    (["1,5", "2,5"], None, ": labels look like numbers with a decimal comma, such as 1,5; write 1.5, or name the kind"),
     (["1,5"], "regression", ", line 2: label is '1,5', expected a number such as 1.5, with a decimal point"),
     (["1.5", "1e39"], "regression", ", line 3: label is '1e39', expected at most 3.40282e+38 in size; use another"),
-    ([*WHOLE, "2.5"], None, LATER),
+    ([*WHOLE, "2.5"], None, ": labels look like whole numbers in the first rows and like 2.5 in later ones; name the"),
+    *(([[1], each], None, f", line 2: label is {each}, a vector of 0 and 1; write a list of the") for each in VECTORS),
+    ([[0, 1], [1, 0]], None, ": every row has the labels 0 and 1, as vectors of 0 and 1 do"),
+]
+BAD_COLUMNS = [
+    ({"text_column": "label"}, "column 'label' is --text-column and --label-column at once"),
+    ({"label_column": "text"}, "column 'text' is --text-column and --label-column at once"),
+    ({"text_pair_column": "label"}, "column 'label' is --text-pair-column and --label-column at once"),
+    ({"text_pair_column": "text"}, "column 'text' is --text-column and --text-pair-column at once"),
+    ({"text_column": "x", "label_column": "x", "kind": "tokens"}, "column 'x' is --text-column and --label-column"),
+    ({"text_pair_column": "q", "kind": "qa", "text_column": "q"}, "column 'q' is --text-column"),
 ]
 
 
 @pytest.mark.parametrize(("labels", "kind", "told"), BAD_LABELS, ids=range(len(BAD_LABELS)))
 def test_labels_of_another_kind_are_refused(read, labels, kind, told):
-    assert fault(read, labels, kind=kind).startswith(f"train.csv{told}")
+    """Read as lists, the vectors of two classes have the same labels, and a model that says both is perfect."""
+    assert fault(read, labels, kind=kind).partition(".")[2].removeprefix("csv").removeprefix("jsonl").startswith(told)
+
+
+@pytest.mark.parametrize(("columns", "told"), BAD_COLUMNS)
+def test_a_column_with_two_uses_is_refused(read, columns, told):
+    wrong_arguments(told, read, ["A", "B"], **columns)
 
 
 def test_labels_are_read_as_the_named_kind(read):
@@ -81,6 +100,9 @@ def test_labels_are_read_as_the_named_kind(read):
     assert read(["1,5", "x"]).task.labels == ("1,5", "x")
     assert len(read([*WHOLE, "2.5"], kind="classification").task.labels) == 6
     assert read([*WHOLE, "2.5"], kind="regression").task.labels == ()
+    assert read([[3, 1], [1], [], [0]]).task.labels == ("0", "1", "3")
+    assert read([[0, 1], [1]]).task.labels == ("0", "1")
+    assert read([["a", "b"]]).task.labels == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -111,13 +133,16 @@ def test_labels_that_look_alike_are_warned_of(read, pair):
     assert not any("Unicode" in fact for fact in read(["B", "A", "a"]).facts)
 
 
-def test_f1_of_two_classes_names_the_positive_one(read):
+def test_the_name_of_a_score_has_its_positive_label(read):
     data = read(["ja", "nein"], metric="f1")
     assert data.facts[0] == "classification, f1 of 'nein'; text from text, label from label"
     assert data.task.metric == "f1"
     assert Cell("t", [{"metric": "f1", "facts": data.task.facts}]).score_name == "f1 of 'nein'"
     assert Cell("MRPC", [{"metric": "f1"}]).score_name == "f1"
     assert KINDS["multi-label"].score_name(Task("t", "f1", "multi-label", ("a", "b"))) == "f1"
+    facts = Task("own", "kappa", "classification", ("a", "b")).facts
+    row = {"task": "own", "score": 0.5, "dev_examples": 1, "metric": "own", "facts": facts | {"kind": "own"}}
+    assert Cell("own", [row]).score_name == "own"
 
 
 @pytest.fixture
@@ -181,32 +206,6 @@ def test_runs_that_earlier_versions_scored_by_other_rules_are_done_again(read_ta
         before = hashlib.sha256(json.dumps([data.task.facts, list(data.columns)]).encode())
         before.update(2 * hashlib.sha256((read_tags.folder / "train.jsonl").read_bytes()).digest())
         assert (data.digest == before.hexdigest()) == is_same
-
-
-@pytest.mark.parametrize("vector", [[1, 0, 0], [0, 0], [True, False, True], [1, 1]])
-def test_a_vector_of_0_and_1_is_no_list_of_labels(read_lists, vector):
-    assert read_lists([[3, 1], [1], [], [0]]).task.labels == ("0", "1", "3")
-    refused(r"train\.jsonl, line 2: label is .*, a vector of 0 and 1; write a list of the", read_lists, [[1], vector])
-
-
-def test_vectors_of_two_classes_are_no_lists_of_labels(read_lists):
-    """Read as lists, [0, 1] and [1, 0] both have the labels 0 and 1, and a model that always says both is perfect."""
-    refused(r"train\.jsonl: every row has the labels 0 and 1, as vectors of 0 and 1 do", read_lists, [[0, 1], [1, 0]])
-    assert read_lists([[0, 1], [1]]).task.labels == ("0", "1")
-    assert read_lists([["a", "b"]]).task.labels == ("a", "b")
-
-
-@pytest.fixture
-def read_two(tmp_path):
-    """Read a task from the texts of a training and a validation file."""
-
-    def read_two(train, valid, ending=".csv", **more):
-        paths = [tmp_path / f"{name}{ending}" for name in ("train", "valid")]
-        for path, text in zip(paths, (train, valid), strict=True):
-            path.write_text(text)
-        return read_task(TaskFiles(*paths, **more))
-
-    return read_two
 
 
 @pytest.mark.parametrize(
@@ -301,40 +300,15 @@ def test_a_task_is_called_as_its_page_says(given, name):
     assert given.task_name == name
 
 
-def test_the_most_frequent_tag_is_that_of_most_words(read_two):
-    lines = (("red green dog runs", "A A A V"), ("runs", "V"))
-    text = "".join(json.dumps({"tokens": said.split(), "tags": tags.split()}) + "\n" for said, tags in lines)
-    assert read_two(text, text, ".jsonl", kind="tokens", metric="accuracy").baseline == 3 / 5
-
-
-def test_words_have_no_second_text_and_their_tags_may_be_ner_tags(read_two):
+def test_the_columns_of_words_and_the_most_frequent_tag_of_most_words(read_two):
     rows = json.dumps({"tokens": ["red", "cat"], "ner_tags": ["B-A", "O"], "label": "x", "more": "a text"}) + "\n"
     data = read_two(rows, rows, ".jsonl")
     assert data.facts[0] == "tokens, seqeval; text from tokens, label from ner_tags"
     said = r"line 1: --text-pair-column more: words have no second text; leave the flag"
     refused(said, read_two, rows, rows, ".jsonl", text_pair_column="more")
-
-
-def test_a_score_of_a_plug_ins_metric_has_a_name_without_it():
-    facts = Task("own", "kappa", "classification", ("a", "b")).facts
-    row = {"task": "own", "score": 0.5, "dev_examples": 1, "metric": "own", "facts": facts | {"kind": "own"}}
-    assert Cell("own", [row]).score_name == "own"
-
-
-@pytest.mark.parametrize(
-    ("columns", "told"),
-    [
-        ({"text_column": "label"}, "column 'label' is --text-column and --label-column at once"),
-        ({"label_column": "text"}, "column 'text' is --text-column and --label-column at once"),
-        ({"text_pair_column": "label"}, "column 'label' is --text-pair-column and --label-column at once"),
-        ({"text_pair_column": "text"}, "column 'text' is --text-column and --text-pair-column at once"),
-        ({"text_column": "x", "label_column": "x", "kind": "tokens"}, "column 'x' is --text-column and --label-column"),
-        ({"text_pair_column": "q", "kind": "qa", "text_column": "q"}, "column 'q' is --text-column"),
-    ],
-)
-def test_a_column_with_two_uses_is_refused(read, columns, told):
-    error = refused(told, read, ["A", "B"], **columns)
-    assert error.exit_code == 2
+    lines = (("red green dog runs", "A A A V"), ("runs", "V"))
+    text = "".join(json.dumps({"tokens": said.split(), "tags": tags.split()}) + "\n" for said, tags in lines)
+    assert read_two(text, text, ".jsonl", kind="tokens", metric="accuracy").baseline == 3 / 5
 
 
 BAD_TEST = {
@@ -369,12 +343,6 @@ def written(writer, ending, cells, prediction, kind="classification"):
     return stream.getvalue().decode().splitlines()[-1]
 
 
-@pytest.mark.parametrize("writer", [JsonLinesFile, TableFile])
-def test_times_of_a_parquet_file_are_written_as_text(writer):
-    line = written(writer, ".csv", {"day": datetime.date(2026, 1, 2)}, "red")
-    assert "2026-01-02" in line and "red" in line
-
-
 @pytest.mark.parametrize(
     ("cell", "text"),
     [
@@ -391,7 +359,8 @@ def test_a_label_of_a_parquet_file_is_written_as_other_columns_are(cell, text):
         assert line.split("\t") == [text, text, "red"]
 
 
-def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():
+@pytest.mark.parametrize("writer", [JsonLinesFile, TableFile])
+def test_cells_of_a_parquet_file_without_a_value_are_empty_in_tables_and_null_in_json_lines(writer):
     """A Parquet file has null and nan, and JSON has no nan."""
     empty = {"note": None, "number": float("nan"), "label": None}
     assert written(TableFile, ".csv", empty, None) == ",,,null"
@@ -400,6 +369,8 @@ def test_cells_without_a_value_are_empty_in_tables_and_null_in_json_lines():
     for cell in (float("inf"), [float("nan")]):
         with pytest.raises(ValueError, match=r"number of a cell is nan or infinite, which JSON cannot hold; write \."):
             written(JsonLinesFile, ".jsonl", {"number": cell}, None)
+    line = written(writer, ".csv", {"day": datetime.date(2026, 1, 2)}, "red")
+    assert "2026-01-02" in line and "red" in line
 
 
 def test_commands_that_end_at_the_same_moment_all_succeed(topics, bert_folder, out, monkeypatch):

@@ -64,22 +64,18 @@ def test_pieces_of_words_in_wordpiece(wordpiece):
 MANY = ["unhappy", "Привет", "мир", "\x00", "中", "文", ",", "cafe\u0301s", "ﬁ", "\U0001f680", "お茶", "-LRB-"]
 
 
-def test_pieces_of_words_in_sentencepiece_are_those_of_each_word_alone(sentencepiece_tokenizer):
+def test_pieces_of_words_in_sentencepiece_and_byte_level_bpe_are_those_of_the_text(
+    sentencepiece_tokenizer, byte_level, wordpiece
+):
     """A piece never spans two words here, so the words can be taken one by one; a lone ▁ is the next word's."""
     visible = [word for word in MANY if word != "\x00"]
     alone = [sentencepiece_tokenizer.encode(word) or [sentencepiece_tokenizer.unk_id] for word in visible]
     assert pieces_of_words(sentencepiece_tokenizer, visible) == alone
     assert spelled(sentencepiece_tokenizer, ["中", "文"])[1][0] == "▁"
-
-
-def test_pieces_of_words_in_byte_level_bpe_are_those_behind_a_blank(byte_level):
     pieces = pieces_of_words(byte_level, MANY)
     assert pieces[0] == byte_level.encode(MANY[0])
     assert pieces[1:] == [byte_level.encode(" " + word) for word in MANY[1:]]
     assert byte_level.pieces[pieces[1][0]].startswith("Ġ")
-
-
-def test_no_piece_is_lost(wordpiece, sentencepiece_tokenizer, byte_level):
     for tokenizer in (wordpiece, sentencepiece_tokenizer, byte_level):
         pieces = [piece for own in pieces_of_words(tokenizer, MANY) for piece in own]
         in_text = tokenizer.encode(" ".join(MANY))
@@ -92,6 +88,14 @@ def test_windows_by_hand():
     # Words of one piece: 0123 | 2345 | 4567, and of each pair of shared words one goes to either side.
     assert windows_of([1] * 8, 4, 2) == [Window(0, 4, 0, 3), Window(2, 6, 3, 5), Window(4, 8, 5, 8)]
     assert windows_of([9, 1, 9], 4, 2) == [Window(0, 1, 0, 1), Window(1, 2, 1, 2), Window(2, 3, 2, 3)]
+    assert context_windows(0, 5, 2) == [(0, 0)]
+    assert context_windows(5, 5, 2) == [(0, 5)]
+    assert context_windows(6, 5, 2) == [(0, 5), (3, 6)]
+    assert context_windows(11, 5, 2) == [(0, 5), (3, 8), (6, 11)]
+    for pieces in range(40):
+        windows = context_windows(pieces, 7, 3)
+        assert {p for begin, end in windows for p in range(begin, end)} == set(range(pieces))
+        assert all(former[1] - latter[0] == 3 for former, latter in zip(windows, windows[1:], strict=False))
 
 
 def test_windows_of_any_sentence_label_every_word_once():
@@ -107,17 +111,6 @@ def test_windows_of_any_sentence_label_every_word_once():
             assert window.begin <= window.own_begin < window.own_end <= window.end
             assert sum(min(length, room) for length in lengths[window.begin : window.end]) <= room
     assert longest > 5
-
-
-def test_context_windows_cover_the_context_and_share_the_overlap():
-    assert context_windows(0, 5, 2) == [(0, 0)]
-    assert context_windows(5, 5, 2) == [(0, 5)]
-    assert context_windows(6, 5, 2) == [(0, 5), (3, 6)]
-    assert context_windows(11, 5, 2) == [(0, 5), (3, 8), (6, 11)]
-    for pieces in range(40):
-        windows = context_windows(pieces, 7, 3)
-        assert {p for begin, end in windows for p in range(begin, end)} == set(range(pieces))
-        assert all(former[1] - latter[0] == 3 for former, latter in zip(windows, windows[1:], strict=False))
 
 
 def test_pieces_of_an_answer(byte_level):
@@ -162,7 +155,7 @@ def test_the_first_piece_of_a_word_has_its_label(tokenizer):
     assert list(encoded.answers.by_sentence()) == [["O", "B-PER", "B-LOC"], ["B-ORG"]]
 
 
-def test_a_long_sentence_is_labelled_in_several_rows_and_no_word_twice(tokenizer):
+def test_long_sentences_and_words_keep_their_labels_and_none_is_there_twice(tokenizer):
     rng = np.random.default_rng(0)
     words = [("ada", "unhappy")[number] for number in rng.integers(0, 2, 40)]
     labels = rng.integers(0, 9, 40)
@@ -173,9 +166,6 @@ def test_a_long_sentence_is_labelled_in_several_rows_and_no_word_twice(tokenizer
     assert (encoded.targets[begins + 1] == IGNORED_LABEL).all()
     firsts = encoded.pieces[encoded.targets != IGNORED_LABEL]
     assert [tokenizer.pieces[piece] for piece in firsts] == ["ada", *(w.replace("unhappy", "un") for w in words)]
-
-
-def test_a_word_longer_than_a_row_keeps_its_label(tokenizer):
     encoded = encode(tokenizer, [Example(("un" + "happ" * 20, "ada"), [5.0, 1.0])], max_length=8)
     assert encoded.lengths.tolist() == [8, 3]
     assert encoded.answers.classes.tolist() == encoded.targets[encoded.targets != IGNORED_LABEL].tolist() == [5, 1]
@@ -238,7 +228,7 @@ def test_scores():
     assert KIND.baseline(words, {"O": 9, "B-LOC": 1}, few) == pytest.approx(2 / 3)
 
 
-def test_values_say_the_same_again():
+def test_values_say_the_same_again_and_nan_is_a_tag():
     gold, predicted = tags("O B-PER I-PER", "B-LOC"), tags("O nan O", "I-LOC")
     sides = [list(KIND.as_values(TASK, side)) for side in (gold, predicted)]
     assert sides[1] == [["O", None, "O"], ["I-LOC"]]
@@ -247,10 +237,7 @@ def test_values_say_the_same_again():
         for before, after in zip((gold, predicted), KIND.read(TASK, sides[0], values), strict=True):
             np.testing.assert_array_equal(before.classes, after.classes)
             np.testing.assert_array_equal(before.ends, after.ends)
-
-
-def test_a_tag_called_nan_is_a_tag():
-    """It is the ISO code of Min Nan in the tags of languages."""
+    # It is the ISO code of Min Nan in the tags of languages.
     task = Task("languages", "accuracy", "tokens", ("eng", "nan"))
     side = Tags(np.array([0.0, 1.0, math.nan]), np.array([3]), task.labels)
     values = list(KIND.as_values(task, side))

@@ -229,17 +229,13 @@ def test_rows_are_refused_once_their_file_has_changed(files, name, change):
     assert str(path) in str(error)
 
 
-def test_a_change_within_a_pass_is_noticed_at_its_end(files):
+def test_a_change_within_a_pass_and_a_file_that_is_gone_are_noticed(files):
     data = task_files.read_task(files)
     passing = iter(data.train)
     next(passing)
     with files.train.open("a") as stream:
         stream.write(ROW)
     refused(CHANGED, list, passing)
-
-
-def test_a_file_that_is_gone_is_named(files):
-    data = task_files.read_task(files)
     files.valid.unlink()
     refused(r"valid\.jsonl: No such file or directory; give a readable file", list, data.dev["valid"])
 

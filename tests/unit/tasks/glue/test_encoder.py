@@ -64,21 +64,12 @@ def test_checkpoint_step_and_export_give_equal_states(checkpoint_folder, tmp_pat
         torch.testing.assert_close(others[valid], states[valid], rtol=0, atol=1e-5)
 
 
-def test_a_step_is_the_same_run_as_its_folder(checkpoint_folder):
-    whole, step = load_encoder(checkpoint_folder), load_encoder(checkpoint_folder / "iter_0000003")
-    assert whole.fingerprint == step.fingerprint
-    assert whole.fingerprint != load_encoder(checkpoint_folder, random_init=True).fingerprint
-
-
-def test_each_run_has_a_copy_of_its_own(checkpoint_folder):
+def test_each_run_has_a_copy_of_its_own_and_random_weights_follow_the_seed(checkpoint_folder):
     encoder = load_encoder(checkpoint_folder)
     copy = encoder.fresh(1, torch.device("cpu"))
     for loaded, copied in zip(encoder.module.parameters(), copy.parameters(), strict=True):
         assert (loaded == copied).all()
         assert loaded.data_ptr() != copied.data_ptr()
-
-
-def test_random_weights_are_a_function_of_the_seed(checkpoint_folder):
     encoder = load_encoder(checkpoint_folder, random_init=True)
     first, again, other = (
         next(p for p in encoder.fresh(seed, torch.device("cpu")).parameters() if p.ndim > 1) for seed in (1, 1, 2)
@@ -87,7 +78,7 @@ def test_random_weights_are_a_function_of_the_seed(checkpoint_folder):
     assert (first != other).any()
 
 
-def test_the_fingerprint_follows_every_weight(checkpoint_folder):
+def test_the_fingerprint_follows_every_weight_and_not_the_step_that_was_named(checkpoint_folder):
     before = load_encoder(checkpoint_folder).fingerprint
     path = checkpoint_folder / "iter_0000003" / "model.safetensors"
     weights = load_file(path)
@@ -95,6 +86,9 @@ def test_the_fingerprint_follows_every_weight(checkpoint_folder):
     save_file(weights, path, {"format": "pt"})
     seal_again(path)
     assert load_encoder(checkpoint_folder).fingerprint != before
+    whole, step = load_encoder(checkpoint_folder), load_encoder(checkpoint_folder / "iter_0000003")
+    assert whole.fingerprint == step.fingerprint
+    assert whole.fingerprint != load_encoder(checkpoint_folder, random_init=True).fingerprint
 
 
 def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_place(bert_folder, tmp_path):
@@ -186,13 +180,10 @@ def test_relatives_of_roberta_count_positions_from_the_padding(bert_folder, kind
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
-def test_a_roberta_without_a_padding_is_refused(bert_folder, kind):
+def test_a_roberta_without_a_padding_and_an_xlnet_are_refused(bert_folder, kind):
     write_model(bert_folder, kind, pad_token_id=0, **SIZES)
     change_config(bert_folder, pad_token_id=None)
     refused("pad_token_id is null in its config.json, and positions are counted from it", load_encoder, bert_folder)
-
-
-def test_xlnet_is_refused_for_the_place_of_its_cls(bert_folder):
     transformers.AutoConfig.for_model("xlnet").save_pretrained(bert_folder)
     refused("^--load .*: xlnet has <cls> at the end of a row", load_encoder, bert_folder)
 
@@ -370,13 +361,10 @@ def test_a_pointer_of_git_lfs_in_a_folder_is_named(bert_folder, name):
         refused(f"{name}: a pointer of Git LFS in place of the file: run git lfs install", read, bert_folder)
 
 
-def test_a_pointer_of_git_lfs_in_a_run_is_named(checkpoint_folder):
+def test_a_pointer_of_git_lfs_in_a_run_or_in_place_of_rows_is_named(checkpoint_folder, tmp_path):
     for name in ("tokenizer/vocab.txt", "iter_0000003/model.safetensors", "iter_0000003/state.json"):
         (checkpoint_folder / name).write_text(POINTER)
         refused("a pointer of Git LFS in place of the file: run git lfs install", load_encoder, checkpoint_folder)
-
-
-def test_a_pointer_of_git_lfs_in_place_of_rows_is_named(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(POINTER)
     for read in (open_rows, lambda path: read_examples(TASKS["CoLA"], path, path.read_bytes())):

@@ -45,13 +45,37 @@ def average(cells):
     return GLUE.means(cells)["average of 8"]
 
 
-def test_the_median_at_the_best_grid_point():
-    rows = [row(score=score, seed=seed) for seed, score in enumerate((0.1, 0.9, 0.5))]
-    rows += [row(score=score, seed=seed, lr=2e-5) for seed, score in enumerate((0.6, 0.6, 0.2))]
-    cell = best_cells(rows)["base"]["RTE"]
-    assert {row["lr"] for row in cell.rows} == {2e-5}
-    assert cell.median == 0.6
-    assert "| base | 60.00 |" in table(rows)
+SHOWN = {
+    "new weights in an old folder are another row": (
+        [row(), row(score=0.7, encoder="f" * 16)],
+        {"base (eeeeeeee)": [0.5], "base (ffffffff)": [0.7]},
+    ),
+    "one encoder under two paths is one row": (
+        [row(load="runs/a"), row(score=0.7, seed=2, load="/data/runs/a")],
+        {"/data/runs/a": [0.5, 0.7]},
+    ),
+    "other data": ([row(score=0.9), row(score=0.1, data="x")], {"base": [0.1]}),
+    "fewer rows": ([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)], {"base": [0.1]}),
+    "the same run in two folders": ([row(), row()], {"base": [0.5]}),
+    "all seeds beat a lucky one": (
+        [row(score=0.5, seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)],
+        {"base": [0.5] * 5},
+    ),
+    "the best median": (
+        [row(score=(0.1, 0.9, 0.5, 0.6, 0.6, 0.2)[n], seed=n % 3, lr=(1e-5, 2e-5)[n // 3]) for n in range(6)],
+        {"base": [0.6, 0.6, 0.2]},
+    ),
+}
+"""Runs, and the scores that the table shows for each encoder."""
+
+
+@pytest.mark.parametrize(("rows", "expected"), SHOWN.values(), ids=SHOWN)
+def test_the_runs_that_count(rows, expected):
+    cells = best_cells(rows)
+    assert {name: tasks["RTE"].scores for name, tasks in cells.items()} == expected
+    for name, scores in expected.items():
+        assert f"| {name} | {100 * cells[name]['RTE'].median:.2f} |" in table(rows)
+        assert cells[name]["RTE"].median == statistics.median(scores)
 
 
 def test_undefined_scores_count_as_0_and_are_marked():
@@ -61,6 +85,11 @@ def test_undefined_scores_count_as_0_and_are_marked():
     assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 |  | 20.00 | 3 | 1 |" in table(rows)
     assert "| base | 0.00 (1 undefined) |" in table([row("CoLA", None)])
     assert summary(best_cells(rows), GLUE, Items(GLUE))["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
+    rows = [row("CoLA", None), row("CoLA", 0.0, lr=2e-5)]
+    assert best_cells(rows)["base"]["CoLA"].undefined == 0
+    rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
+    rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
+    assert differences(best_cells(rows), Items(GLUE))[0].seeds.values == pytest.approx([0.0, -0.1, 0.2])
 
 
 def best_point_by_hand(points):
@@ -88,43 +117,9 @@ def test_collapsed_seeds_count_in_the_choice_of_the_grid_point(points, expected)
     assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected == best_point_by_hand(points)
 
 
-def test_of_two_equal_points_the_one_that_collapsed_less_is_shown():
-    rows = [row("CoLA", None), row("CoLA", 0.0, lr=2e-5)]
-    assert best_cells(rows)["base"]["CoLA"].undefined == 0
-
-
-def test_the_average_needs_all_eight_tasks():
-    rows = [row(task, 0.1 * number) for number, task in enumerate(PAPER_TASKS)]
-    assert average(best_cells(rows)["base"]) == pytest.approx(0.35)
-    assert average(best_cells([*rows, row("WNLI", 1.0)])["base"]) == pytest.approx(0.35)
-    assert average(best_cells(rows[1:])["base"]) is None
-    assert " 35.00 |" in table(rows)
-    assert "average of 8 |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" not in table(rows[1:])
-    collapsed = [*rows[:3], row("CoLA", None), *rows[4:]]
-    assert average(best_cells(collapsed)["base"]) == pytest.approx(0.35 - 0.3 / 8)
-
-
-def test_new_weights_in_an_old_folder_are_another_row():
-    cells = best_cells([row(), row(score=0.7, encoder="f" * 16)])
-    medians = {name: tasks["RTE"].median for name, tasks in cells.items()}
-    assert medians == {"base (eeeeeeee)": 0.5, "base (ffffffff)": 0.7}
-
-
-def test_one_encoder_under_two_paths_is_one_row():
-    cells = best_cells([row(load="runs/a"), row(score=0.7, seed=2, load="/data/runs/a")])
-    assert {name: tasks["RTE"].scores for name, tasks in cells.items()} == {"/data/runs/a": [0.5, 0.7]}
-
-
-def test_only_metrics_that_every_seed_has_stand_beside_the_score():
+def test_what_stands_beside_a_score():
     cells = best_cells([row(beside={"em": 0.3, "own": 0.1}), row(seed=2, beside={"em": 0.4})])
     assert cells["base"]["RTE"].beside == {"em": [0.3, 0.4]}
-
-
-def test_scores_on_other_data_are_not_mixed_in():
-    assert best_cells([row(score=0.9), row(score=0.1, data="x")])["base"]["RTE"].median == 0.1
-
-
-def test_mismatched_scores_have_a_line_of_their_own():
     rows = [row("MNLI", 0.5, other_scores={"dev_mismatched": 0.25}, other_undefined=[])]
     assert "| base | MNLI (dev_mismatched) | accuracy | 25.00 |" in table(rows)
 
@@ -137,13 +132,21 @@ def full(seed=1, load="base", mismatched=0.9, **more):
     ]
 
 
-def test_averages_of_8_and_9_columns_are_never_mixed():
+def test_averages_of_8_and_9_columns_need_all_of_them_and_are_never_mixed():
     assert GLUE.means(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
     rows = [{k: v for k, v in row.items() if k != "other_scores"} for row in full()]
     assert GLUE.means(best_cells(rows)["base"])["average of 9"] is None
     text = table(full())
     assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in text
     assert "| base | MNLI (mean of both) | accuracy | 80.00 |" in text
+    rows = [row(task, 0.1 * number) for number, task in enumerate(PAPER_TASKS)]
+    assert average(best_cells(rows)["base"]) == pytest.approx(0.35)
+    assert average(best_cells([*rows, row("WNLI", 1.0)])["base"]) == pytest.approx(0.35)
+    assert average(best_cells(rows[1:])["base"]) is None
+    assert " 35.00 |" in table(rows)
+    assert "average of 8 |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" not in table(rows[1:])
+    collapsed = [*rows[:3], row("CoLA", None), *rows[4:]]
+    assert average(best_cells(collapsed)["base"]) == pytest.approx(0.35 - 0.3 / 8)
 
 
 def test_averages_are_those_of_medians_over_the_seeds():
@@ -156,19 +159,6 @@ def test_averages_are_those_of_medians_over_the_seeds():
     ]
     expected = {"average of 8": 0.3, "average of 9": (8 * 0.3 + 0.65) / 9}
     assert GLUE.means(best_cells(rows)["base"]) == pytest.approx(expected)
-
-
-def test_a_grid_point_with_all_its_seeds_beats_a_lucky_single_one():
-    rows = [row(score=0.5, seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)]
-    assert best_cells(rows)["base"]["RTE"].median == 0.5
-
-
-def test_the_same_run_in_two_folders_counts_once():
-    assert len(best_cells([row(), row()])["base"]["RTE"].rows) == 1
-
-
-def test_runs_on_fewer_rows_are_not_mixed_in():
-    assert best_cells([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)])["base"]["RTE"].scores == [0.1]
 
 
 def test_the_difference_is_paired_by_seed():
@@ -199,7 +189,7 @@ def random_twin(task, score, seed=1, **more):
     return row(task, score, seed, load="base, random weights", encoder="r" * 16, **more)
 
 
-def test_one_seed_tells_what_pretraining_gains():
+def test_one_seed_tells_what_pretraining_gains_under_equal_conditions():
     rows = [row("RTE", 0.7), row("MRPC", 0.6), random_twin("RTE", 0.55), row("RTE", 0.9, load="other", encoder="o")]
     ((*_, difference),) = gains(best_cells(rows))
     assert difference == pytest.approx(0.15)
@@ -207,6 +197,8 @@ def test_one_seed_tells_what_pretraining_gains():
     (found,) = summary(best_cells(rows), GLUE, Items(GLUE))["gains"]
     assert (found["task"], found["pretrained"], found["random"]) == ("RTE", 0.7, 0.55)
     assert "against random weights" not in table(rows[:2])
+    assert gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5)]))
+    assert not gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5, max_train_examples=100)]))
 
 
 @pytest.mark.parametrize("scores", [(None, 0.1), (0.4, None)])
@@ -216,17 +208,6 @@ def test_a_gain_needs_both_scores(scores):
     assert difference is None
     line = next(line for line in table(rows).splitlines() if line.startswith("| base | CoLA | matthews |"))
     assert "(1 undefined)" in line and line.endswith("| undefined |")
-
-
-def test_a_gain_needs_equal_conditions():
-    assert gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5)]))
-    assert not gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5, max_train_examples=100)]))
-
-
-def test_an_undefined_score_counts_as_0_in_the_difference():
-    rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
-    rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
-    assert differences(best_cells(rows), Items(GLUE))[0].seeds.values == pytest.approx([0.0, -0.1, 0.2])
 
 
 def test_names_are_shown_and_not_run():
@@ -313,12 +294,6 @@ def test_the_figure_has_its_whole_title_and_short_names():
     assert [text.get_text() for text in legend.get_texts()] == ["ddrp", "bert", "seed", "median"]
 
 
-def test_runs_that_were_asked_for_decide_the_conditions_of_a_cell():
-    rows = [row(score=0.2, data="a"), row(score=0.7, data="b")]
-    assert best_cells(rows)["base"]["RTE"].scores == [0.7]
-    assert best_cells(rows, asked=[TuningRun.of_row(rows[0])])["base"]["RTE"].scores == [0.2]
-
-
 def test_a_cell_has_only_the_runs_that_were_asked_for_if_there_are_any():
     old = [row(score=0.7, seed=seed) for seed in (1, 2, 3)]
     new = [row(score=0.2, seed=seed, lr=2e-5) for seed in (1, 2)]
@@ -330,6 +305,9 @@ def test_a_cell_has_only_the_runs_that_were_asked_for_if_there_are_any():
     assert (cells["base"]["CoLA"].scores, cells["other"]["RTE"].scores) == ([0.4], [0.6])
     assert best_cells(rows, asked=[TuningRun.of_row(old[0])])["base"]["RTE"].scores == [0.7]
     assert best_cells(rows, asked=[TuningRun.of_row(row(lr=9.0))])["base"]["RTE"].scores == [0.7] * 3  # not done yet
+    rows = [row(score=0.2, data="a"), row(score=0.7, data="b")]
+    assert best_cells(rows)["base"]["RTE"].scores == [0.7]
+    assert best_cells(rows, asked=[TuningRun.of_row(rows[0])])["base"]["RTE"].scores == [0.2]
 
 
 def test_encoders_with_other_files_are_not_compared_in_silence():
@@ -519,13 +497,6 @@ def test_an_unfinished_last_line_is_cut_off(tmp_path):
     assert [row["seed"] for row in RunStore(path)] == [1, 2]
 
 
-def test_a_foreign_line_is_named_and_left_alone(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    path.write_text('{"task": "RTE"}\n')
-    refused(r"runs\.jsonl, line 1: not a run", RunStore, path, tasks=TASKS)
-    assert path.read_text() == '{"task": "RTE"}\n'
-
-
 def test_lines_of_earlier_versions_count_an_undefined_score_as_0(tmp_path):
     """They had null for it, left it out of the best epoch, and carried no sum."""
     path = tmp_path / "runs.jsonl"
@@ -545,6 +516,7 @@ DAMAGES = {
     "a changed score": lambda line: line.replace(b'"score": 0.5', b'"score": 0.9'),
     "a changed name": lambda line: line.replace(b'"load": "e"', b'"load": "f"'),
     "a list": lambda line: b"[]\n",
+    "no run": lambda line: b'{"task": "RTE"}\n',
     "deep": lambda line: b"[" * 100_000 + b"\n",
     "not UTF-8": lambda line: line.replace(b"RTE", b"R\xffE"),
     "a list for a number": lambda line: _without_sum(line).replace(b'"lr": 1e-05', b'"lr": []'),
@@ -568,7 +540,8 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     lines = path.read_bytes().splitlines(keepends=True)
     assert damage(lines[1]) != lines[1]
     path.write_bytes(b"".join([lines[0], damage(lines[1]), lines[2]]))
+    content, told = path.read_bytes(), []
     refused(r"runs\.jsonl, line 2: ", RunStore, path, tasks=TASKS)
-    told = []
+    assert path.read_bytes() == content
     assert [row["seed"] for row in RunStore(path, told.append, TASKS)] == [1, 3]
     assert len(told) == 1 and "line 2: " in told[0]

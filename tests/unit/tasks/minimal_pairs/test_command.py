@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.tasks.minimal_pairs.command import main
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion.conftest import seal_again, write_checkpoint
 from tests.unit.tasks.minimal_pairs.conftest import PAIRS, write_pairs
 
@@ -116,26 +116,14 @@ def test_a_random_encoder_prefers_the_sentence_with_fewer_pieces(out, tmp_path, 
     assert encoder["macro_average"] == encoder["piece_counts"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        (["--seeds", "2"], "needs --random-init"),
-        (["--max-pairs", "0"], "--max-pairs"),
-        (["--score", "mean"], "invalid choice"),
-    ],
-)
-def test_wrong_arguments_end_with_code_2(words, more, reason):
-    error = refused(reason, main, [*words, *more])
-    assert error.exit_code == 2
-
-
 @pytest.mark.parametrize(("text", "count"), [("\u200b\x00", 0), ("red " * 30, 30)])
 def test_a_sentence_without_a_piece_or_too_long_is_named(words, pairs, text, count):
     write_pairs(pairs, [("red", "cat"), ("red", text)], uid="bad")
     refused(rf"bad.jsonl, line 2: sentence_bad has {count} pieces; expected 1 to 22", main, words)
 
 
-def test_a_damaged_line_of_the_store_is_refused(words, out):
+def test_a_damaged_line_of_the_store_and_seeds_of_one_encoder_are_refused(words, out):
+    wrong_arguments("needs --random-init", main, [*words, "--seeds", "2"])
     main(words[:-1])
     path = out / "scores.jsonl"
     path.write_text(path.read_text().replace('"identical": 0', '"identical": 1', 1))

@@ -98,19 +98,13 @@ def encoder(name, *accuracies, pairs=100):
     return Result(name, cells)
 
 
-def test_ties_and_what_is_no_number_are_never_right():
+def test_ties_numbers_that_are_none_and_piece_counts():
     for rounding in (-1e-5, 1e-5):
         found = pairs.cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 + rounding, -5.0, None]))
         assert found.right.tolist() == [True, False, False, False]
         assert (found.ties, found.undefined, found.accuracy) == (1, 2, 0.25)
-
-
-def test_a_difference_beyond_rounding_decides():
     assert pairs.cell(row([-2.0, -2.0], [-2.0 - 4e-5, -2.0 + 4e-5])).right.tolist() == [True, False]
-
-
-def test_piece_counts_alone_prefer_the_shorter_sentence():
-    """Shorter 1 of 4, equally long 2 of which one has identical pieces: ½, and a tie."""
+    # Shorter 1 of 4, equally long 2 of which one has identical pieces: ½, and a tie.
     assert pairs.cell(row([0.0] * 4, [0.0] * 4)).piece_counts == (1 + 0.5) / 4
 
 
@@ -154,7 +148,7 @@ def test_the_interval_is_that_of_drawing_paradigms_or_the_pairs_of_one_anew(uids
     assert found.items == pytest.approx(quantiles([anew(values, rng) for _ in range(3000)]), abs=step)
 
 
-def test_pairs_of_several_paradigms_are_not_resampled():
+def test_the_interval_is_of_paradigms_or_of_one_paradigms_pairs():
     """The means of the paradigms already contain the spread of their pairs."""
     apart = difference(encoder("a", 1.0, 0.0, 1.0), encoder("b", 0.0, 0.0, 0.0))
     assert apart.items == pytest.approx((2 / 3 * (1 - math.sqrt(3 / 2)), 1.0))  # no gain is above 1
@@ -163,10 +157,7 @@ def test_pairs_of_several_paradigms_are_not_resampled():
     one = difference(encoder("a", 0.6), encoder("b", 0.5))
     assert one.items[0] < 0.1 < one.items[1]
     assert one == difference(encoder("a", 0.6), encoder("b", 0.5))
-
-
-def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
-    """The interval is that of the mean's standard error; resampling 3 pairs alone would make it narrower by √(2/3)."""
+    # The interval is that of the mean's standard error; resampling 3 pairs alone would make it narrower by √(2/3).
     gain = np.array([1, 0, 0])
     sides = (Result(name, {"x": ParadigmScore(gain > least, 0, 0, 0.5)}) for name, least in (("a", 0), ("b", 1)))
     found = difference(*sides)
@@ -183,22 +174,19 @@ def test_many_pairs_are_drawn_in_blocks_and_every_sample_is_the_same(monkeypatch
     assert pairs.resampled_means(values).tolist() == whole.tolist() and len(whole) == 2000
 
 
-def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit():
-    pytest.importorskip("matplotlib")
-    fields = {"p0": "syntax", "p1": "syntax"}
-    cells, bar = scoring.draw_heat_map({"e": {"p0": 0.7, "p1": 0.25}}, 1, fields).axes
-    (image,) = cells.images
-    assert [float(text.get_text()) for text in cells.texts] == image.get_array()[:, 0].tolist() == [70, 25]
-    assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()
-
-
-def test_the_table_has_each_standard_error_in_its_column():
+def test_the_table_and_the_heat_map_have_one_unit():
     paradigms = {uid: Paradigm(uid, Path("pairs.jsonl")) for uid in ("p0", "p1")}
     report = scoring.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r")
     table = scoring.all_tables(report, [])["scores"]
     assert list(table.header[:4]) == ["encoder", "macro average", "± pairs", "± paradigms"]
     of_pairs = 100 * math.sqrt((0.7 * 0.3 + 0.4 * 0.6) / 99) / 2
     assert list(table.rows[0][:4]) == ["e", "55.00", f"{of_pairs:.2f}", "15.00"]  # (0.7 - 0.4) / 2 over paradigms
+    pytest.importorskip("matplotlib")
+    fields = {"p0": "syntax", "p1": "syntax"}
+    cells, bar = scoring.draw_heat_map({"e": {"p0": 0.7, "p1": 0.25}}, 1, fields).axes
+    (image,) = cells.images
+    assert [float(text.get_text()) for text in cells.texts] == image.get_array()[:, 0].tolist() == [70, 25]
+    assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()
 
 
 @pytest.mark.parametrize(

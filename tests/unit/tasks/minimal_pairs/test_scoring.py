@@ -60,21 +60,13 @@ def test_a_checkpoint_and_its_export_score_as_the_twin(both, score, tokenizer):
         torch.testing.assert_close(torch.tensor(scores(folder, score)), expected.double(), rtol=0, atol=2e-4)
 
 
-def test_the_kinds_differ_where_a_word_has_several_pieces_and_only_there(checkpoints):
+def test_the_kinds_differ_where_a_word_has_several_pieces_and_equal_sentences_are_scored_once(checkpoints):
     found = {score: scores(checkpoints["ddrp"], score) for score in SCORES}
     whole = scores(checkpoints["ddrp"], "pll", sentences=["the red cat, the dog."])
     assert whole == scores(checkpoints["ddrp"], "l2r", sentences=["the red cat, the dog."])
     assert whole == scores(checkpoints["ddrp"], "whole-word", sentences=["the red cat, the dog."])
     assert abs(found["pll"] - found["l2r"]).max() > 1e-3
     assert abs(found["l2r"] - found["whole-word"]).max() > 1e-3
-
-
-@pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_batches_change_nothing(checkpoints, budget):
-    assert abs(scores(checkpoints["ddrp"], budget=budget) - scores(checkpoints["ddrp"])).max() < 1e-4
-
-
-def test_equal_sentences_are_scored_once(checkpoints):
     done = []
     encoder = load_masked_lm(checkpoints["absolute"])
     model = piece_logits(encoder, 0, torch.device("cpu"))
@@ -82,6 +74,11 @@ def test_equal_sentences_are_scored_once(checkpoints):
     found = score_sentences(model, encoder.tokenizer, [cat, dog, cat], "pll", 100, done.append)
     assert sum(done) == len(cat) + len(dog)
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_batches_change_nothing(checkpoints, budget):
+    assert abs(scores(checkpoints["ddrp"], budget=budget) - scores(checkpoints["ddrp"])).max() < 1e-4
 
 
 class Pieces:
