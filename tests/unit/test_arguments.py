@@ -11,9 +11,12 @@ from megatron_ddrp.config import ENCODINGS, Config, concerns, flag, save_config
 from tests.refusals import refused, wrong_arguments
 
 
-def test_no_flag_gives_the_defaults():
+def test_no_flag_gives_the_defaults_and_usage_leaves_out_what_the_manifest_says():
     arguments = parse_arguments([])
     assert arguments.config == Config() and not arguments.dry_run
+    parser = build_parser()
+    assert "--data-path P [flags]" in parser.usage
+    assert not any("--vocab-file" in text for text in (parser.usage, parser.epilog))
 
 
 def test_every_setting_is_a_flag_in_the_section_of_its_concern():
@@ -26,12 +29,6 @@ def test_every_setting_is_a_flag_in_the_section_of_its_concern():
     own |= {"--local-rank", "--deepspeed"}
     settings = {flag(f.name) for s in concerns().values() for f in dataclasses.fields(s) if "help" in f.metadata}
     assert flags == own | settings and "--vocab-size" not in settings
-
-
-def test_usage_and_example_leave_out_what_the_manifest_of_the_data_says():
-    parser = build_parser()
-    assert "--data-path P [flags]" in parser.usage
-    assert not any("--vocab-file" in text for text in (parser.usage, parser.epilog))
 
 
 def test_help_names_choices_defaults_and_sections(capsys):
@@ -108,11 +105,12 @@ def test_a_yaml_of_comments_changes_nothing_and_an_empty_one_is_refused(tmp_path
     assert parse_arguments(["--config", yaml_file(tmp_path, "# nothing yet\n")]).config == Config()
     line = "--config .*: empty; write settings, or leave --config out"
     refused(line, parse_arguments, ["--config", yaml_file(tmp_path, "")])
+    missing = ["--config", str(tmp_path / "nowhere.yaml")]
+    refused("nowhere.yaml: cannot be read: No such file", parse_arguments, missing)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
+MISTAKES = {
+    "run.yaml": [
         ("num-layer: 3", "unknown setting 'num-layer'; did you mean num-layers?"),
         ("vocab-size: 3", "unknown setting 'vocab-size'"),
         ("num-layers: three", "num-layers: got 'three', expected a whole number"),
@@ -130,13 +128,21 @@ def test_a_yaml_of_comments_changes_nothing_and_an_empty_one_is_refused(tmp_path
         ("num-layers: .inf", "num-layers: got inf, expected a whole number"),
         ("lr: .nan", "run.yaml: lr: got nan: it must be at least 0 and at most 1e+12"),
     ],
-)
-def test_mistakes_in_yaml_are_refused_in_one_line(tmp_path, text, message):
-    wrong_arguments(re.escape(message), parse_arguments, ["--config", yaml_file(tmp_path, text)])
+    "config.json": [
+        ('{"model": {"num_layer": 3}}', "model: unknown setting 'num_layer'; did you mean num_layers?"),
+        ('{"modell": {"num_layers": 3}}', "unknown section 'modell'; expected model, objective, data"),
+        ('{"model": {"num_layers": "x"}}', "model.num_layers: got 'x', expected a whole number"),
+        ('{"model": 3, "data": {}}', "model: expected settings such as `num_layers: …`, got a int"),
+        ('{"model": ', "cannot be read: Expecting value"),
+        ("[1]", "expected settings such as `num_layers: …`, got a list"),
+    ],
+}
 
 
-def test_a_missing_yaml_is_refused(tmp_path):
-    refused("nowhere.yaml: cannot be read: No such file", parse_arguments, ["--config", str(tmp_path / "nowhere.yaml")])
+@pytest.mark.parametrize(("name", "text", "message"), [(name, *row) for name, rows in MISTAKES.items() for row in rows])
+def test_mistakes_in_a_file_are_refused_in_one_line(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    wrong_arguments(re.escape(message), parse_arguments, ["--config", str(tmp_path / name)])
 
 
 @pytest.mark.parametrize(
@@ -157,10 +163,6 @@ def test_mistakes_in_flags_are_one_line_and_exit_code_2(words, message, monkeypa
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_bert.py"])
     error = wrong_arguments(re.escape(message), parse_arguments, words)
     assert str(error).endswith("(see pretrain_bert.py --help)")
-
-
-def test_a_refused_combination_names_the_flags():
-    refused("--hidden-size 100 is not divisible by --num-attention-heads 12", parse_arguments, ["--hidden-size", "100"])
 
 
 def deepspeed_file(tmp_path, **content):
@@ -279,12 +281,6 @@ def test_a_runs_own_file_is_a_config(tmp_path):
     )
 
 
-def test_what_followed_from_a_setting_follows_from_the_flag_that_changes_it(tmp_path):
-    save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
-    words = ["--config", str(tmp_path / "config.json"), "--objective", "mlm", "--position-encoding", "absolute"]
-    assert parse_arguments(words).config == parse_arguments(words[2:]).config
-
-
 @pytest.mark.parametrize("options", [[], ["--objective-options", "weight=2", "margin=0.25"]], ids=["declared", "given"])
 def test_a_runs_options_are_those_of_its_own_objective(options, tmp_path):
     of_the_run = ["--objective", "token-contrast", *options]
@@ -314,6 +310,9 @@ def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
     assert batch == Config().training.global_batch_size
     length = parse_arguments([*words, "--max-position-embeddings", "1024"]).config.model.seq_length
     assert length == Config().model.seq_length
+    save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
+    other = ["--objective", "mlm", "--position-encoding", "absolute"]
+    assert parse_arguments([*words, *other]).config == parse_arguments(other).config
 
 
 def test_a_share_of_warm_up_wins_over_the_steps_of_a_file(tmp_path):
@@ -359,20 +358,3 @@ def test_yaml_may_be_nested_by_concern(tmp_path):
     arguments = parse_arguments(["--config", yaml_file(tmp_path, text)])
     assert arguments.config == Config().replace(model={"num_layers": 3}, checkpoint={"save": "mine"})
     assert arguments.remarks == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"model": {"num_layer": 3}}', "model: unknown setting 'num_layer'; did you mean num_layers?"),
-        ('{"modell": {"num_layers": 3}}', "unknown section 'modell'; expected model, objective, data"),
-        ('{"model": {"num_layers": "x"}}', "model.num_layers: got 'x', expected a whole number"),
-        ('{"model": 3, "data": {}}', "model: expected settings such as `num_layers: …`, got a int"),
-        ('{"model": ', "cannot be read: Expecting value"),
-        ("[1]", "expected settings such as `num_layers: …`, got a list"),
-    ],
-)
-def test_mistakes_in_a_json_config_are_refused_in_one_line(tmp_path, text, message):
-    path = tmp_path / "config.json"
-    path.write_text(text, encoding="utf-8")
-    wrong_arguments(re.escape(message), parse_arguments, ["--config", str(path)])

@@ -134,13 +134,16 @@ def test_a_file_is_no_fresh_start(file, run, tmp_path):
         refused(words, refuse_folders, save, run / file)
 
 
-def test_a_misspelt_load_is_no_fresh_start(tmp_path):
+def test_a_misspelt_load_is_no_fresh_start_and_a_killed_run_may_start_again(tmp_path):
     """A restart names one folder twice, which need not exist; an empty folder starts afresh."""
     words = f"--load {tmp_path / 'strat'}: no such folder: .* leave --load out"
     for save in (None, tmp_path / "new"):
         refused(words, refuse_folders, save, tmp_path / "strat")
         refuse_folders(save, tmp_path)
     refuse_folders(tmp_path / "new", tmp_path / "new")
+    save_config(Config(), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    refuse_folders(tmp_path, tmp_path)
 
 
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
@@ -216,12 +219,6 @@ def test_a_run_does_not_replace_the_files_of_others(tmp_path, name, load):
     refused(f"--save .* holds {name}, which no run wrote", refuse_folders, tmp_path, load_from)
 
 
-def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path):
-    save_config(Config(), tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
-    refuse_folders(tmp_path, tmp_path)
-
-
 def changed_state(path, *removed, **changes):
     """Edit state.json as a person would, which leaves its sum as it was."""
     state = json.loads((path / checkpoint.STATE).read_text()) | changes
@@ -251,26 +248,21 @@ def test_a_damaged_state_is_passed_over(damage, run):
     assert line.startswith(f"skipped {run / 'iter_0000006'}: state.json is ")
 
 
-def test_a_state_in_the_folder_of_another_step_is_refused(run):
-    path = run / "iter_0000006"
-    write_state(path, read_state(path) | {"iteration": 5})
-    assert "iteration is 5 in a folder named iter_0000006" in (fault(path) or "")
-
-
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("changes", "reason"),
     [
-        (3, "the configuration is not an object"),
-        ({"model": 3}, "the configuration is not an object"),
-        ({"modle": {}}, "unknown section 'modle'"),
-        ({"model": {"num_layers": "two"}}, "model setting num_layers is 'two': a wrong type"),
-        ({"model": {"num_layers": 0}}, "--num-layers is 0"),
+        ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
+        ({"config": 3}, "the configuration is not an object"),
+        ({"config": {"model": 3}}, "the configuration is not an object"),
+        ({"config": {"modle": {}}}, "unknown section 'modle'"),
+        ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
+        ({"config": {"model": {"num_layers": 0}}}, "--num-layers is 0"),
     ],
     ids=str,
 )
-def test_a_state_of_another_version_is_refused(config, reason, run):
+def test_a_state_of_another_step_or_version_is_refused(changes, reason, run):
     path = run / "iter_0000006"
-    write_state(path, read_state(path) | {"config": config})
+    write_state(path, read_state(path) | changes)
     assert reason in (fault(path) or "")
 
 
@@ -344,10 +336,14 @@ def test_only_the_files_that_the_caller_reads_are_checked_against_their_sums(run
     refused(f"--load {path}: {file} has the CRC-32", chosen, path, both)
 
 
-def test_weights_come_from_the_checkpoint_before(run, whole_run):
+def test_weights_come_from_the_checkpoint_before_and_ranks_share_the_sums(run, whole_run):
     flip(run / "iter_0000006" / FILE)
     (ours, _, _), (theirs, _, _) = load_model(run), load_model(whole_run / "iter_0000004")
     assert all(torch.equal(w, theirs.get_parameter(name)) for name, w in ours.named_parameters())
+    path = run / "iter_0000006"
+    faults = [fault(path, (checkpoint.MODEL,), part, 2) for part in (0, 1)]
+    assert faults[0] and "CRC-32" in faults[0] and faults[1] is None
+    assert fault(path, (checkpoint.OPTIMIZER,)) is None
 
 
 def test_a_model_that_was_trained_by_a_gpu_backend_is_read_for_any_device(run):
@@ -357,14 +353,6 @@ def test_a_model_that_was_trained_by_a_gpu_backend_is_read_for_any_device(run):
     write_state(path, state)
     model, _, config = load_model(run)
     assert config.model.attention_backend == model.config.attention_backend == "auto"
-
-
-def test_ranks_share_the_reading_of_the_sums(run):
-    path = run / "iter_0000006"
-    flip(path / FILE)
-    faults = [fault(path, (checkpoint.MODEL,), part, 2) for part in (0, 1)]
-    assert faults[0] and "CRC-32" in faults[0] and faults[1] is None
-    assert fault(path, (checkpoint.OPTIMIZER,)) is None
 
 
 def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(tmp_path: Path) -> None:

@@ -57,8 +57,15 @@ def test_both_spellings_with_and_without_equals(flag, other):
     assert (parsed.vocab_file, parsed.deepspeed_config) == ("a_b-c", "d_e-f")
 
 
-def test_words_after_a_double_dash_stay_as_they_are():
+def test_words_after_a_double_dash_subcommands_and_help():
+    """Words stay as they are; subcommands share the rules; help shows the defaults that say something."""
     assert parser().parse_args(["--", "--vocab_file"]).words == ["--vocab_file"]
+    made = ArgumentParser(prog="tool")
+    made.add_subparsers(dest="command").add_parser("merge").add_argument("--output-prefix")
+    assert made.parse_args(["merge", "--output_prefix", "a"]).output_prefix == "a"
+    text = parser().format_help()
+    assert "how many (default: 7)" in text
+    assert "None" not in text and "False" not in text
 
 
 @pytest.mark.parametrize(
@@ -89,18 +96,6 @@ def test_a_misspelt_required_flag_is_answered_with_the_right_one():
         missing = "--vocab-size" if "--output" in given else "--vocab-size, --output"
         complaint = f"the following arguments are required: {missing}{said} (see tool --help)"
         assert str(refused("are required", made.parse_args, given)) == complaint
-
-
-def test_help_shows_the_defaults_that_say_something():
-    text = parser().format_help()
-    assert "how many (default: 7)" in text
-    assert "None" not in text and "False" not in text
-
-
-def test_subcommands_share_the_rules():
-    made = ArgumentParser(prog="tool")
-    made.add_subparsers(dest="command").add_parser("merge").add_argument("--output-prefix")
-    assert made.parse_args(["merge", "--output_prefix", "a"]).output_prefix == "a"
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -146,8 +141,8 @@ def test_a_subcommand_has_options_of_its_own():
     subcommands = {"first": Subcommand("one", "One.", (Words,)), "second": Subcommand("two", "Two.", ())}
     parsed = parse_subcommand("All.", subcommands, ["first", "--name", "a", "there"], plugins=False)
     assert (parsed.command, parsed.name, parsed.place) == ("first", "a", "there")
-    with pytest.raises(UserError, match="unrecognized arguments: --name a"):
-        parse_subcommand("All.", subcommands, ["second", "--name", "a"], plugins=False)
+    other = ["second", "--name", "a"]
+    refused("unrecognized arguments: --name a", parse_subcommand, "All.", subcommands, other, plugins=False)
 
 
 @pytest.mark.parametrize("name", ["finetune", "glue", "minimal-pairs", "compare"])
@@ -179,23 +174,20 @@ def fail(error):
     raise error
 
 
-def test_mistakes_are_one_line(capsys):
-    assert outcome(lambda: fail(UserError("two\n lines")), capsys) == (1, "tool: error: two lines\n")
-    assert outcome(lambda: fail(UserError("wrong", exit_code=2)), capsys) == (2, "tool: error: wrong\n")
-    assert outcome(lambda: fail(KeyboardInterrupt()), capsys) == (130, "tool: error: interrupted\n")
-    full = OSError(errno.ENOSPC, "No space left on device", "out.bin")
-    assert outcome(lambda: fail(full), capsys) == (1, "tool: error: out.bin: No space left on device\n")
+REFUSALS_OF_THE_SYSTEM = ("EEXIST", "ELOOP", "EMFILE", "ENFILE", "EBADF")
+ENDS = [
+    (UserError("two\n lines"), 1, "two lines"),
+    (UserError("wrong", exit_code=2), 2, "wrong"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (OSError(errno.ENOSPC, "No space left on device", "out.bin"), 1, "out.bin: No space left on device"),
+    (RuntimeError("Symlink loop from 'a'"), 1, "Symlink loop from 'a'; remove the link, or give another path"),
+    *((OSError(getattr(errno, name), "the reason", "f"), 1, "f: the reason") for name in REFUSALS_OF_THE_SYSTEM),
+]
 
 
-@pytest.mark.parametrize("name", ["EEXIST", "ELOOP", "EMFILE", "ENFILE", "EBADF"])
-def test_refusals_of_the_system_are_one_line(name, capsys):
-    refusal = OSError(getattr(errno, name), "the reason", "f")
-    assert outcome(lambda: fail(refusal), capsys) == (1, "tool: error: f: the reason\n")
-
-
-def test_a_circle_of_links_is_one_line(capsys):
-    line = "tool: error: Symlink loop from 'a'; remove the link, or give another path\n"
-    assert outcome(lambda: fail(RuntimeError("Symlink loop from 'a'")), capsys) == (1, line)
+@pytest.mark.parametrize(("error", "code", "line"), ENDS, ids=lambda value: str(value)[:20])
+def test_mistakes_are_one_line(error, code, line, capsys):
+    assert outcome(lambda: fail(error), capsys) == (code, f"tool: error: {line}\n")
 
 
 def test_every_refusal_of_a_file_operation_is_a_line():
@@ -239,9 +231,10 @@ def test_a_mistake_of_others_is_one_line_and_of_one_rank(capsys):
     assert not error.agreed
 
 
-def test_success_and_result_become_the_exit_code(capsys):
+def test_success_and_result_become_the_exit_code_which_crosses_processes(capsys):
     assert outcome(lambda: None, capsys) == (0, "")
     assert outcome(lambda: 3, capsys) == (3, "")
+    assert pickle.loads(pickle.dumps(UserError("x", exit_code=2))).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -250,10 +243,6 @@ def test_success_and_result_become_the_exit_code(capsys):
 def test_bugs_keep_their_traceback(bug):
     with pytest.raises(type(bug)):
         run_command(lambda: fail(bug), "tool")
-
-
-def test_the_exit_code_crosses_processes():
-    assert pickle.loads(pickle.dumps(UserError("x", exit_code=2))).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -359,10 +348,8 @@ def test_a_fine_tuning_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Namespace(task="RTE", encoder="e", micro_batch_size=16, max_seq_length=128)
     monkeypatch.setattr(sweep, "build_model", no_memory)
     here = Namespace(data={"RTE": Namespace(task=None)}, encoders={"e": None}, device=None)
-    with pytest.raises(
-        UserError, match="2.00 GiB.*; use --micro-batch-size 8 instead of 16, --max-seq-length below 128"
-    ):
-        sweep.Sweep.finetune(here, run, None, {})  # type: ignore[arg-type]
+    line = "2.00 GiB.*; use --micro-batch-size 8 instead of 16, --max-seq-length below 128"
+    refused(line, sweep.Sweep.finetune, here, run, None, {})
 
 
 def test_a_scoring_of_pairs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

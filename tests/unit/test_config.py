@@ -28,7 +28,6 @@ from megatron_ddrp.config import (
 from megatron_ddrp.config.reading import check_range
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.engine.checkpoint import changed_tokenizer, check_architecture
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
 from tests.refusals import refused, wrong_arguments
@@ -87,14 +86,11 @@ def test_the_distance_is_the_encodings_unless_given(encoding, given, distance):
     assert ModelConfig(position_encoding=encoding, **given).relative_distance == distance
 
 
-def test_a_distance_is_refused_for_an_encoding_that_takes_none(monkeypatch):
+def test_what_an_encoding_cannot_serve_is_refused_by_its_reason(monkeypatch):
     monkeypatch.setattr(encoding_class("bert-r"), "relative_distance", None)
     assert ModelConfig(position_encoding="bert-r").relative_distance is None
-    with pytest.raises(UserError, match=r"^--relative-distance 8 with --position-encoding bert-r, .*: leave the dist"):
-        ModelConfig(position_encoding="bert-r", relative_distance=8)
-
-
-def test_sizes_that_an_encoding_cannot_serve_are_refused_by_its_reason(monkeypatch):
+    line = r"^--relative-distance 8 with --position-encoding bert-r, .*: leave the dist"
+    refused(line, ModelConfig, position_encoding="bert-r", relative_distance=8)
     monkeypatch.setattr(encoding_class("bert-r"), "refusal", lambda sizes: f"heads are {sizes.head_dim} wide")
     wrong_arguments(r"^--position-encoding bert-r: heads are 64 wide$", ModelConfig, position_encoding="bert-r")
 
@@ -111,11 +107,21 @@ def test_only_the_keys_of_deberta_have_no_bias():
     assert [name for name in ENCODINGS if not ModelConfig(position_encoding=name).key_bias] == ["deberta"]
 
 
-def test_an_older_generator_has_embeddings_of_its_own():
+def test_settings_that_an_older_version_did_not_know_get_their_defaults():
+    """Only its generator had embeddings of its own."""
     values = Config(objective=ObjectiveConfig(objective="electra")).to_dict()
     assert Config.from_dict(values).objective.generator_embeddings == "shared"
     del values["objective"]["generator_embeddings"]
     assert Config.from_dict(values).objective.generator_embeddings == "own"
+    values = Config().to_dict()
+    del values["model"]["relative_table"], values["logging"], values["parallel"]["cuda_graphs"]
+    assert Config.from_dict(values) == Config() and Config().parallel.cuda_graphs == "auto"
+
+
+def test_cuda_graphs_are_no_part_of_the_result():
+    with_graphs = Config().replace(parallel={"cuda_graphs": "on"})
+    assert Config.from_dict(with_graphs.to_dict()) == with_graphs
+    assert changed_settings(Config().to_dict(), with_graphs) == []
 
 
 REFUSED = [
@@ -123,14 +129,11 @@ REFUSED = [
     ("model", {"num_layers": 0}, "--num-layers is 0"),
     ("model", {"relative_distance": 0}, "--relative-distance is 0"),
     ("model", {"ffn_hidden_size": 0}, "--ffn-hidden-size is 0"),
-    ("model", {"ffn_hidden_size": -4}, "--ffn-hidden-size is -4"),
     ("model", {"seq_length": 2}, "--seq-length is 2: it must be at least 3 and below"),
-    ("model", {"hidden_size": 100}, "not divisible"),
+    ("model", {"hidden_size": 100}, "--hidden-size 100 is not divisible by --num-attention-heads 12"),
     ("model", {"hidden_dropout": 1.0}, "--hidden-dropout is 1.0"),
-    ("model", {"attention_dropout": -0.1}, "--attention-dropout is -0.1"),
     ("objective", {"tcd_tokens": 1}, "--tcd-tokens is 1"),
     ("objective", {"hcd_heads": 1}, "--hcd-heads is 1"),
-    ("objective", {"hcd_heads": -1}, "--hcd-heads is -1"),
     ("objective", {"hcd_heads": 13}, "--hcd-heads 13 of --num-attention-heads 12"),
     ("objective", {"mask_prob": 0.0}, "--mask-prob is 0.0"),
     ("objective", {"eval_mask_prob": 1.0}, "--eval-mask-prob is 1.0"),
@@ -141,14 +144,10 @@ REFUSED = [
     ("optimizer", {"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction is 1.5"),
     ("optimizer", {"min_lr": 1.0}, "--min-lr 1.0 is above --lr"),
     ("checkpoint", {"save_interval": 0}, "--save-interval is 0"),
-    ("checkpoint", {"keep_last": -1}, "--keep-last is -1"),
     ("checkpoint", {"exit_interval": 0}, "--exit-interval is 0"),
     ("logging", {"log_interval": 0}, "--log-interval is 0"),
     ("optimizer", {"lr": float("nan")}, "--lr is nan: it must be at least 0 and at most 1e+12"),
     ("optimizer", {"adam_beta2": 1.0}, "--adam-beta2 is 1.0: it must lie in [0, 1)"),
-    ("optimizer", {"weight_decay": float("inf")}, "--weight-decay is inf: it must be at least 0 and at most 1e+12"),
-    ("optimizer", {"clip_grad": -1.0}, "--clip-grad is -1.0"),
-    ("model", {"init_method_std": float("nan")}, "--init-method-std is nan"),
     ("objective", {"notes_min_count": 9, "notes_max_count": 8}, "--notes-min-count 9 is above --notes-max-count 8"),
     ("training", {"seed": 2**70}, f"--seed is {2**70}: it must be at least 0 and below 2^63"),
     ("training", {"train_iters": 2**31}, "it must be at least 1 and below 2^31"),
@@ -182,18 +181,17 @@ def test_a_range_holds_the_ends_that_it_names():
         for value in held:
             check_range("x", value, within)
         for value in outside:
-            with pytest.raises(UserError):
-                check_range("x", value, within)
+            refused("x", check_range, "x", value, within)
 
 
 def test_pairs_of_concerns_are_refused():
     refused("--fp16 with --zero-stage 0", Config().replace, training={"fp16": True}, parallel={"zero_stage": 0})
     Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
     # One head has no pair: the mean over pairs would be 0/0.
-    with pytest.raises(UserError, match="--num-attention-heads is 1"):
-        Config().replace(model={"num_attention_heads": 1}, objective={"hcd_heads": 0})
-    Config().replace(model={"num_attention_heads": 1}, objective={"hcd_weight": 0.0})
-    Config().replace(model={"num_attention_heads": 1}, objective={"objective": "mlm", "hcd_weight": None})
+    one = {"num_attention_heads": 1}
+    refused("--num-attention-heads is 1", Config().replace, model=one, objective={"hcd_heads": 0})
+    Config().replace(model=one, objective={"hcd_weight": 0.0})
+    Config().replace(model=one, objective={"objective": "mlm", "hcd_weight": None})
 
 
 def test_changed_settings_are_lines_with_the_flags_names():
@@ -215,11 +213,6 @@ def test_changed_settings_are_lines_with_the_flags_names():
     assert changed_settings(before, now) == ["--weight-decay: 0.01 → 0.0"]
 
 
-def test_configurations_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().model.num_layers = 3
-
-
 def changed():
     return Config().replace(
         model={"num_layers": 3, "position_encoding": "absolute", "vocab_size": 777, "ffn_hidden_size": 99},
@@ -233,6 +226,8 @@ def test_replace_changes_what_it_names_alone():
     config = changed()
     assert config.model.num_layers == 3 and config.model.hidden_size == 768 and config.optimizer == Config().optimizer
     assert Config().model.num_layers == 12
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.num_layers = 3
 
 
 @pytest.mark.parametrize("config", [Config(), changed()], ids=["default", "changed"])
@@ -249,12 +244,6 @@ def test_a_missing_or_foreign_config_json_is_refused_by_name(tmp_path):
     values = Config().to_dict()
     values["model"]["rotary_base"] = 10000
     refused("'rotary_base'", Config.from_dict, values)
-
-
-def test_settings_that_an_older_version_did_not_know_get_their_defaults():
-    values = Config().to_dict()
-    del values["model"]["relative_table"], values["logging"]
-    assert Config.from_dict(values) == Config()
 
 
 @pytest.mark.parametrize(
@@ -299,23 +288,7 @@ def test_cuda_graphs_are_refused_where_no_graph_holds_a_layer(changes, words):
     wrong_arguments(line, config.replace, parallel={"cuda_graphs": "on"})
 
 
-def test_older_runs_had_no_cuda_graphs_and_the_setting_is_no_part_of_the_result():
-    values = Config().to_dict()
-    del values["parallel"]["cuda_graphs"]
-    assert Config.from_dict(values).parallel.cuda_graphs == "auto"
-    with_graphs = Config().replace(parallel={"cuda_graphs": "on"})
-    assert Config.from_dict(with_graphs.to_dict()) == with_graphs
-    assert changed_settings(Config().to_dict(), with_graphs) == []
-
-
-def test_the_vocabulary_is_checked_where_the_tokenizer_is_known():
-    config = Config().replace(parallel={"tensor_model_parallel_size": 3})
-    assert config.with_vocabulary(300).model.padded_vocab_size == 384
-    error = refused("the vocabulary, padded to a multiple of 128, 30592: choose one", config.with_vocabulary, 30522)
-    assert error.exit_code == 2 and Config().with_vocabulary(30522) == Config()
-
-
-def test_a_layout_divides_the_ranks():
+def test_a_layout_divides_the_ranks_and_the_vocabulary_where_it_is_known():
     parallel = (
         Config()
         .replace(parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}, model={"num_layers": 3})
@@ -323,6 +296,10 @@ def test_a_layout_divides_the_ranks():
     )
     assert parallel.data_parallel_size(24) == 4
     refused("size 3 = 6 does not divide the number of ranks, 8", parallel.data_parallel_size, 8)
+    config = Config().replace(parallel={"tensor_model_parallel_size": 3})
+    assert config.with_vocabulary(300).model.padded_vocab_size == 384
+    error = refused("the vocabulary, padded to a multiple of 128, 30592: choose one", config.with_vocabulary, 30522)
+    assert error.exit_code == 2 and Config().with_vocabulary(30522) == Config()
 
 
 ROPE = {"position_encoding": "rope", "relative_distance": None}
@@ -427,9 +404,6 @@ def test_a_new_base_may_follow_the_one_that_the_checkpoint_was_trained_with() ->
     line = "--rope-theta is 10000.0 there and 500000.0 here"
     refused(line, check_architecture, Path("run/iter_41"), stored, config, 41)
     refused(line, check_architecture, Path("run/iter_40"), stored, stored.replace(model=longer), 40)
-
-
-def test_length_phases_with_their_own_theta_may_begin_at_a_resume() -> None:
     stored = Config().replace(model=ROPE | LOCAL)
     check_architecture(Path("run/iter_1"), stored, stored.replace(**PHASES))
 
@@ -444,7 +418,7 @@ def tokenizer(folder: Path, pieces: list[str], kind: str = "BertWordPieceLowerCa
     return build_tokenizer(kind, vocab_file=path)
 
 
-def test_a_run_begins_from_weights_of_its_own_pieces_alone(tmp_path: Path) -> None:
+def test_a_run_begins_from_weights_of_its_own_pieces_and_roles_alone(tmp_path: Path) -> None:
     checkpoint = tmp_path / "start" / "iter_0000000"
     assert changed_tokenizer(checkpoint, tokenizer(tmp_path, PIECES)) == [], "a folder without a tokenizer"
     tokenizer(tmp_path, PIECES).save(tmp_path / "start" / TOKENIZER)
@@ -453,6 +427,10 @@ def test_a_run_begins_from_weights_of_its_own_pieces_alone(tmp_path: Path) -> No
     assert "(BertWordPieceLowerCase → BertWordPieceCase)" in rules
     (named,) = changed_tokenizer(checkpoint, tokenizer(tmp_path, [*PIECES[:5], "law", *PIECES[6:]]))
     assert "(names for 1 of [unused…])" in named
+    ours = tokenizer(tmp_path, PIECES)
+    ours.save(tmp_path / "start" / TOKENIZER)
+    ours.mask_id, ours.fingerprint = 5, "another"
+    refused("the role mask has another id", changed_tokenizer, tmp_path / "start" / "iter_0000000", ours)
 
 
 @pytest.mark.parametrize(
@@ -468,13 +446,6 @@ def test_weights_of_other_pieces_are_refused(pieces: list[str], words: str, tmp_
     start = tmp_path / "start"
     error = refused(re.escape(words), changed_tokenizer, start / "iter_0000000", tokenizer(tmp_path, pieces))
     assert f"--vocab-file {start / TOKENIZER / 'vocab.txt'}" in str(error)
-
-
-def test_a_role_on_another_piece_is_refused(tmp_path: Path) -> None:
-    ours = tokenizer(tmp_path, PIECES)
-    ours.save(tmp_path / "start" / TOKENIZER)
-    ours.mask_id, ours.fingerprint = 5, "another"
-    refused("the role mask has another id", changed_tokenizer, tmp_path / "start" / "iter_0000000", ours)
 
 
 def test_every_setting_of_the_start_is_known_as_one() -> None:

@@ -65,18 +65,15 @@ def write(path: Path, code: str = CODE) -> Path:
     return path
 
 
-def test_a_file_brings_every_class_that_it_names(tmp_path: Path) -> None:
+def test_a_file_brings_every_class_that_it_names_and_a_second_takes_none(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py")
     load_plugin(path)
     load_plugin(path)
     assert [encoding_class(name).relative_distance for name in ("near", "far")] == [8, 99]
     assert objective_class("near").mask_share == 0.5
     assert set(PLUGINS.values()) == {path} and len(PLUGINS) == 3
-
-
-def test_a_second_file_may_not_take_a_name_of_the_first(tmp_path: Path) -> None:
-    load_plugin(write(tmp_path / "one.py"))
     refused("ENCODINGS names 'near', which is taken", load_plugin, write(tmp_path / "two.py"))
+    refused("--objective nothing is not known: expected one of mlm, mth, .*--plugin", objective_class, "nothing")
 
 
 @pytest.mark.parametrize("values", [{"position-encoding": "near"}, {"model": {"position-encoding": "near"}}])
@@ -155,10 +152,6 @@ def test_what_a_plug_in_may_not_bring_is_refused_in_one_line(code: str, line: st
     assert before == PLUGINS
 
 
-def test_an_unknown_name_says_what_there_is() -> None:
-    refused("--objective nothing is not known: expected one of mlm, mth, .*--plugin", objective_class, "nothing")
-
-
 @dataclass(frozen=True)
 class Inner:
     low: float = option(0.0, "…", within="[0, 1)")
@@ -185,13 +178,10 @@ def read(**values):
     return read_section(Outer, values, Place("f.yaml"))
 
 
-def test_values_take_the_type_of_their_option():
+def test_values_take_the_type_of_their_option_whose_key_has_dashes_or_underscores():
     found = read(name=7, colours="red", sizes=[1, 2], inner={"low": "1e-1"}, others=[{"high": 0.25}, {}], is_on=True)
     assert found == Outer("7", 1, ("red",), (1, 2), True, Inner(0.1), (Inner(high=0.25), Inner()))
     assert read(name="a", sizes=3.0).sizes == 3 and read(name="a", sizes=None).sizes is None
-
-
-def test_keys_have_dashes_or_underscores():
     for key in ("num-items", "num_items"):
         assert read(name="a", **{key: 2}).num_items == 2
 
@@ -220,12 +210,6 @@ def test_a_wrong_setting_is_named_with_its_place(values, message):
     assert str(wrong_arguments("^f.yaml: ", read, **values)) == message
 
 
-def test_a_file_that_is_not_yaml_is_named(tmp_path):
-    path = tmp_path / "f.yaml"
-    path.write_bytes(b"a: \xff")
-    refused(r"f\.yaml: cannot be read: not YAML", load_values, path, Place(str(path)))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -241,14 +225,17 @@ def test_a_setting_given_twice_is_refused_with_its_lines(tmp_path, text, message
     refused(line, load_values, path, Place("f.yaml"))
 
 
-def test_an_own_setting_replaces_a_merged_one(tmp_path):
+def test_an_own_setting_replaces_a_merged_one_and_no_yaml_is_named(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("a: &a {low: 0.1, high: 1}\nb: &b {<<: *a, low: 0.2}\nc: {<<: *b, high: 2}\nd: {<<: [*b, *a]}\n")
     content = load_values(path, Place("f.yaml"))
     assert (content["b"], content["c"]) == ({"low": 0.2, "high": 1}, {"low": 0.2, "high": 2})
     assert content["d"] == content["b"]
-    with pytest.raises(UserError, match=r"f\.yaml: num-items: given twice, with dashes and with underscores"):
-        read(**{"name": "a", "num_items": 1, "num-items": 2})
+    twice = {"name": "a", "num_items": 1, "num-items": 2}
+    refused(r"f\.yaml: num-items: given twice, with dashes and with underscores", read, **twice)
+    path = tmp_path / "f.yaml"
+    path.write_bytes(b"a: \xff")
+    refused(r"f\.yaml: cannot be read: not YAML", load_values, path, Place(str(path)))
 
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
@@ -284,12 +271,9 @@ def imports(tree: ast.AST) -> set[str]:
     return {alias.name for node in nodes for alias in node.names} | {str(getattr(n, "module", "")) for n in nodes}
 
 
-def test_no_code_reads_a_foreign_file_beside_the_door() -> None:
+def test_no_code_reads_or_unpacks_a_foreign_file_beside_the_door() -> None:
     found = {file: list(calls_beside_the_door(tree)) for file, tree in TREES.items() if file != "foreign.py"}
     assert {file: names for file, names in found.items() if names} == {}
-
-
-def test_only_one_file_unpacks() -> None:
     assert {file for file, tree in TREES.items() if imports(tree) & UNPACKERS} == {"data/preprocess/inputs.py"}
 
 
@@ -399,12 +383,9 @@ def test_yaml_that_is_refused(text: bytes, reason: str) -> None:
     assert str(error.value).startswith(reason)
 
 
-def test_yaml_holds_plain_values_only() -> None:
+def test_yaml_holds_plain_values_of_a_size_only() -> None:
     text = b"day: 2020-01-01\nhex: 0x10\nreal: 1.5\nyes: [on, ~]\n"
     assert parse_yaml(text) == {"day": "2020-01-01", "hex": 16, "real": 1.5, True: [True, None]}
-
-
-def test_a_file_without_an_end_is_refused() -> None:
     refused("/dev/zero: more than 4 MiB, expected a smaller file", read_bytes, "/dev/zero", LARGEST_YAML)
 
 

@@ -20,15 +20,14 @@ from tests.refusals import refused
 ROPE = {"position_encoding": "rope", "relative_distance": None, "seq_length": 64, "rope_theta": 160_000.0}
 
 
-def test_a_rate_goes_from_its_start_by_equal_steps() -> None:
+def test_a_rate_goes_from_its_start_by_equal_steps_and_one_stays_to_the_last_bit() -> None:
     rates = MaskRates.parse("0.3:0.15")
     assert [rates.at(done, 3) for done in range(4)] == pytest.approx([0.3, 0.25, 0.2, 0.15])
     assert rates.at(9, 3) == rates.end and rates.mean == pytest.approx(0.225)
-
-
-def test_one_rate_stays_to_the_last_bit() -> None:
     for rate in (0.15, 0.1 + 0.2):
         assert {MaskRates.parse(rate).at(done, 7) for done in range(8)} == {rate}
+    before, after = Config().to_dict(), Config().replace(objective={"mask_prob": "0.3:0.15"})
+    assert changed_settings(before, after) == ["--mask-prob: 0.15 → 0.3:0.15"]
 
 
 @pytest.mark.parametrize("value, stored", [(0.4, 0.4), ("0.4", 0.4), ("0.3:0.15", "0.3:0.15"), ("0.20:.2", 0.2)])
@@ -40,42 +39,29 @@ def test_rates_are_stored_in_one_way(value: Any, stored: Any, tmp_path: Path) ->
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_a_change_of_rates_is_told_as_it_is_typed() -> None:
-    before, after = Config().to_dict(), Config().replace(objective={"mask_prob": "0.3:0.15"})
-    assert changed_settings(before, after) == ["--mask-prob: 0.15 → 0.3:0.15"]
-
-
 @pytest.mark.parametrize("value", ["0.3:1.5", "0:0.1", "0.3:", "many", "0.1:0.2:0.3", True, None, [0.3]])
 def test_what_is_no_rate_is_refused(value: Any) -> None:
     assert refused("--mask-prob is ", Config().replace, objective={"mask_prob": value}).exit_code == 2
 
 
-def test_each_step_has_its_phase() -> None:
+def test_each_step_has_its_phase_and_one_may_be_the_whole_run() -> None:
     phases = parse_phases(("128:0.7", "256:0.9"), 512)
     lengths = [phase_at(phases, done, 10).seq_length for done in range(11)]
     assert lengths == [128] * 7 + [256] * 2 + [512] * 2
     assert [phase_at(phases, done, 1).seq_length for done in (0, 1)] == [128, 512]
     assert phase_at(parse_phases((), 512), 0, 10).seq_length == 512
-
-
-def test_a_phase_may_be_the_whole_run() -> None:
     config = Config().replace(training={"seq_length_phases": ("128:1",), "train_iters": 7})
     assert [phase_at(config.phases, done, 7).seq_length for done in range(7)] == [128] * 7
     assert config.mean_seq_length == 128 and config.model.seq_length == 512
 
 
-def test_theta_switches_with_the_phase() -> None:
+def test_theta_switches_with_the_phase_also_in_a_checkpoint(tmp_path: Path) -> None:
     training = {"seq_length_phases": ("16:0.5:10000", "32:0.75"), "train_iters": 8}
     config = Config().replace(model=ROPE, training=training)
     assert [config.rope_theta_at(done) for done in range(8)] == [10_000.0] * 4 + [160_000.0] * 4
     assert config.mean_seq_length == 16 / 2 + 32 / 4 + 64 / 4
-
-
-def test_a_checkpoint_is_read_with_the_theta_of_its_phase(tmp_path: Path) -> None:
-    training = {"seq_length_phases": ("16:0.5:10000",), "train_iters": 8}
-    config = Config().replace(model=ROPE, training=training).to_dict()
     for iteration, theta in ((0, 10_000.0), (4, 10_000.0), (5, 160_000.0)):
-        write_state(tmp_path, {"iteration": iteration, "config": config})
+        write_state(tmp_path, {"iteration": iteration, "config": config.to_dict()})
         assert read_config(tmp_path).model.rope_theta == theta
 
 

@@ -36,7 +36,6 @@ from megatron_ddrp.engine.layout import (
     read_settings,
     refuse_old_deepspeed,
 )
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare.plan import make_config, read_flags
 from tests.refusals import refused, wrong_arguments
 
@@ -135,8 +134,10 @@ def test_megatron_deepspeeds_example_is_taken_whole() -> None:
     assert "--no-pipeline-parallel as --pipeline-model-parallel-size 1" in read(words).remarks[1]
 
 
-def test_our_own_flags_say_nothing_more() -> None:
+def test_our_own_flags_say_nothing_more_and_help_names_none_of_theirs() -> None:
     assert read("--lr-warmup-iters 5 --train-iters 10 --log-interval 1 --adam-beta1 0.9").remarks == ()
+    text = build_parser().format_help()
+    assert "--num-workers" not in text and "docs/foreign-files.md" in text
 
 
 def test_a_number_of_samples_becomes_steps() -> None:
@@ -225,9 +226,14 @@ def test_all_refused_flags_are_in_one_error() -> None:
     )
 
 
-def test_loss_scaling_without_fp16_has_no_effect() -> None:
+def test_scaling_and_wsd_are_megatrons_only_under_fp16_and_with_their_style() -> None:
     words = "--bf16 --initial-loss-scale 4096 --min-loss-scale 2 --hysteresis 5 --loss-scale 7 --loss-scale-window 3"
     assert read(words).config.training == Config().replace(training={"bf16": True}).training
+    remark = "--lr-wsd-decay-style linear (there exponential, under WSD)"
+    words = "--num-workers 2 --train-iters 100 --lr-wsd-decay-iters 10 --lr-decay-style WSD"
+    assert remark in read(words).remarks[-1]
+    assert "wsd" not in read(f"{words} --lr-wsd-decay-style linear").remarks[-1]
+    assert "wsd" not in read("--num-workers 2").remarks[-1]
 
 
 def test_sums_in_fp32_contradict_a_deepspeed_file(tmp_path: Path) -> None:
@@ -237,19 +243,6 @@ def test_sums_in_fp32_contradict_a_deepspeed_file(tmp_path: Path) -> None:
     assert "data_types.grad_accum_dtype is 'bf16'" in refusal(words)
     path.write_text('{"data_types": {"grad_accum_dtype": "fp32"}}', encoding="utf-8")
     assert read(words).config.training.bf16
-
-
-def test_a_renamed_flags_value_may_hold_spaces() -> None:
-    arguments = parse_arguments(["--data-cache-path", "my cache/of indices"])
-    assert arguments.config.data.index_cache_dir == "my cache/of indices"
-
-
-def test_wsd_without_its_style_is_not_megatrons() -> None:
-    remark = "--lr-wsd-decay-style linear (there exponential, under WSD)"
-    words = "--num-workers 2 --train-iters 100 --lr-wsd-decay-iters 10 --lr-decay-style WSD"
-    assert remark in read(words).remarks[-1]
-    assert "wsd" not in read(f"{words} --lr-wsd-decay-style linear").remarks[-1]
-    assert "wsd" not in read("--num-workers 2").remarks[-1]
 
 
 def test_words_after_two_dashes_and_values_with_equals_are_kept_apart() -> None:
@@ -279,11 +272,6 @@ def test_habits_from_elsewhere_get_the_flag_of_ours(name: str) -> None:
     assert set(re.findall(r"--[a-z][\w-]*", REMEDIES[name])) <= own | theirs
 
 
-def test_help_names_none_of_them() -> None:
-    text = build_parser().format_help()
-    assert "--num-workers" not in text and "docs/foreign-files.md" in text
-
-
 def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for text, hint in (
@@ -293,15 +281,18 @@ def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
     ):
         path.write_text(text, encoding="utf-8")
         refused(re.escape(hint), read, f"--config {path}")
-    with pytest.raises(UserError, match="plan.yaml: unknown setting 'learning_rate'; use --lr"):
-        read_flags({"learning_rate": 1}, Place("plan.yaml"))
+    refused(
+        "plan.yaml: unknown setting 'learning_rate'; use --lr", read_flags, {"learning_rate": 1}, Place("plan.yaml")
+    )
 
 
-def test_renamed_flags_win_over_yaml_as_ours_do(tmp_path: Path) -> None:
+def test_a_renamed_flags_value_may_hold_spaces_and_wins_over_yaml_as_ours_do(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train-iters: 7\nmicro-batch-size: 7\nglobal-batch-size: 14\n", encoding="utf-8")
     training = read(f"--config {path} --train-samples 42 --batch-size 2").config.training
     assert (training.train_iters, training.micro_batch_size, training.global_batch_size) == (3, 2, 14)
+    arguments = parse_arguments(["--data-cache-path", "my cache/of indices"])
+    assert arguments.config.data.index_cache_dir == "my cache/of indices"
 
 
 def test_a_deepspeed_file_of_a_plan_decides_as_for_a_run(tmp_path: Path) -> None:
@@ -311,6 +302,9 @@ def test_a_deepspeed_file_of_a_plan_decides_as_for_a_run(tmp_path: Path) -> None
     assert make_config(settings, "plan").training.global_batch_size == 64
     path.write_text('{"gradient_accumulation_steps": 2}', encoding="utf-8")
     refused("plan: --deepspeed-config .* depend on the number of ranks", make_config, settings, "plan")
+
+
+OFFLOAD = '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'
 
 
 def written(folder: Path, text: str, name: str = "deepspeed.json") -> str:
@@ -388,16 +382,28 @@ def test_what_deepspeed_does_not_know_is_refused(text: str, words: str, tmp_path
     assert str(error).startswith(f"--deepspeed-config {tmp_path / 'deepspeed.json'}: ")
 
 
-def test_predivided_gradients_are_refused_at_zero_3_alone(tmp_path: Path) -> None:
-    text = '{"gradient_predivide_factor": 2.0}'
-    assert read_file(tmp_path, text, zero_stage=2) == {"gradient_predivide_factor": 2.0}
-    refused("gradient_predivide_factor does not work with --zero-stage 3", read_file, tmp_path, text, zero_stage=3)
+DEPENDS = [
+    ('{"gradient_predivide_factor": 2.0}', (2,), (3,), "gradient_predivide_factor does not work with --zero-stage 3"),
+    (
+        '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": false}}',
+        (3, "cuda"),
+        (3, "cpu"),
+        "zero_quantized_weights is True: its kernels need a GPU",
+    ),
+    (OFFLOAD, (1,), (0,), "offload_optimizer needs --zero-stage 1 or 2 or 3, not 0"),
+]
+"""Text of a file, the stage and the device that it fits and those that it does not, and the reason."""
 
 
-def test_quantized_communication_needs_a_gpu(tmp_path: Path) -> None:
-    text = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": false}}'
-    assert read_file(tmp_path, text, 3, "cuda")["zero_optimization"]["zero_quantized_weights"] is True
-    refused("zero_quantized_weights is True: its kernels need a GPU", read_file, tmp_path, text, 3, "cpu")
+@pytest.mark.parametrize(("text", "fits", "misfits", "reason"), DEPENDS)
+def test_settings_that_depend_on_the_stage_or_the_device(text, fits, misfits, reason, tmp_path):
+    assert read_file(tmp_path, text, *fits) == json.loads(text)
+    refused(reason, read_file, tmp_path, text, *misfits)
+
+
+def test_the_state_is_offloaded_at_each_stage_that_shards(tmp_path: Path) -> None:
+    found = [offload_device(read_file(tmp_path, OFFLOAD, stage)["zero_optimization"]) for stage in (1, 2, 3)]
+    assert found == ["cpu"] * 3
 
 
 def test_a_fault_of_a_whole_section_is_one_short_line(tmp_path: Path) -> None:
@@ -417,27 +423,15 @@ def test_a_section_is_checked_at_the_stage_of_the_run(given, tmp_path, monkeypat
     assert seen == [2]
 
 
-@pytest.mark.parametrize("version", ["0.17.6", "0.19.7+cu128", "0.9.10"])
-def test_an_older_deepspeed_is_refused_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_file, "deepspeed_version", lambda: version)
-    wrong_arguments(f"DeepSpeed {re.escape(version)} .*: pip install 'deepspeed>=0.19.8'", refuse_old_deepspeed)
-
-
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.20.0.dev1", "1.0"])
-def test_a_newer_deepspeed_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_file, "deepspeed_version", lambda: version)
-    refuse_old_deepspeed()
-
-
-def test_the_lowest_deepspeed_is_that_of_the_package() -> None:
+def test_an_older_deepspeed_is_refused_in_one_line_and_a_newer_one_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.17.6", "0.19.7+cu128", "0.9.10"):
+        monkeypatch.setattr(deepspeed_file, "deepspeed_version", lambda version=version: version)
+        wrong_arguments(f"DeepSpeed {re.escape(version)} .*: pip install 'deepspeed>=0.19.8'", refuse_old_deepspeed)
+    for version in ("0.19.8", "0.19.10", "0.20.0.dev1", "1.0"):
+        monkeypatch.setattr(deepspeed_file, "deepspeed_version", lambda version=version: version)
+        refuse_old_deepspeed()
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"deepspeed>={LOWEST_DEEPSPEED}"' in text
-
-
-def test_offload_wants_a_stage_that_shards(tmp_path: Path) -> None:
-    text = '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'
-    assert [offload_device(read_file(tmp_path, text, stage)["zero_optimization"]) for stage in (1, 2, 3)] == ["cpu"] * 3
-    refused("offload_optimizer needs --zero-stage 1 or 2 or 3, not 0", read_file, tmp_path, text, 0)
 
 
 def test_what_deepspeed_knows_is_taken(tmp_path: Path) -> None:
