@@ -74,19 +74,16 @@ def test_a_duration_changes_its_unit_where_the_larger_one_is_whole(seconds, text
     assert duration(seconds) == text
 
 
-def test_without_a_peak_there_is_no_mfu():
-    clock = Clock(0, 10)
-    clock.count(tokens=100, flop=3e12)
-    assert list(clock.rates()) == ["tokens_per_second", "step_time"]
-    assert "mfu" not in progress_line(ROW, {}, 10, "1s")
-
-
-def test_the_line_shows_mfu_and_memory():
+def test_the_line_shows_mfu_and_memory_and_no_mfu_without_a_peak():
     line = progress_line(ROW | {"mfu": 0.3123}, {}, 10, "1s")
     assert line.endswith("| 1.5k tok/s | mfu 31.2% | mem 21.3 GiB | eta 1s")
     # The memory is that of all ranks, which only a row asks for: a line between two rows has none.
     row = {name: value for name, value in ROW.items() if name != "peak_memory_gib"}
     assert progress_line(row, {}, 10, "1s").endswith("| 1.5k tok/s | eta 1s")
+    clock = Clock(0, 10)
+    clock.count(tokens=100, flop=3e12)
+    assert list(clock.rates()) == ["tokens_per_second", "step_time"]
+    assert "mfu" not in progress_line(ROW, {}, 10, "1s")
 
 
 @pytest.mark.parametrize(

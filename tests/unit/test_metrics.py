@@ -92,23 +92,17 @@ def test_resuming_keeps_a_damaged_line_aside_and_every_row_up_to_the_checkpoint(
     assert steps(tmp_path) == [1, 3, 4]
 
 
-def test_the_line_being_written_is_no_damage_to_a_reader(tmp_path):
+def test_lines_end_at_line_ends_alone_and_the_one_being_written_is_no_damage(tmp_path):
     write(tmp_path, row(1), row(2))
     with (tmp_path / METRICS).open("ab") as stream:
         stream.write(b'{"iteration": 3, "lo')
     assert steps(tmp_path) == [1, 2]
-
-
-def test_a_row_whose_line_end_is_missing_counts(tmp_path):
     write(tmp_path, row(1), row(2))
     content = (tmp_path / METRICS).read_bytes()
     (tmp_path / METRICS).write_bytes(content[:-1])
     assert steps(tmp_path) == [1, 2]
     MetricsFile(tmp_path / METRICS, 2, pytest.fail).close()
     assert (tmp_path / METRICS).read_bytes() == content
-
-
-def test_a_line_separator_of_unicode_is_no_line_end(tmp_path):
     write(tmp_path, '{"iteration": 1, "a\u2028b": 2}'.encode(), row(2))
     assert steps(tmp_path) == [1, 2]
 
@@ -149,7 +143,12 @@ def test_rows_wait_for_a_full_disk(tmp_path, disk_of):
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
-def test_rows_that_waited_in_vain_are_told(tmp_path, disk_of):
+def test_rows_that_waited_in_vain_and_numbers_that_are_not_finite(tmp_path, disk_of):
+    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
+    log.write({"iteration": 1, "grad_norm": float("inf")})
+    log.close()
+    assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]
+    (tmp_path / METRICS).unlink()
     told = []
     log = MetricsFile(tmp_path / METRICS, 0, told.append)
     disk_of(10)
@@ -157,13 +156,6 @@ def test_rows_that_waited_in_vain_are_told(tmp_path, disk_of):
     log.close()
     disk_of()
     assert told[1:] == [f"{tmp_path / METRICS}: File too large; rows lost: 1"]
-
-
-def test_a_number_that_is_not_finite_is_none(tmp_path):
-    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
-    log.write({"iteration": 1, "grad_norm": float("inf")})
-    log.close()
-    assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]
 
 
 def told_at_a_resume(capsys, folder, kept, start, interval, before=None, source=None):
@@ -189,37 +181,27 @@ def told_at_a_resume(capsys, folder, kept, start, interval, before=None, source=
 
 
 @pytest.mark.parametrize(
-    ("kept", "start", "interval", "missing"),
+    ("kept", "start", "interval", "before", "missing"),
     [
-        ((1, 2, 3, 4), 4, 1, None),
-        ((1, 10, 20), 25, 10, None),
-        ((1,), 9, 10, None),
-        ((), 0, 1, None),
-        ((1, 2), 4, 1, "2 up to step 4"),
-        ((1, 10), 25, 10, "10 up to step 20"),
-        ((), 9, 10, "0 up to step 1"),
-        (None, 4, 1, "0 up to step 4"),
+        ((1, 2, 3, 4), 4, 1, None, None),
+        ((1, 10, 20), 25, 10, None, None),
+        ((1,), 9, 10, None, None),
+        ((), 0, 1, None, None),
+        ((1, 2), 4, 1, None, "2 up to step 4"),
+        ((1, 10), 25, 10, None, "10 up to step 20"),
+        ((), 9, 10, None, "0 up to step 1"),
+        (None, 4, 1, None, "0 up to step 4"),
+        ((1, 10), 15, 5, 10, None),
+        ((1, 5, 10, 15), 15, 10, 5, None),
+        ((1, 5, 10), 15, 10, 5, "10 up to step 15"),
+        ((1,), 15, 5, 10, "1 up to step 10"),
     ],
 )
-def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, missing, tmp_path, capsys):
-    assert told_at_a_resume(capsys, tmp_path, kept, start, interval) == missing
-
-
-@pytest.mark.parametrize(
-    ("before", "kept", "now", "missing"),
-    [
-        (10, (1, 10), 5, None),
-        (5, (1, 5, 10, 15), 10, None),
-        (5, (1, 5, 10), 10, "10 up to step 15"),
-        (10, (1,), 5, "1 up to step 10"),
-    ],
-)
-def test_rows_up_to_a_resume_were_due_at_the_interval_of_the_checkpoint(before, kept, now, missing, tmp_path, capsys):
-    assert told_at_a_resume(capsys, tmp_path, kept, 15, now, before) == missing
-
-
-def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):
-    assert told_at_a_resume(capsys, tmp_path, None, 4, 1, source=tmp_path / "source") is None
+def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, before, missing, tmp_path, capsys):
+    """Rows up to a resume were due at the interval `before` of the checkpoint; another folder misses none."""
+    assert told_at_a_resume(capsys, tmp_path, kept, start, interval, before) == missing
+    (tmp_path / "other").mkdir()
+    assert told_at_a_resume(capsys, tmp_path / "other", None, 4, 1, source=tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -391,9 +373,10 @@ def test_noise_says_nothing(losses, count):
     assert len(lines_of(PlateauWatch(LEVEL), curve(*losses))) == count
 
 
-def test_rows_without_a_masked_lm_loss_are_left_out():
+def test_rows_without_a_masked_lm_loss_and_earlier_folders_have_no_level(tmp_path):
     rows = [{"iteration": 1, "valid_lm_loss": 3.0}, {"consumed_tokens": 5, "lm_loss": None}, {"consumed_tokens": 7}]
     assert curve_of(rows) == [] and not any(map(PlateauWatch(LEVEL).line, rows))
+    assert stored_level(tmp_path) is None
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), None])
@@ -429,20 +412,13 @@ def test_a_line_that_nobody_reads_ends_no_run(monkeypatch):
             print("the next line of the run, which says what to do then", flush=True)
 
 
-def test_a_folder_of_an_earlier_version_has_no_level(tmp_path):
-    assert stored_level(tmp_path) is None
-
-
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
 
 
-def test_a_run_with_several_scored_checkpoints_has_a_curve_in_the_order_of_steps() -> None:
+def test_checkpoints_of_one_run_have_a_curve_and_others_draw_nothing() -> None:
     scores = {"runs/a/iter_0000200": HIGH, "runs/a/iter_0000100": LOW, "runs/b/iter_0000100": LOW, "bert-base": HIGH}
     scores |= {"iter_0000002": HIGH, "iter_0000001": LOW, "runs/c/iter_0000100, random weights": LOW}
     assert curves_of(scores) == {"runs/a": [(100, LOW), (200, HIGH)], ".": [(1, LOW), (2, HIGH)]}
-
-
-def test_encoders_that_are_no_checkpoints_of_one_run_draw_nothing() -> None:
     assert draw_learning_curves([("RTE", {"a/iter_0000001": LOW, "b": HIGH})], "none") is None
 
 

@@ -28,7 +28,7 @@ from megatron_ddrp.memory import by_zero_stage
 from megatron_ddrp.model import build_model, on_meta_device
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.reference import muon as twin
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_config
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
@@ -197,14 +197,11 @@ def test_it_takes_the_layers_and_the_projections_of_positions(encoding: str, pro
     assert found.keys() == {f"layers.{i}.{name}" for i in (0, 1) for name in LAYER} | projections
 
 
-def test_the_two_first_maps_of_geglu_are_two_matrices() -> None:
+def test_it_takes_the_maps_of_geglu_and_the_layers_of_a_generator() -> None:
     found = hidden_matrices(build_model(tiny_config(ffn="geglu")))
     assert {name for name in found if "layers.0.feed_forward" in name} == {
         f"layers.0.feed_forward.{name}.weight" for name in ("input", "gate", "output")
     }
-
-
-def test_it_takes_the_layers_of_a_generator_too() -> None:
     config, objective = tiny_config(num_attention_heads=3), ObjectiveConfig(objective="electra")
     found = hidden_matrices(build_model(config, objective=objective))
     assert len(found) == 4 * len(LAYER) and sum("generator" in name for name in found) == 2 * len(LAYER)
@@ -217,7 +214,7 @@ def make_clipped() -> tuple[torch.nn.Module, Muon]:
     return model, optimizer
 
 
-def test_gradients_are_clipped_once_before_either_steps() -> None:
+def test_gradients_are_clipped_once_and_a_norm_that_is_not_finite_changes_nothing() -> None:
     model, optimizer = make_clipped()
     gradients = give_gradients(model, 1)
     optimizer.step()
@@ -227,9 +224,6 @@ def test_gradients_are_clipped_once_before_either_steps() -> None:
         if MOMENTUM in state:
             key, share = MOMENTUM, 0.05
         torch.testing.assert_close(state[key], share * gradients[name] / norm, rtol=1e-4, atol=1e-8)
-
-
-def test_a_norm_that_is_not_finite_changes_nothing() -> None:
     model, optimizer = make_clipped()
     before = weights_of(model)
     give_gradients(model, 1)
@@ -286,12 +280,9 @@ def test_its_memory_is_one_moment_of_each_matrix() -> None:
     assert adamw[0][0].optimizer - muon[0][0].optimizer == 4 * matrices
 
 
-def test_it_is_refused_where_it_cannot_work() -> None:
+def test_it_is_refused_where_it_cannot_work_and_beside_the_state_of_the_other() -> None:
     words = "--optimizer muon with --zero-stage 1.*use --zero-stage 0"
-    assert refused(words, Config().replace, optimizer={"optimizer": "muon"}).exit_code == 2
-
-
-def test_state_of_the_other_optimizer_is_refused() -> None:
+    wrong_arguments(words, Config().replace, optimizer={"optimizer": "muon"})
     stored = Config().to_dict()
     del stored["optimizer"]["optimizer"]  # as an older version stored it
     before = Config.from_dict(stored).optimizer
@@ -341,11 +332,14 @@ def rates_of(config: OptimizerConfig, steps: Iterable[int], total: int, **change
     return [learning_rate(step, total, dataclasses.replace(config, **changes)) for step in steps]
 
 
-def test_wsd_falls_over_the_last_steps_that_are_given() -> None:
+def test_wsd_falls_over_the_last_steps_and_a_longer_run_to_its_new_end() -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="wsd", lr_wsd_decay_iters=4, lr_warmup_iters=2)
     assert rates_of(config, range(1, 11), 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
     slow = [0.2 + 0.8 * (1 - (done / 4) ** 0.5) for done in range(4)]
     assert rates_of(config, range(7, 11), 10, lr_wsd_decay_style="minus_sqrt") == pytest.approx(slow)
+    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.0)
+    assert learning_rate(6, 10, config) == pytest.approx(0.5)
+    assert learning_rate(6, 20, config) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +384,7 @@ def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(style: str) -> None:
     ],
 )
 def test_a_decay_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
-    assert refused(message, Config().replace, optimizer=settings, training={"train_iters": 10}).exit_code == 2
+    wrong_arguments(message, Config().replace, optimizer=settings, training={"train_iters": 10})
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -406,12 +400,6 @@ def test_rates_stay_between_the_floor_and_the_peak(style: str, warmup: float) ->
     assert all(0 < rate <= 2.0 for rate in rates[:begin])
     assert all(0.5 <= rate <= 2.0 for rate in rates[begin:])
     assert rates[begin:] == sorted(rates[begin:], reverse=True)
-
-
-def test_a_run_made_longer_decays_to_the_new_end() -> None:
-    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.0)
-    assert learning_rate(6, 10, config) == pytest.approx(0.5)
-    assert learning_rate(6, 20, config) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
 from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.engine.layout import Setup
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import estimated_needs
 from megatron_ddrp.model import build_model, graphs
 from megatron_ddrp.model.stages import Draws
@@ -44,7 +43,7 @@ from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not, with_chosen_backend
 from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, step_seconds
-from tests.refusals import wrong_arguments
+from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
 
@@ -54,16 +53,13 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[Plan, str]:
     return plan, capsys.readouterr().out
 
 
-def test_more_text_suggests_no_smaller_shape_and_a_tie_the_smaller_one() -> None:
+def test_more_text_suggests_no_smaller_shape_and_repeated_text_is_worth_less() -> None:
     sizes = [recipe_for_text(tokens)["hidden_size"] for tokens in map(int, (1e5, 1e6, 17e6, 50e6, 200e6, 1e9))]
     assert sizes == sorted(sizes) and sizes[2:5] == [384, 512, 768]
     many = dict.fromkeys(SHAPES, 40 * 50e6)
     assert best_shape(many, 50e6) == Shape(8, 512, 8), "12 x 768 is better by less than a tie"
     assert best_shape(dict.fromkeys(SHAPES, 40 * 4000000000.0), 4e9) == SHAPES[-1]
-
-
-def test_repeated_tokens_are_worth_less_than_new_ones() -> None:
-    """With few steps for the larger shape it loses, however many epochs the smaller one takes beyond the first few."""
+    # With few steps for the larger shape it loses, however many epochs the smaller one takes beyond the first few.
     small, large = SHAPES[1], SHAPES[4]
     assert best_shape({small: 1e9, large: 1e7}, 50e6) == small
     assert best_shape({small: 4e9, large: 1e9}, 50e6) == large
@@ -174,8 +170,8 @@ def test_a_mistake_is_one_line(line: str, message: str) -> None:
 
 
 def test_too_little_time_is_an_error_that_says_so() -> None:
-    with pytest.raises(UserError, match="200 steps on T4 in 1e-05 hours.*more --hours"):
-        main(["--tokens", "50M", "--device", "t4", "--hours", "0.00001"])
+    line = "--tokens 50M --device t4 --hours 0.00001"
+    refused("200 steps on T4 in 1e-05 hours.*more --hours", main, line.split())
 
 
 def test_what_is_here_is_measured_and_the_rest_has_its_speed(capsys, monkeypatch):
@@ -271,11 +267,6 @@ def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
     assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
 
 
-def test_offsets_that_share_a_bucket_count_once():
-    few = flop_per_token(configuration("deberta-v2", relative_distance=4))
-    assert few.tables / flop_per_token(configuration("deberta-v2")).tables == 7 / 15
-
-
 def test_each_part_of_the_model_has_its_own_term():
     """Leaving a part out of the model takes its term, and no other, from torch's count."""
     tokens, whole = ROWS * LENGTH, configuration("ddrp")
@@ -297,11 +288,6 @@ def test_a_base_model_at_512_tokens_takes_588_mflop_per_token_and_7_per_table():
     assert flop_per_token(Config()).tables / 1e6 == pytest.approx(7.0, abs=0.1)
 
 
-def test_short_rows_meet_few_rows_of_a_table():
-    config = configuration("ddrp")  # a table of 5 rows
-    assert flop_per_token(config, 2).tables == flop_per_token(config).tables * 3 / 5
-
-
 def test_local_layers_count_the_keys_of_their_window():
     base = {"seq_length": 512, "relative_distance": 64, "num_layers": 4}
     whole = flop_per_token(configuration("deberta", **base))
@@ -316,21 +302,22 @@ def test_local_layers_count_the_keys_of_their_window():
     assert wide == whole
 
 
-def test_terms_add_up():
+def test_terms_add_up_and_offsets_and_rows_that_are_not_there_count_not():
     assert TokenFlop(1, 2, 3, 4, 5, 6).total == 21
+    few = flop_per_token(configuration("deberta-v2", relative_distance=4))
+    assert few.tables / flop_per_token(configuration("deberta-v2")).tables == 7 / 15
+    config = configuration("ddrp")  # a table of 5 rows
+    assert flop_per_token(config, 2).tables == flop_per_token(config).tables * 3 / 5
 
 
 BASE = Config().replace(training={"micro_batch_size": 32, "global_batch_size": 4096, "fp16": True})
 
 
-def test_a_step_takes_its_flop_at_a_share_of_the_peak_of_all_ranks() -> None:
+def test_a_step_takes_its_flop_at_a_share_of_the_peak_and_older_devices_refuse_bf16() -> None:
     seconds = flop_per_token(BASE).total * 4096 * 512 / (64 * 989.4e12 * SHARE)
     assert step_seconds(BASE, 64, DEVICES["h100"]) == pytest.approx(seconds)
     recomputed = BASE.replace(parallel={"checkpoint_activations": True})
     assert step_seconds(recomputed, 64, DEVICES["h100"]) == pytest.approx(4 / 3 * seconds)
-
-
-def test_older_devices_refuse_bf16() -> None:
     bf16 = BASE.replace(training={"fp16": False, "bf16": True})
     for device in DEVICES.values():
         assert why_not(BASE, device) is None and (why_not(bf16, device) is None) == device.is_recent
@@ -381,8 +368,8 @@ def test_replays_need_a_cpu_or_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(config, CPU)
     monkeypatch.setattr(graphs, "is_nvidia", lambda device: device.type == "cuda")
     check_device(config, GPU)
-    with pytest.raises(UserError, match=r"^--replay-interval 100: on GPUs .* \(--cuda-graphs off\); leave it out$"):
-        check_device(config.replace(parallel={"cuda_graphs": "off"}), GPU)
+    line = r"^--replay-interval 100: on GPUs .* \(--cuda-graphs off\); leave it out$"
+    refused(line, check_device, config.replace(parallel={"cuda_graphs": "off"}), GPU)
     check_device(Config().replace(parallel={"cuda_graphs": "off"}), CPU)
 
 
@@ -393,11 +380,8 @@ def test_cuda_graphs_need_a_gpu() -> None:
         check_device(asked, CPU)
         assert missing_graphs(asked, CPU) == () and rows_for(asked, CPU) == "cpu"
         assert "graphs" not in choices(asked, CPU)
-    with pytest.raises(
-        UserError, match="^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu; use --cuda-graphs off$"
-    ) as refusal:
-        check_device(config.replace(parallel={"cuda_graphs": "on"}), CPU)
-    assert refusal.value.exit_code == 2
+    line = "^--cuda-graphs on: CUDA graphs need an NVIDIA GPU, got cpu; use --cuda-graphs off$"
+    wrong_arguments(line, check_device, config.replace(parallel={"cuda_graphs": "on"}), CPU)
 
 
 def test_a_rank_whose_device_chooses_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,7 @@ def test_a_name_is_shown_as_it_stands(name):
     assert not re.search(r"[<>]", escaped)
     assert not re.search(r"(?<!\\)(\\\\)*[`*|\[\]]", re.sub(r"\\[`*|\[\]]", "", escaped)), "one is left unescaped"
     assert html.unescape(re.sub(r"\\([\\`*\[\]|])", r"\1", escaped)) == name
-
-
-def test_a_name_is_one_line():
-    assert escape("a\n# b\r\u2028c\x00") == "a # b c "
+    assert escape(f"{name}\n# b\r\u2028c\x00") == f"{escaped} # b c "
 
 
 def test_tables_and_code():
@@ -97,14 +94,11 @@ def test_csv_is_read_back_and_its_numbers_are_numbers() -> None:
     assert list(csv.reader(as_csv(table).splitlines())) == [["a,b", 'say "x"'], ["-1.5", "bert-r"], ["", "two lines"]]
 
 
-def test_a_table_without_rows_has_no_files_and_loses_its_old_ones(tmp_path: Path) -> None:
+def test_files_of_tables_that_are_empty_or_of_an_earlier_page_go_and_others_stay(tmp_path: Path) -> None:
     write_tables(tmp_path / "tables", {"scores": TABLE, "gains": TABLE, "paper": None})
     write_tables(tmp_path / "tables", {"scores": TABLE, "gains": Table(["a"], []), "paper": None})
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["scores.csv", "scores.tex"]
     assert (tmp_path / "tables" / "scores.tex").read_text(encoding="utf-8") == as_latex(TABLE)
-
-
-def test_the_numbered_files_of_an_earlier_page_go(tmp_path: Path) -> None:
     write_tables(tmp_path / "tables", {"scores-1": TABLE, "scores-2": TABLE, "mine": TABLE})
     (tmp_path / "tables" / "other-1.csv").write_text("of somebody else")
     write_tables(tmp_path / "tables", {"scores": None, "scores-1": TABLE})
@@ -146,11 +140,8 @@ def test_forty_nine_runs_look_different_without_lines() -> None:
     assert len(looks) == 49
 
 
-def test_an_axis_has_the_number_that_is_there() -> None:
+def test_an_axis_has_the_number_that_is_there_and_a_long_title_all_its_words() -> None:
     assert [thousands(x) for x in (65_000.0, 312.0, 62.5, 5.75, -0.003)] == ["65,000", "312", "62.5", "5.75", "−0.003"]
-
-
-def test_a_long_title_keeps_all_its_words() -> None:
     title = "Development scores of eleven encoders on all of the tasks of GLUE at the best grid point"
     lines = wrap_title(title, 4.0).split("\n")
     assert " ".join(lines) == title and max(map(len, lines)) <= 36

@@ -56,10 +56,8 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
 
 
 def test_inspect_finds_the_tokenizer_and_says_how_to_train(tiny_corpus, command):
-    with_flags, without = (
-        command("inspect", tiny_corpus.prefix, *flags)[1] for flags in (("--vocab-file", tiny_corpus.vocab_file), ())
-    )
-    assert without == with_flags
+    without = command("inspect", tiny_corpus.prefix)[1]
+    assert without == command("inspect", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)[1]
     words = shlex.split(without.splitlines()[-1].removeprefix("train on it: "))
     assert words[:2] == ["megatron-ddrp", "pretrain"]
     parsed = parse_arguments(words[2:]).config.data
@@ -98,11 +96,10 @@ def test_inspect_draws_the_lengths(tiny_corpus, command, tmp_path):
 
 
 def test_verify_passes_what_is_sound_and_fails_what_is_not(tiny_corpus, command, tmp_path):
-    code, out, _ = command("verify", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)
+    words = ("verify", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file)
+    code, out, _ = command(*words)
     assert code == 0 and "sound; 600 documents" in out and "SHA-256 as in the manifest" in out
-    code, out, _ = command(
-        "verify", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file, "--tokenizer-type", "BertWordPieceCase"
-    )
+    code, out, _ = command(*words, "--tokenizer-type", "BertWordPieceCase")
     assert code == 1 and "made by tokenizer BertWordPieceLowerCase" in out and out.endswith("1 finding\n")
     for suffix in (".bin", ".idx"):
         Path(f"{tmp_path}/a{suffix}").write_bytes(Path(f"{tiny_corpus.prefix}{suffix}").read_bytes()[:-1])
@@ -208,29 +205,27 @@ def test_a_start_mark_may_take_three_lines(mark, story, line_break):
     assert body(text).strip() == story.replace("\n", line_break)
 
 
-def test_a_file_of_several_books_is_refused(run_tool, tmp_path):
-    book = "*** START OF THE PROJECT GUTENBERG EBOOK {0} ***\n{0}.\n*** END OF THE PROJECT GUTENBERG EBOOK {0} ***\n"
-    (tmp_path / "two.txt").write_text(book.format("One") + book.format("Two"))
-    code, out, err = run_tool(books_to_jsonl, "--input", tmp_path, "--output", tmp_path / "o.jsonl")
-    assert code == 1 and "two.txt: holds 2 books, by its *** START lines, expected one" in err
-    assert len(err.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
+BOOK = "*** START OF THE PROJECT GUTENBERG EBOOK {0} ***\n{0}.\n*** END OF THE PROJECT GUTENBERG EBOOK {0} ***\n"
 
 
-def test_a_book_that_is_not_utf8_stops_or_is_counted(run_tool, tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
+@pytest.mark.parametrize(
+    ("name", "content", "exit_code", "complaint"),
+    [
+        ("two.txt", BOOK.format("One") + BOOK.format("Two"), 1, "holds 2 books, by its *** START lines, expected one"),
+        ("bad.txt", "caf\xe9 au lait", 1, "byte 4 is not UTF-8"),
+        ("a.jsonl", '{"text": "x"}\n', 2, "expected .txt, one book a file"),
+    ],
+)
+def test_what_is_no_book_of_text_is_refused_or_counted(run_tool, tmp_path, name, content, exit_code, complaint):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     (tmp_path / "good.txt").write_text("tea")
     words = ("--input", tmp_path, "--output", tmp_path / "o.jsonl")
-    code, out, err = run_tool(books_to_jsonl, *words)
-    assert code == 1 and "bad.txt: byte 4 is not UTF-8" in err
+    code, _, err = run_tool(books_to_jsonl, *words)
+    assert code == exit_code and name in err and complaint in err
     assert len(err.splitlines()) == 1 and not (tmp_path / "o.jsonl").exists()
-    code, out, err = run_tool(books_to_jsonl, *words, "--on-error", "skip")
-    assert code == 0 and "1 books, " in out and "1 not UTF-8 left out" in out
-
-
-def test_other_kinds_of_files_are_refused(run_tool, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    code, out, err = run_tool(books_to_jsonl, "--input", tmp_path, "--output", tmp_path / "o.jsonl")
-    assert code == 2 and "expected .txt, one book a file" in err
+    if name == "bad.txt":
+        code, out, _ = run_tool(books_to_jsonl, *words, "--on-error", "skip")
+        assert code == 0 and "1 books, " in out and "1 not UTF-8 left out" in out
 
 
 DAYS = "At noon Mr. Hall, our guest {}, came to eat at noon. Nobody had seen Mr. Lane that day! Had they met?"
@@ -238,9 +233,8 @@ DAYS = "At noon Mr. Hall, our guest {}, came to eat at noon. Nobody had seen Mr.
 
 def test_every_whole_sentence_is_a_document(run_tool, tmp_path):
     text = "\n".join(["CHAPTER ONE", *(DAYS.format(day) for day in range(40)), "and so on."])
-    (tmp_path / "novel.jsonl").write_text(
-        json.dumps({"text": text}) + "\n" + json.dumps({"text": "It rained all day."})
-    )
+    documents = ({"text": text}, {"text": "It rained all day."})
+    (tmp_path / "novel.jsonl").write_text("\n".join(map(json.dumps, documents)))
     code, out, err = run_tool(split_sentences, "--input", tmp_path / "novel.jsonl", "--output", tmp_path / "out.jsonl")
     assert code == 0, err
     found = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -255,11 +249,8 @@ def test_every_whole_sentence_is_a_document(run_tool, tmp_path):
 
 def test_abbreviations_are_those_of_the_text():
     """The sentences before Punkt has learned are split like those behind them."""
-    with_it = list(sentences((DAYS.format(day) for day in range(40)), 80))
-    assert (
-        "At noon Mr. Hall, our guest 0, came to eat at noon." in with_it
-        and "At noon Mr. Hall, our guest 39, came to eat at noon." in with_it
-    )
+    with_it = set(sentences((DAYS.format(day) for day in range(40)), 80))
+    assert with_it >= {f"At noon Mr. Hall, our guest {day}, came to eat at noon." for day in (0, 39)}
     assert list(sentences(iter(["He left. Mr. Hall stayed there."]), 80)) == ["Hall stayed there."]
 
 
@@ -281,16 +272,13 @@ def test_what_a_whole_sentence_is(text, kept):
     assert is_whole(text, max_words=4) is kept
 
 
-def test_longer_sentences_are_left_out(run_tool, tmp_path):
-    (tmp_path / "novel.txt").write_text("She saw him. He did not see her.\n")
-    _, out, _ = run_tool(
-        split_sentences, "--input", tmp_path / "novel.txt", "--output", tmp_path / "out.jsonl", "--max-words", 4
-    )
-    assert "1 sentences" in out and json.loads((tmp_path / "out.jsonl").read_text())["text"] == "She saw him."
-
-
-def test_a_text_without_sentences_is_named(run_tool, tmp_path):
-    (tmp_path / "titles.txt").write_text("A town\n\nAnother town\n")
-    code, out, err = run_tool(split_sentences, "--input", tmp_path / "titles.txt", "--output", tmp_path / "out.jsonl")
-    assert code == 1 and "titles.txt: no sentence of 3 to 80 words" in err
-    assert len(err.splitlines()) == 1 and not (tmp_path / "out.jsonl").exists()
+def test_longer_sentences_are_left_out_and_a_text_without_any_is_named(run_tool, tmp_path):
+    text, made = tmp_path / "novel.txt", tmp_path / "out.jsonl"
+    words = ("--input", text, "--output", made)
+    text.write_text("A town\n\nAnother town\n")
+    code, out, err = run_tool(split_sentences, *words)
+    assert code == 1 and "novel.txt: no sentence of 3 to 80 words" in err
+    assert len(err.splitlines()) == 1 and not made.exists()
+    text.write_text("She saw him. He did not see her.\n")
+    _, out, _ = run_tool(split_sentences, *words, "--max-words", 4)
+    assert "1 sentences" in out and json.loads(made.read_text())["text"] == "She saw him."

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -269,53 +270,8 @@ def test_answers_are_learnt_from_squad_files(tmp_path, task, head):
     assert ("" in predicted) == bool(task.labels)
 
 
-SENTENCES = {
-    "Latin": "le café où naïveté Đặng Thị Ngọc",
-    "Greek": "Όλοι οι άνθρωποι γεννιούνται ἐλεύθεροι",
-    "Cyrillic": "Все люди рождаются ещё свободными й",
-    "Armenian": "Բոլոր մարդիկ ծնվում են ազատ",
-    "Hebrew": "בְּרֵאשִׁית בָּרָא אֱלֹהִים",
-    "Arabic": "يُولَدُ جَمِيعُ النَّاسِ أَحْرَارًا",
-    "Persian": "می‌خواهم کتاب‌ها را بخوانم",
-    "Syriac": "ܟܠ ܒܪܢܫܐ ܒܪܝܠܗ ܚܹܐܪܵܐ",
-    "Thaana": "ހުރިހާ އިންސާނުން އުފަންވަނީ",
-    "NKo": "ߡߐ߱ ߓߍ߲߬ ߛߏߟߏߣߍ߲߫",
-    "Devanagari": "सभी मनुष्यों को हिन्दु मैं",
-    "Bengali": "সমস্ত মানুষ স্বাধীনভাবে সমান",
-    "Gurmukhi": "ਸਾਰਾ ਮਨੁੱਖੀ ਪਰਿਵਾਰ ਆਪਣੀ",
-    "Gujarati": "પ્રતિષ્ઠા અને અધિકારોની દૃષ્ટિએ",
-    "Oriya": "ସମସ୍ତ ମନୁଷ୍ୟ ଜନ୍ମକାଳରୁ",
-    "Tamil": "மனிதப் பிறவியினர் சகலரும் கொ",
-    "Telugu": "ప్రతిపత్తిస్వత్వముల విషయమున",
-    "Kannada": "ಎಲ್ಲಾ ಮಾನವರೂ ಸ್ವತಂತ್ರರಾಗಿಯೇ",
-    "Malayalam": "മനുഷ്യരെല്ലാവരും തുല്യാവകാശങ്ങളോടും",
-    "Sinhala": "සියලු මනුෂ්‍යයෝ ශ්‍රී ලංකා",
-    "Thai": "มนุษย์ ทั้งหลาย เกิดมามี ที่นี่ น้ำ",
-    "Lao": "ມະນຸດ ທຸກຄົນ ເກີດມາມີ ນໍ້າ ນ້ຳ",
-    "Tibetan": "འགྲོ་བ་མིའི་རིགས་རྒྱུད་ཡོངས་ལ་ རྐྱེན་",
-    "Burmese": "လူတိုင်းသည် တူညီလွတ်လပ်သော ဂုဏ်သိက္ခာဖြင့်",
-    "Khmer": "មនុស្ស ទាំងអស់ កើតមក មានសេរីភាព",
-    "Georgian": "ყველა ადამიანი იბადება თავისუფალი",
-    "Ethiopic": "የሰው ልጅ ሁሉ ሲወለድ ነጻ",
-    "Cherokee": "ᏂᎦᏓ ᎠᏂᏴᏫ ᏂᎨᎫᏓᎸᎾ",
-    "Canadian": "ᐃᓅᔪᓕᒫᑦ ᐊᓂᖅᑎᕆᔪᑦ ᐃᓄᓕᒫᑦ",
-    "Mongolian": "ᠬᠦᠮᠦᠨ ᠪᠦᠷ ᠲᠥᠷᠥᠵᠦ",
-    "Hangul": "모든 인간은 태어날 때부터",
-    "Hiragana": "すべての にんげんは うまれながらに だがぱ",
-    "Katakana": "スベテノ ニンゲンハ ガギグ ﾊﾞﾊﾟ ｶﾞ",
-    "Bopomofo": "ㄖㄣˊ ㄖㄣˊ ㄕㄥ",
-    "Chinese": "人人 生而自由 在尊严和权利上",
-    "Yi": "ꊿꂷ ꃅꄿ ꐨꐥ",
-    "Javanese": "ꦱꦧꦼꦤ꧀ ꦮꦺꦴꦁ ꦏꦭꦲꦶꦂꦫꦏꦺ",
-    "Balinese": "ᬲᬫᬶᬬᬦ᭄ ᬫᬦᬸᬲᬦᬾ",
-    "Tifinagh": "ⵉⵎⴷⴰⵏⴻⵏ ⴰⴽⴽⵯ ⵜⵜⵍⴰⵍⴻⵏ",
-    "Adlam": "𞤋𞤲𞥆𞤢𞤥𞤢 𞤢𞤣𞤫𞥅𞤶𞤭",
-    "Tagalog": "ᜀᜅ᜔ ᜎᜑᜆ᜔ ᜈᜅ᜔",
-    "Limbu": "ᤕᤠᤰᤌᤢᤱ ᤏᤠᤣ",
-    "Meetei": "ꯃꯤ ꯈꯨꯗꯤꯡꯃꯛ ꯄꯣꯛꯄ",
-    "Chakma": "𑄝𑄬𑄇𑄴 𑄟𑄚𑄪𑄌𑄴",
-    "emoji": "❤️ 👩‍💻 👍🏽 🏳️‍🌈 1️⃣ 🇫🇷 🏴󠁧󠁢󠁥󠁮󠁧󠁿",
-}
+SENTENCES = json.loads((Path(__file__).parents[3] / "golden" / "scripts.json").read_text(encoding="utf-8"))
+"""Script → a sentence of it, or a few words."""
 
 
 def rules(name):
