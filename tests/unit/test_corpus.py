@@ -17,9 +17,10 @@ from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import TinyCorpus, write_vocabulary
+from tests.datasets import wordpiece_job
 from tests.refusals import refused, wrong_arguments
-from tests.unit.data.test_special_roles import NAMES, byte_bpe
-from tests.unit.data.test_special_roles import write as write_tokenizer_folder
+from tests.unit.data.tokenizer_folders import NAMES, byte_bpe
+from tests.unit.data.tokenizer_folders import write as write_tokenizer_folder
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,8 @@ def parts(tiny_corpus: TinyCorpus, tmp_path_factory) -> dict[str, str]:
 def dataset(folder: Path, name: str, lines: list[str], vocab_file: Path) -> str:
     """Preprocess JSON lines; the prefix of what comes out."""
     (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    config = PreprocessConfig(
-        input=(str(folder / f"{name}.jsonl"),),
-        output_prefix=str(folder / name),
-        tokenizer_type="BertWordPieceLowerCase",
-        vocab_file=str(vocab_file),
-    )
-    return str(preprocess(config).prefixes[0])
+    job = wordpiece_job(vocab_file, folder / name, folder / f"{name}.jsonl")
+    return str(preprocess(job).prefixes[0])
 
 
 def make_config(tiny_corpus, *, data, micro=4, seq_length=48, **training) -> Config:
@@ -222,17 +218,16 @@ def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpu
     assert rows_of(corpus.config, 0, "valid", world=2) == first
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"train_data_path": ("A",), "data_path": ("B",)}, "--train-data-path and --data-path exclude each other"),
-        ({"valid_data_path": ("A",), "data_path": ("B",)}, "--valid-data-path and --data-path exclude each other"),
-        ({"train_data_path": ("A",), "split": "9,1"}, "--train-data-path and --split exclude each other"),
-        ({"valid_data_path": ("A",), "split": "9,1"}, "--valid-data-path and --split exclude each other"),
-    ],
-)
-def test_exclusive_flags(tiny_corpus, data, message):
-    wrong_arguments(message, make_config, tiny_corpus, data=data)
+def test_exclusive_flags_and_a_prefix_as_a_string(tiny_corpus):
+    for name in ("train-data-path", "valid-data-path"):
+        for other, value in (("data-path", ("B",)), ("split", "9,1")):
+            data = {name.replace("-", "_"): ("A",), other.replace("-", "_"): value}
+            wrong_arguments(f"--{name} and --{other} exclude each other", make_config, tiny_corpus, data=data)
+    config = make_config(tiny_corpus, data={"data_path": "A"})
+    assert config.data.data_path == ("A",) and config.data.split == "949,50,1"
+    separate = make_config(tiny_corpus, data={"train_data_path": ["0.5", "A", "0.5", "B"]})
+    for each in (config, separate):
+        assert Config.from_dict(json.loads(json.dumps(each.to_dict()))) == each
 
 
 def test_what_is_missing_is_named(parts, tiny_corpus):
@@ -326,9 +321,8 @@ def test_validation_data_that_are_a_copy_of_training_data_are_said(parts, tiny_c
 
 def test_datasets_of_the_same_text_are_said_and_no_others(parts, tiny_corpus, tmp_path):
     def made(name, *inputs, key="text", **options):
-        flags = {"input": tuple(map(str, inputs)), "output_prefix": str(tmp_path / name), "json_keys": (key,)}
-        words = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(tiny_corpus.vocab_file)}
-        return str(preprocess(PreprocessConfig(**flags, **words, **options)).prefixes[0])
+        job = wordpiece_job(tiny_corpus.vocab_file, tmp_path / name, *inputs, json_keys=(key,), **options)
+        return str(preprocess(job).prefixes[0])
 
     def remark(valid, train):
         data = {"train_data_path": (parts["c"], train), "valid_data_path": (valid,)}
@@ -363,7 +357,7 @@ def test_datasets_of_one_split_that_share_text_are_said(parts, tiny_corpus, tmp_
     assert remarks(parts["a"], parts["b"], str(tmp_path / "copy")) == []  # split at the same documents
 
 
-def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(parts, tiny_corpus):
+def test_every_corpus_is_of_the_one_tokenizer_which_the_manifest_may_name(parts, tiny_corpus, tmp_path):
     corpus = Corpus.open(Config().replace(data={"data_path": parts["a"]}))
     given = Corpus.open(make_config(tiny_corpus, data={"data_path": parts["a"]}))
     assert corpus.tokenizer.fingerprint == given.tokenizer.fingerprint
@@ -371,6 +365,10 @@ def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(part
     assert (resolved.tokenizer_type, resolved.vocab_file) == ("BertWordPieceLowerCase", str(tiny_corpus.vocab_file))
     other = Config().replace(data={"data_path": parts["a"], "tokenizer_type": "BertWordPieceCase"})
     refused("the dataset was made by tokenizer BertWordPieceLowerCase .*BertWordPieceCase", Corpus.open, other)
+    other = write_vocabulary(["another vocabulary"], tmp_path / "other.txt")
+    foreign = dataset(tmp_path, "foreign", ['{"text": "another"}\n'] * 9, other)
+    config = make_config(tiny_corpus, data={"data_path": ("1", parts["a"], "1", foreign)})
+    refused("foreign_text_document.json: the dataset was made by tokenizer", Corpus.open, config)
 
 
 def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):
@@ -419,13 +417,6 @@ def test_a_dataset_of_a_tokenizer_whose_roles_share_a_piece_is_refused(tmp_path,
     wrong_arguments(r"'<c>' is \[CLS\] and", Corpus.open, config)
 
 
-def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):
-    other = write_vocabulary(["another vocabulary"], tmp_path / "other.txt")
-    foreign = dataset(tmp_path, "foreign", ['{"text": "another"}\n'] * 9, other)
-    config = make_config(tiny_corpus, data={"data_path": ("1", parts["a"], "1", foreign)})
-    refused("foreign_text_document.json: the dataset was made by tokenizer", Corpus.open, config)
-
-
 def test_word_counts_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts, tiny_corpus, tmp_path):
     config = make_config(tiny_corpus, data={"data_path": (parts["a"],), "index_cache_dir": str(tmp_path / "counts")})
     config = config.replace(objective={"notes": True, "notes_min_count": 2})
@@ -437,7 +428,7 @@ def test_word_counts_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts,
     assert sorted(Path(parts["a"]).parent.iterdir()) == before
 
 
-def test_description_names_every_weighted_corpus(parts, tiny_corpus):
+def test_description_names_every_weighted_corpus_and_text_read_too_often(parts, tiny_corpus):
     corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": ("3", parts["a"], "1", parts["b"])}))
     *lines, validation = corpus.summary(corpus.samples("train"), 1600).splitlines()
     assert validation.startswith("  validation: 32 rows of 28 of 33 sequences, as the weights read some more than once")
@@ -445,9 +436,13 @@ def test_description_names_every_weighted_corpus(parts, tiny_corpus):
     assert "75.00% " + parts["a"] in lines[1] and "25.00% " + parts["b"] in lines[2]
     samples = len(corpus.samples("train").parts[1])
     assert lines[2].endswith(f"{samples:,} sequences, {400 / samples:.2f} epochs")
+    corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": (parts["a"],)}, train_iters=10_000))
+    samples = corpus.samples("train")
+    assert f"more than {MANY_EPOCHS}" not in corpus.summary(samples, MANY_EPOCHS * len(samples))
+    assert f"read more than {MANY_EPOCHS} times" in corpus.summary(samples, MANY_EPOCHS * len(samples) + 1)
 
 
-def test_other_text_of_the_same_size_is_another_content(parts, tiny_corpus):
+def test_other_text_and_another_tokenizer_are_other_contents_for_ranks_too(parts, tiny_corpus, tmp_path):
     config = make_config(tiny_corpus, data={"data_path": (parts["a"],)})
     first = Corpus.open(config)
     assert first.changes(first.contents) == []
@@ -455,9 +450,6 @@ def test_other_text_of_the_same_size_is_another_content(parts, tiny_corpus):
     other = Corpus.open(make_config(tiny_corpus, data={"data_path": (shuffled,)}))
     [line] = other.changes({shuffled: first.contents[parts["a"]]})
     assert f"data {shuffled}: another content than at the checkpoint (" in line
-
-
-def test_ranks_compare_tokenizer_and_data(parts, tiny_corpus, tmp_path):
     words = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
     other_words = tmp_path / "vocab.txt"
     other_words.write_text("\n".join([*words[:-2], words[-1], words[-2]]) + "\n", encoding="utf-8")
@@ -470,23 +462,6 @@ def test_ranks_compare_tokenizer_and_data(parts, tiny_corpus, tmp_path):
     )
     assert [name for name in ours if ours[name] != theirs[name]] == ["the tokenizer"]
     assert [name for name in ours if ours[name] != b[name]] == ["the training data", "the validation data"]
-
-
-def test_text_read_too_often_is_said(parts, tiny_corpus):
-    corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": (parts["a"],)}, train_iters=10_000))
-    samples = corpus.samples("train")
-    assert f"more than {MANY_EPOCHS}" not in corpus.summary(samples, MANY_EPOCHS * len(samples))
-    assert f"read more than {MANY_EPOCHS} times" in corpus.summary(samples, MANY_EPOCHS * len(samples) + 1)
-
-
-def test_configuration_survives_json_and_takes_one_prefix_as_a_string(tiny_corpus):
-    import json
-
-    config = make_config(tiny_corpus, data={"data_path": "A"})
-    assert config.data.data_path == ("A",) and config.data.split == "949,50,1"
-    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    separate = make_config(tiny_corpus, data={"train_data_path": ["0.5", "A", "0.5", "B"]})
-    assert Config.from_dict(json.loads(json.dumps(separate.to_dict()))) == separate
 
 
 def test_the_unigram_level_counts_unknown_words_and_is_one_for_all_row_lengths(tiny_corpus, parts, tmp_path):

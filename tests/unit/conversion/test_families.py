@@ -98,11 +98,6 @@ def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, f
     assert config.replace(model=vocabulary).model == start.config
 
 
-def test_single_tokens_are_masked_where_they_were():
-    by_token = {name for name, family in FAMILIES.items() if family.training.get("masking") == "token"}
-    assert {"roberta", "xlm-roberta", "electra"} <= by_token and not {"bert", "camembert"} & by_token
-
-
 def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
     folder = folders(Case(FAMILIES["roberta"], "masked-lm"))
     table = load_file(folder / "hf" / "model.safetensors")["roberta.embeddings.position_embeddings.weight"]
@@ -203,13 +198,15 @@ def test_a_family_is_named_or_refused(tmp_path, offline, folders, convert):
     assert result.returncode == 2 and "--family needs --load" in result.stderr
 
 
-def test_the_start_of_a_run_decides_no_family(tmp_path):
+def test_the_start_of_a_run_decides_no_family_and_masks_single_tokens_where_they_were(tmp_path):
     _, tokenizer = example(Case(FAMILIES["bert"], "masked-lm"), tmp_path)
     start = {"attention_init": "offsets", "direction_init": "free", "init_method_std": 0.5}
     config = ModelConfig(position_encoding="absolute", **SIZES | start)
     assert [name for name in STARTS if name not in start] == []
     assert leaving_family(config, "masked-lm", tokenizer).model_type == "bert"
     assert FAMILIES["bert"].refusal(config, "masked-lm") is None
+    by_token = {name for name, family in FAMILIES.items() if family.training.get("masking") == "token"}
+    assert {"roberta", "xlm-roberta", "electra"} <= by_token and not {"bert", "camembert"} & by_token
 
 
 @pytest.mark.parametrize("change", [{"ffn": "geglu"}, {"norm": "rmsnorm"}, {"bias": False}, {"embedding_size": 16}])
@@ -285,15 +282,21 @@ def kinds(pattern):
     return [FULL if kind == "f" else LOCAL for kind in pattern]
 
 
-def test_settings_of_a_released_modernbert_are_read_as_transformers_reads_them():
+def test_settings_of_released_models_are_read_as_transformers_reads_them():
     config = settings("modernbert")
     assert (config.layernorm_epsilon, config.seq_length, config.vocab_size) == (1e-5, 8192, 50368)
     assert (config.hidden_dropout, config.attention_dropout, config.num_segments) == (0, 0, 0)
     assert (config.local_attention, config.global_every) == (128, 3)
     assert (config.rope_theta, config.local_rope_theta) == (160_000, 10_000)
-    assert (
-        settings("modernbert", hidden_size=48, intermediate_size=192).ffn_size == 192
-    )  # four times, which is no default of GEGLU
+    four_times = settings("modernbert", hidden_size=48, intermediate_size=192)  # which is no default of GEGLU
+    assert four_times.ffn_size == 192
+    config = settings("deberta-v2")
+    assert (config.position_encoding, config.relative_distance, config.seq_length) == ("deberta-v2", 256, 512)
+    assert (config.num_segments, config.deberta_emd, config.absolute_embedding) == (0, False, None)
+    assert config.layernorm_epsilon == 1e-7 and config.ffn_hidden_size is None
+    for same in ({"max_relative_positions": 512}, {"pos_att_type": ["c2p", "p2c"]}, {"conv_kernel_size": 0}):
+        assert settings("deberta-v2", **same) == config
+    assert settings("deberta-v2", position_biased_input=True, type_vocab_size=2).absolute_embedding is True
 
 
 @pytest.mark.parametrize(
@@ -410,16 +413,6 @@ def with_detector(weights):
 
 def without_masked_lm(weights):
     return {name: tensor for name, tensor in with_detector(weights).items() if not name.startswith("lm_predictions.")}
-
-
-def test_settings_of_a_released_deberta_v3():
-    config = settings("deberta-v2")
-    assert (config.position_encoding, config.relative_distance, config.seq_length) == ("deberta-v2", 256, 512)
-    assert (config.num_segments, config.deberta_emd, config.absolute_embedding) == (0, False, None)
-    assert config.layernorm_epsilon == 1e-7 and config.ffn_hidden_size is None
-    for same in ({"max_relative_positions": 512}, {"pos_att_type": ["c2p", "p2c"]}, {"conv_kernel_size": 0}):
-        assert settings("deberta-v2", **same) == config
-    assert settings("deberta-v2", position_biased_input=True, type_vocab_size=2).absolute_embedding is True
 
 
 REFUSALS = {

@@ -38,6 +38,7 @@ from tests.unit.conversion.conftest import (
     write_checkpoint,
     write_folder,
 )
+from tests.unit.conversion.tokenizers_of_families import small_byte_level
 
 
 def write_pickle(folder, change=lambda weights: weights):
@@ -179,23 +180,12 @@ def test_printed_flags_build_the_model(tmp_path, hf, vocab):
     assert parsed.model == imported.config
 
 
-def byte_level_tokenizer(folder):
-    """DeBERTa's kind, as tokenizer.json."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcd", "\u0120", "ab", "\u0120a"]
-    merges = [("a", "b"), ("\u0120", "a")]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def test_tokenizers(tmp_path, hf, vocab):
     write_folder(hf, vocab, "BertForMaskedLM")
     (hf / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert import_folder(hf, tmp_path / "cased").tokenizer.tokenizer_type == "BertWordPieceCase"
     (hf / "vocab.txt").unlink()
-    byte_level_tokenizer(hf)
+    small_byte_level(hf)
     imported = import_folder(hf, tmp_path / "bytes")
     again = load_model(tmp_path / "bytes")[1]
     assert again.fingerprint == imported.tokenizer.fingerprint
@@ -428,11 +418,26 @@ def test_our_exports_are_read_by_our_own_classes(export, marker, reader):
     assert not marker.exists()
 
 
-def test_a_tokenizer_folder_is_read_as_data(export, marker):
+def test_a_small_tokenizer_is_warned_of_and_a_tokenizer_folder_read_as_data(export, marker, tmp_path, capsys, recwarn):
     folder = export("absolute")
     change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
     assert build_tokenizer("HuggingFace", tokenizer_model=folder).vocab_size == 20
     assert not marker.exists()
+    import transformers
+
+    change_json(folder / "tokenizer_config.json", auto_map=None)
+    config = transformers.BertConfig.from_pretrained(folder)
+    config.vocab_size = 20 + 255
+    for warned in (False, True):
+        transformers.BertForMaskedLM(config).save_pretrained(folder)
+        imported = import_folder(folder, tmp_path / f"imported{warned}")
+        load_hugging_face(folder)
+        encoder = load_encoder(folder)
+        told = [imported.warning, capsys.readouterr().err, encoder._encoder.origin, *(str(w.message) for w in recwarn)]
+        line = f"{folder}: its tokenizer has 20 pieces but its model embeds 276: is it the tokenizer of"
+        assert [line in text for text in told] == ([True] * 4 if warned else [False] * 3)
+        assert len(encoder.fill_mask("red [MASK]", top_k=30)[0]) == 20
+        config.vocab_size += 1
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -462,21 +467,3 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(export, little_ro
     folder = export("absolute")
     change_json(folder / "config.json", **changes)
     refused(re.escape(str(folder)), READERS[reader], folder)
-
-
-def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, export, capsys, recwarn):
-    import transformers
-
-    folder = export("absolute")
-    config = transformers.BertConfig.from_pretrained(folder)
-    config.vocab_size = 20 + 255
-    for warned in (False, True):
-        transformers.BertForMaskedLM(config).save_pretrained(folder)
-        imported = import_folder(folder, tmp_path / f"imported{warned}")
-        load_hugging_face(folder)
-        encoder = load_encoder(folder)
-        told = [imported.warning, capsys.readouterr().err, encoder._encoder.origin, *(str(w.message) for w in recwarn)]
-        line = f"{folder}: its tokenizer has 20 pieces but its model embeds 276: is it the tokenizer of"
-        assert [line in text for text in told] == ([True] * 4 if warned else [False] * 3)
-        assert len(encoder.fill_mask("red [MASK]", top_k=30)[0]) == 20
-        config.vocab_size += 1

@@ -136,7 +136,7 @@ def test_the_card_holds_nothing_private(run, tmp_path, monkeypatch):
     assert not re.search(r"(?<![\w.:`])/\w", card), "an absolute path"
 
 
-def test_the_hub_reads_the_metadata(run, tmp_path):
+def test_the_hub_reads_the_metadata_and_a_license_is_never_made_up(run, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     card_of(run, tmp_path / "hf", license="apache-2.0", languages=("en", "ja"))
     data = hub.ModelCard.load(tmp_path / "hf" / CARD).data
@@ -145,11 +145,7 @@ def test_the_hub_reads_the_metadata(run, tmp_path):
     assert {"megatron-ddrp", "ddrp", "mth"} <= set(data.tags)
     assert data.to_dict()["mask_token"] == "[MASK]"
     assert data.to_dict()["widget"] == [{"text": "Paris is the [MASK] of France."}]
-
-
-def test_a_license_is_never_made_up(run, tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
-    unknown = card_of(run, tmp_path / "hf")
+    unknown = card_of(run, tmp_path / "unknown")
     assert hub.ModelCard(unknown).data.license is None
     assert "# license: unknown; set it before publishing" in unknown and "**License: unknown.**" in unknown
     assert "unknown" not in card_of(run, tmp_path / "licensed", license="mit").split("## Versions")[0]
@@ -173,14 +169,11 @@ def test_a_discriminator_and_a_plain_family_say_what_they_are(tmp_path, tokenize
     assert "trust_remote_code" not in card_of(bert, tmp_path / "plain")
 
 
-def test_the_command_prints_how_to_upload(run, tmp_path, convert):
+def test_the_command_prints_how_to_upload_and_a_card_belongs_to_exports_alone(run, tmp_path, convert):
     words = ("--load", run, "--output", tmp_path / "the model", "--license", "mit", "--language", "en")
     upload = convert(*words).stdout.splitlines()[-1]
     assert upload.endswith(f"/README.md, then hf upload USER/NAME '{tmp_path}/the model'")
     assert "license: mit" in (tmp_path / "the model" / CARD).read_text()
-
-
-def test_a_card_belongs_to_exports_alone(convert):
     done = convert("--from-hf", "a", "--output", "b", "--license", "mit")
     assert done.returncode and "--license needs --load: leave it out" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -263,7 +263,7 @@ def test_a_folder_of_an_older_version_is_read(tmp_path, tokenizer, offline, enco
     assert torch.equal(states[-1], again[-1])
 
 
-def test_every_position_term_acts_as_its_formula_says(offline):
+def test_every_position_term_and_dropout_acts_as_its_formula_says(offline):
     from megatron_ddrp.conversion.layers_ddrp import attention_logits
 
     torch.manual_seed(0)
@@ -283,6 +283,9 @@ def test_every_position_term_acts_as_its_formula_says(offline):
         changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
         other = attention_logits(query, key, changed)
         assert not torch.equal(other, logits), field.name
+    config = DdrpConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
+    layer = EncoderLayer(config, encoding_class(config.position_encoding), 0)
+    assert (layer.dropout.p, layer.attention.dropout.p) == (0.3, 0.2)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -299,12 +302,6 @@ def test_torch_export_takes_the_model(offline, encoding):
             ids = torch.arange(size[0] * size[1]).view(size) % 20
             found, expected = (run(ids).last_hidden_state for run in (program, model))
             torch.testing.assert_close(found, expected)
-
-
-def test_each_dropout_of_an_exported_layer_has_its_own_rate(offline):
-    config = DdrpConfig(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
-    layer = EncoderLayer(config, encoding_class(config.position_encoding), 0)
-    assert (layer.dropout.p, layer.attention.dropout.p) == (0.3, 0.2)
 
 
 FINE_TUNED = dict(zip(("sequence", "tokens", "qa"), (form.name for form in HEAD_FORMS), strict=True))

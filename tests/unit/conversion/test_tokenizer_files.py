@@ -5,7 +5,6 @@ Then another vocabulary for an imported encoder: which old pieces make up a new 
 
 from __future__ import annotations
 
-import io
 import json
 import unicodedata
 
@@ -27,8 +26,8 @@ from tests.unit.conversion.conftest import (
     wordpiece,
     write_checkpoint,
 )
-from tests.unit.conversion.test_from_huggingface import byte_level_tokenizer
-from tests.unit.data.test_special_roles import ALPHABET, byte_bpe, plain_bpe, unigram, write
+from tests.unit.conversion.tokenizers_of_families import sentencepiece_model, small_byte_level
+from tests.unit.data.tokenizer_folders import ALPHABET, byte_bpe, plain_bpe, unigram, write
 
 TEXTS = [
     "The cats, singing  birds\tand Caté.",
@@ -78,26 +77,6 @@ def test_wordpiece(tmp_path, tokenizer, folder, kind):
     assert line.startswith(kind) and "tokenizer.json" in line
     assert (folder / "vocab.txt").read_bytes() == (tmp_path / "vocab.txt").read_bytes()
     assert_equal_ids(tokenizer, folder)
-
-
-def sentencepiece_model(tmp_path, **options):
-    import sentencepiece
-
-    options = {"vocab_size": 60, **options}
-    stream = io.BytesIO()
-    text = "red green blue cat dog bird runs sings singing the of and spaces at both ends a \ufb01sh"
-    words = text.split()
-    lines = [" ".join(words[i:] + words[:i]) for i in range(len(words))]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=stream,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **options,
-    )
-    path = tmp_path / "pieces.model"
-    path.write_bytes(stream.getvalue())
-    return build_tokenizer("SentencePiece", tokenizer_model=path)
 
 
 OWN_SPECIALS = {"pad_id": 0, "pad_piece": "[PAD]", "unk_id": 1, "unk_piece": "[UNK]", "bos_id": -1, "eos_id": -1}
@@ -220,31 +199,15 @@ def slow_rows(old, new, table):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.fixture
-def pair(tmp_path):
-    return wordpiece(tmp_path / "old.txt", OLD), wordpiece(tmp_path / "new.txt", NEW)
-
-
-def test_pieces_are_kept_spelled_or_the_mean_of_all(pair):
-    old, new = pair
+def test_pieces_are_kept_spelled_or_the_mean_of_all_and_rows_those_of_the_loops(tmp_path):
+    old, new = wordpiece(tmp_path / "old.txt", OLD), wordpiece(tmp_path / "new.txt", NEW)
     transfer = plan_transfer(old, new)
     assert made_of(old, new) == {piece: MADE_OF[piece] for piece in new.pieces}
     assert (transfer.kept, transfer.spelled) == (7, 3)
     assert transfer.summary() == (
         "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
     )
-
-
-def test_a_piece_of_which_the_old_tokenizer_drops_a_part_is_the_mean_of_all(tmp_path):
-    old = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path / "old", plain_bpe("ab")))
-    made = made_of(old, wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "ab", "az"]))
-    assert (made["ab"], made["az"]) == (["a", "b"], [])
-
-
-def test_rows_are_those_of_the_loops(pair):
-    old, new = pair
     table = torch.randn(len(old.pieces) + 4, 6, dtype=torch.float64)  # the model embeds four rows more
-    transfer = plan_transfer(old, new)
     torch.testing.assert_close(transfer.rows(table), slow_rows(old, new, table))
     bias = transfer.rows(table[:, 0].float())
     torch.testing.assert_close(bias, slow_rows(old, new, table[:, :1])[:, 0].float())
@@ -255,10 +218,13 @@ def test_what_a_tokenizer_removes_from_text_does_not_count(tmp_path):
     old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, "ab", "e", "##e"], "BertWordPieceLowerCase")
     new = wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "Ab", "é", "##é"])
     assert list(made_of(old, new).items())[5:] == [("Ab", ["ab"]), ("é", ["e"]), ("##é", ["e"])]
+    old = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path / "old", plain_bpe("ab")))
+    made = made_of(old, wordpiece(tmp_path / "new.txt", [*BERT_SPECIALS, "ab", "az"]))
+    assert (made["ab"], made["az"]) == (["a", "b"], []), "a piece of which it drops a part is the mean of all"
 
 
 def test_kinds_are_compared_by_text_and_begin_of_words(tmp_path):
-    byte_level_tokenizer(tmp_path)
+    small_byte_level(tmp_path)
     of_bytes = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
     sentences = sentencepiece_model(tmp_path)
     old = wordpiece(tmp_path / "old.txt", [*BERT_SPECIALS, *"abcd", "##a", "##b", "##c", "##ab", "red", "##red"])

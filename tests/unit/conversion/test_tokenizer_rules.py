@@ -8,8 +8,6 @@ import shutil
 import sys
 
 import pytest
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_ddrp.commands import preprocess
 from megatron_ddrp.conversion.tokenizer_files import find_tokenizer, refuse_other_ids, write_tokenizer
@@ -18,53 +16,21 @@ from megatron_ddrp.encoders.huggingface import load_tokenizer as load_foreign
 from tests.refusals import refused
 from tests.sentencepiece_models import train_model
 from tests.unit.conversion.conftest import change_json
-from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
+from tests.unit.conversion.tokenizers_of_families import (
+    BERT,
+    FAIRSEQ,
+    MAKERS,
+    ROLES,
+    TEXT,
+    bert_vocabulary,
+    byte_level,
+    make,
+    sentencepiece_model,
+    settings,
+    unigram,
+)
 
-TEXT = "red green blue cats and dogs, singing the red birds; runs at both ends"
 PROBES = [TEXT, "  the cats\n\nsing ", "unknown \u4e2d\u6587 \U0001f600 [MASK] <mask>", ""]
-ROLES = ("cls", "sep", "pad", "mask", "unk")
-FAIRSEQ = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-BERT = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
-
-
-def byte_level(folder, specials, template):
-    """RoBERTa's kind, and with BERT's names of the special pieces ModernBERT's."""
-    tokenizer = RustTokenizer(models.BPE(unk_token=None))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    cls, sep = ((piece, tokenizer.token_to_id(piece)) for piece in (specials[0], specials[2]))
-    if template:
-        tokenizer.post_processor = processors.RobertaProcessing(sep, cls)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def unigram(folder, specials, template):
-    """XLM-R's kind, and with BERT's names of the special pieces DeBERTa-v3's."""
-    tokenizer = RustTokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace()])
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=60, special_tokens=specials, unk_token=specials[3], show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT, *TEXT.split()], trainer)
-    cls, sep = specials[0], specials[2]
-    if template:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{cls} $A {sep}",
-            pair=f"{cls} $A {sep} {sep} $B {sep}",
-            special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
-        )
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def settings(folder, specials):
-    names = {f"{role}_token": specials[(0, 2, 1, 4, 3)[i]] for i, role in enumerate(ROLES)}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def split_layout(folder, first=""):
@@ -160,29 +126,18 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, model_type,
     assert_leaves_as_it_came(tokenizer, tmp_path, model_type)
 
 
-def test_what_cannot_be_converted_is_told(tmp_path, offline):
-    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"nothing of use")
-    (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
-    refused("sentencepiece.bpe.model, from which .*save_pretrained", find_tokenizer, tmp_path)
-
-
-def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same(tmp_path, offline):
+def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same_and_damage_told(tmp_path, offline):
     ours = sentencepiece_model(tmp_path)
     write_tokenizer(ours, tmp_path / "hf", 24)
     assert find_tokenizer(tmp_path / "hf").fingerprint == ours.fingerprint
     unigram(tmp_path / "hf", FAIRSEQ, template=True)
     assert find_tokenizer(tmp_path / "hf").tokenizer_type == "HuggingFace"
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"nothing of use")
+    (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
+    refused("sentencepiece.bpe.model, from which .*save_pretrained", find_tokenizer, tmp_path)
 
 
-GERMAN = ["f\u00fcr", "fur", "sch\u00f6n", "schon", "##e", "\u4e2d", "\u6587", "##\u6587", "F\u00fcr", "Fur"]
 MECAB = {"word_tokenizer_type": "mecab", "subword_tokenizer_type": "wordpiece"}
-
-
-def bert_vocabulary(folder, settings, config=None):
-    """A BERT folder with vocab.txt, its settings, and no tokenizer.json."""
-    (folder / "vocab.txt").write_text("\n".join([*BERT, *GERMAN]) + "\n")
-    (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | (config or {})))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
@@ -248,21 +203,6 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path, settings, config
     refused(reason, read, tmp_path)
 
 
-def test_an_export_has_no_random_merges(tmp_path, offline):
-    from transformers import AutoTokenizer
-
-    byte_level(tmp_path, FAIRSEQ, template=True)
-    layout = json.loads((tmp_path / "tokenizer.json").read_text())
-    layout["model"]["dropout"] = 0.9
-    (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
-    (tmp_path / "out").mkdir()
-    ours = find_tokenizer(tmp_path)
-    write_tokenizer(ours, tmp_path / "out", 24)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    expected = [ours.cls_id, *ours.encode(TEXT), ours.sep_id]
-    assert {tuple(theirs(TEXT)["input_ids"]) for _ in range(20)} == {tuple(expected)}
-
-
 def test_a_model_with_marks_after_words_is_not_exported_as_one_with_marks_before(tmp_path, offline):
     model = train_model(tmp_path / "m.model", treat_whitespace_as_suffix=True)
     ours = build_tokenizer("SentencePiece", tokenizer_model=model)
@@ -304,36 +244,6 @@ TEXTS = [
     *("xbluesx blues BLUES.", "fu\u0308r schon fur"),
 ]
 PAIR = ("red cats", "Fur sing schon")
-
-
-MAKERS = {
-    "bert": ("BertTokenizer", None, BERT),
-    "electra": ("ElectraTokenizer", None, BERT),
-    "roberta": ("RobertaTokenizer", byte_level, FAIRSEQ),
-    "xlm-roberta": ("XLMRobertaTokenizer", unigram, FAIRSEQ),
-    "camembert": ("CamembertTokenizer", unigram, FAIRSEQ),
-    "deberta": ("DebertaTokenizer", byte_level, BERT),
-    "deberta-v2": ("DebertaV2Tokenizer", unigram, BERT),
-    "modernbert": ("PreTrainedTokenizerFast", byte_level, BERT),
-    "megatron_ddrp": ("PreTrainedTokenizerFast", unigram, FAIRSEQ),
-}
-"""Family → class of its tokenizer, how to write it, and the names of its special pieces."""
-
-
-def make(folder, family, **values):
-    """Write a family's folder with tokenizer.json and the settings `values`."""
-    kind, maker, specials = MAKERS[family]
-    if maker:
-        maker(folder, specials, template=True)
-        settings(folder, specials)
-    else:
-        from transformers import BertTokenizer
-
-        bert_vocabulary(folder, {})
-        BertTokenizer.from_pretrained(folder).save_pretrained(folder)
-        (folder / "vocab.txt").unlink()
-    change_json(folder / "config.json", model_type=family)
-    change_json(folder / "tokenizer_config.json", **{"tokenizer_class": kind} | values)
 
 
 def theirs(folder, *sides):
@@ -449,15 +359,13 @@ def test_preprocess_refuses_a_folder_with_other_ids_than_auto_tokenizer(tmp_path
 
 @pytest.mark.parametrize(
     ("family", "values"),
-    [("roberta", {"add_prefix_space": True}), ("deberta-v2", {}), ("bert", {"do_lower_case": False}), ("bert", {})],
+    [("roberta", {"add_prefix_space": True}), ("deberta-v2", {}), ("bert", {"do_lower_case": False}), ("bert", {})]
+    + [("modernbert", {"add_prefix_space": True})],
 )
-def test_without_transformers_a_class_with_rules_of_its_own_is_refused(tmp_path, offline, monkeypatch, family, values):
+def test_without_transformers_only_a_tokenizer_without_a_class_is_read(tmp_path, offline, monkeypatch, family, values):
     make(tmp_path, family, **values)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused("from which transformers must make the tokenizer", find_tokenizer, tmp_path)
-
-
-def test_without_transformers_a_tokenizer_without_a_class_is_read(tmp_path, offline, monkeypatch):
-    make(tmp_path, "modernbert", add_prefix_space=True)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert find_tokenizer(tmp_path).tokenizer_type == "HuggingFace"
+    if family == "modernbert":
+        assert find_tokenizer(tmp_path).tokenizer_type == "HuggingFace"
+    else:
+        refused("from which transformers must make the tokenizer", find_tokenizer, tmp_path)

@@ -155,12 +155,6 @@ def test_mistakes_are_named(corpus, name, complaint):
     refused(complaint, names, corpus / name)
 
 
-def test_a_stream_that_is_given_twice_is_refused(corpus):
-    os.mkfifo(corpus / "pipe")
-    for name in ("-", corpus / "pipe"):
-        refused(f"--input {name} is given twice; standard input and pipes", names, name, name)
-
-
 def test_what_cannot_be_read_is_refused_in_a_folder_and_in_a_pattern(corpus, monkeypatch):
     (corpus / "b" / "link.json").symlink_to("../a/z.json")
     assert names(corpus / "**" / "*.json") == ["z.json"]
@@ -177,6 +171,9 @@ def test_what_cannot_be_read_is_refused_in_a_folder_and_in_a_pattern(corpus, mon
     monkeypatch.setattr(os, "scandir", locked)
     for name in ("a", "[a]"):
         refused("a/b: Permission denied; make it readable, or give the other folders", names, corpus / name)
+    os.mkfifo(corpus / "pipe")
+    for name in ("-", corpus / "pipe"):
+        refused(f"--input {name} is given twice; standard input and pipes", names, name, name)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -405,16 +402,13 @@ class _Bar:
         _Bar.moved += 1
 
 
-def test_short_work_and_hidden_bars_say_nothing(capsys, tmp_path: Path):
+def test_bars_say_nothing_of_short_work_and_name_what_goes_on_behind_a_full_one(capsys, tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     with progress("row", 2, show=False) as hidden, reading_progress([tmp_path / "file"]) as reading:
         assert reading.total == 5 and hidden.disable
         reading.update(5)
     assert list(track([1], "item")) == [1]
     assert capsys.readouterr().err == ""
-
-
-def test_a_full_bar_names_what_goes_on_behind_it_in_a_log_after_ten_seconds_only(capsys):
     with progress("row", 2) as bar, progress("row", 2, show=False) as hidden:
         bar.update(2)
         show_phase(hidden, "sorting")

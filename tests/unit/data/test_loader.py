@@ -24,6 +24,7 @@ from megatron_ddrp.data.batches.loader import (
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.errors import UserError
 from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader, fake_tokenizer
+from tests.refusals import refused, wrong_arguments
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
 SEQ = 60
@@ -144,12 +145,9 @@ def test_masks_change_with_the_epoch_and_stay_in_every_evaluation():
     assert rows_of(make_loader(samples).step(0)) == first
 
 
-def test_seed_decides_the_order():
+def test_the_seed_decides_the_order_and_a_resumed_run_goes_on_as_before():
     first, second = (rows_of(make_loader(seed=seed).step(0)) for seed in (1, 2))
     assert [len(row[1]) for row in first] != [len(row[1]) for row in second]
-
-
-def test_resuming_midway_equals_going_on():
     uninterrupted = list(iterate(make_loader(), 0, 8))
     resumed = list(iterate(make_loader(), 5 * 16, 3))
     for expected, batches in zip(uninterrupted[5:], resumed, strict=True):
@@ -161,31 +159,41 @@ def test_resuming_midway_equals_going_on():
     ("global_batch", "nearest"), [(20, "16 or 24"), (3, "nearest: 8"), (0, "nearest: 8"), (-4, "nearest: 8")]
 )
 def test_refuses_a_global_batch_that_does_not_divide(global_batch, nearest):
-    with pytest.raises(UserError, match=nearest) as error:
-        make_loader(world=4, global_batch=global_batch)
-    assert error.value.exit_code == 2 and f"--global-batch-size is {global_batch}:" in str(error.value)
+    line = rf"--global-batch-size is {global_batch}:.*{nearest}"
+    wrong_arguments(line, make_loader, world=4, global_batch=global_batch)
 
 
 @pytest.mark.parametrize("wrong", [FAKE_VOCAB, -1])
-def test_refuses_ids_outside_the_vocabulary(wrong):
-    samples = fake_samples(16)
-    samples.ids[3][0] = wrong
-    with pytest.raises(UserError, match=f"corpus: token ids .*{wrong}.*, but the vocabulary has 300 pieces") as error:
-        make_loader(samples).step(0)
-    assert error.value.exit_code == 1
-
-
-def test_the_error_names_the_corpus_of_the_id():
+def test_refuses_ids_outside_the_vocabulary_by_the_corpus_of_the_id(wrong):
     """The row of a batch and the number of its sample point to different corpora."""
     corpora = [fake_samples(16), fake_samples(16), fake_samples(16)]
     for number, corpus in enumerate(corpora):
         corpus.prefix = f"corpus{number}"
-    corpora[1].ids[3][0] = FAKE_VOCAB
+    corpora[1].ids[3][0] = wrong
     blend, tokenizer = Blend(corpora), fake_tokenizer(np.ones(FAKE_VOCAB, bool))
-    indices = np.array([40, 19, 0])
-    with pytest.raises(UserError, match=f"^corpus1: token ids from . to {FAKE_VOCAB},"):
-        reader = SampleReader(blend, tokenizer, Masker(tokenizer), SEQ)
-        reader.read(np.arange(3), np.zeros(3, int), indices, blend.lengths(indices))
+    indices, reader = np.array([40, 19, 0]), SampleReader(blend, tokenizer, Masker(tokenizer), SEQ)
+    line = f"^corpus1: token ids .*{wrong}.*, but the vocabulary has 300 pieces"
+    error = refused(line, reader.read, np.arange(3), np.zeros(3, int), indices, blend.lengths(indices))
+    assert error.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--data-path is empty"),
+        (["0.3", "A", "B"], "got 3 words of which 1 are numbers"),
+        (["0.3", "A", "0.7"], "got 3 words of which 2 are numbers"),
+        (["A", "0.3", "B", "0.7"], "expected a weight before every prefix or before none"),
+        (["A", "0.3"], "expected a weight before every prefix or before none"),
+        (["0.3", "0.7"], "got 2 words of which 2 are numbers"),
+        (["0", "A", "1", "B"], "weight 0 must be a number above 0"),
+        (["1", "A", "-2", "B"], "weight -2 must be a number above 0"),
+        (["nan", "A", "1", "B"], "weight nan"),
+        (["inf", "A", "1", "B"], "weight inf"),
+    ],
+)
+def test_what_is_not_a_blend_is_refused(words, message):
+    assert "--data-path" in str(wrong_arguments(message, read_blend, words, "--data-path"))
 
 
 @pytest.fixture
@@ -211,10 +219,16 @@ class CountingLoader:
         return [consumed_samples]
 
 
-def test_iterate_yields_every_step_in_order(worker_threads):
+def test_iterate_yields_every_step_in_order_and_stays_two_ahead(worker_threads):
     assert list(iterate(CountingLoader(), 32, 5)) == [[32], [48], [64], [80], [96]]
     assert list(iterate(CountingLoader(), 32, 1)) == [[32]]
     assert list(iterate(CountingLoader(), 32, 0)) == []
+    assert not worker_threads()
+    loader = CountingLoader()
+    stream = iterate(loader, 0, 1000)
+    assert next(stream) == [0]
+    stream.close()
+    assert set(loader.asked) <= {0, 16, 32} and loader.asked[0] == 0
     assert not worker_threads()
 
 
@@ -224,15 +238,6 @@ def test_iterate_raises_the_thread_s_error_at_its_step(worker_threads):
         for batches in iterate(CountingLoader(fails_at=32), 0, 9):
             seen.append(batches)
     assert seen == [[0], [16]]
-    assert not worker_threads()
-
-
-def test_iterate_stays_two_steps_ahead_and_closes_when_the_consumer_stops(worker_threads):
-    loader = CountingLoader()
-    stream = iterate(loader, 0, 1000)
-    assert next(stream) == [0]
-    stream.close()
-    assert set(loader.asked) <= {0, 16, 32} and loader.asked[0] == 0
     assert not worker_threads()
 
 
@@ -270,20 +275,11 @@ def test_every_prefix_of_the_pattern_is_within_one_sample_of_its_weights(counts)
     assert given_so_far[-1].tolist() == counts
 
 
-def test_known_patterns():
+def test_known_patterns_and_many_small_corpora_beside_a_large_one():
     assert interleave([1]).tolist() == [0]
     assert interleave([1, 1, 1]).tolist() == [0, 1, 2]
     assert interleave([3, 1]).tolist() == [0, 0, 1, 0]
-
-
-def largest_deviation(pattern, counts):
-    given_so_far = np.cumsum(pattern[:, None] == np.arange(len(counts)), axis=0)  # [period, corpora]
-    due = np.arange(1, len(pattern) + 1)[:, None] * np.array(counts) / sum(counts)
-    return np.abs(given_so_far - due).max()
-
-
-def test_many_small_corpora_beside_a_large_one():
-    """Where the corpus with the largest deficit first, Megatron's rule, strays by more than a sample."""
+    # Where the corpus with the largest deficit first, Megatron's rule, strays by more than a sample.
     counts = np.array([1, 7, 1, 1, 5, 7, 1, 3, 400, 23, 1, 5, 1])
     consumed, greedy = np.zeros(len(counts)), []
     for position in range(counts.sum()):
@@ -291,6 +287,12 @@ def test_many_small_corpora_beside_a_large_one():
         consumed[greedy[-1]] += 1
     assert largest_deviation(np.array(greedy), counts) > 1.5
     assert largest_deviation(interleave(counts.tolist()), counts) < 1
+
+
+def largest_deviation(pattern, counts):
+    given_so_far = np.cumsum(pattern[:, None] == np.arange(len(counts)), axis=0)  # [period, corpora]
+    due = np.arange(1, len(pattern) + 1)[:, None] * np.array(counts) / sum(counts)
+    return np.abs(given_so_far - due).max()
 
 
 @pytest.mark.parametrize(
@@ -347,15 +349,12 @@ def test_each_corpus_is_walked_once_an_epoch_in_its_own_order(parts):
         offset += size
 
 
-def test_epochs_and_corpora_have_orders_of_their_own():
+def test_corpora_have_orders_of_their_own_and_are_one_without_weights():
     blend = Blend(corpora(100, 100), [Fraction(1), Fraction(1)])
     indices = [index for _, index in visits(blend, np.arange(400))]
     first, second = indices[0:200:2], [index - 100 for index in indices[1:200:2]]
     assert sorted(first) == sorted(second) == list(range(100)) and first != second
     assert indices[200:400:2] != first
-
-
-def test_without_weights_the_corpora_are_one():
     blend, merged = Blend(corpora(20, 30)), Blend(corpora(50))
     assert visits(blend, np.arange(130)) == visits(merged, np.arange(130))
     assert blend.counts is None and len(blend) == 50
@@ -383,24 +382,3 @@ def test_samples_are_read_from_their_corpora_in_the_order_asked_for():
 )
 def test_reading_the_words_of_a_blend(words, prefixes, weights):
     assert read_blend(words, "--data-path") == (prefixes, weights)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--data-path is empty"),
-        (["0.3", "A", "B"], "got 3 words of which 1 are numbers"),
-        (["0.3", "A", "0.7"], "got 3 words of which 2 are numbers"),
-        (["A", "0.3", "B", "0.7"], "expected a weight before every prefix or before none"),
-        (["A", "0.3"], "expected a weight before every prefix or before none"),
-        (["0.3", "0.7"], "got 2 words of which 2 are numbers"),
-        (["0", "A", "1", "B"], "weight 0 must be a number above 0"),
-        (["1", "A", "-2", "B"], "weight -2 must be a number above 0"),
-        (["nan", "A", "1", "B"], "weight nan"),
-        (["inf", "A", "1", "B"], "weight inf"),
-    ],
-)
-def test_what_is_not_a_blend_is_refused(words, message):
-    with pytest.raises(UserError, match=message) as error:
-        read_blend(words, "--data-path")
-    assert error.value.exit_code == 2 and "--data-path" in str(error.value)

@@ -134,10 +134,6 @@ def test_thousands_of_short_rows_are_masked_as_a_few():
         assert np.array_equal(at_once[side], np.concatenate([part[side] for part in parts]))
 
 
-def test_fold_in_names_the_same_numbers_as_hash():
-    assert fold_in(hash_uint64(SEED, "mask-order", 2, 3), 4) == hash_uint64(SEED, "mask-order", 2, 3, 4)
-
-
 def test_rates_on_zipf_text():
     rng = np.random.default_rng(2)
     ids, documents = make_rows(600, 512, rng)
@@ -205,14 +201,11 @@ def test_a_skipped_unit_leaves_room_for_a_smaller_one():
     assert selected[:, 4].any() and selected[:, 6].any()
 
 
-def test_where_no_unit_fits_one_whole_word_is_taken():
+def test_where_no_unit_fits_one_whole_word_is_taken_and_none_without_words():
     ids = np.array([[CLS, 10, 150, 11, 151, 152, SEP, PAD]] * 100)
     _, labels = make_masker()(ids, (ids != PAD).astype(int), np.zeros(100, int), np.arange(100))
     masks = {tuple(row) for row in (labels != IGNORED_LABEL).astype(int).tolist()}
     assert masks == {(0, 1, 1, 0, 0, 0, 0, 0), (0, 0, 0, 1, 1, 1, 0, 0)}
-
-
-def test_rows_without_ordinary_tokens_predict_nothing():
     ids = np.array([[CLS, SEP, PAD], [PAD, PAD, PAD], [CLS, 7, SEP]])
     masked, labels = make_masker()(ids, np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1]]), np.zeros(3, int), np.arange(3))
     assert np.array_equal(masked[:2], ids[:2])
@@ -363,20 +356,20 @@ def test_ngrams_are_of_one_to_three_words_with_falling_shares(corpus):
     assert shares[3:].sum() < 0.12
 
 
-def test_values_are_frozen():
-    """A change of these numbers changes every run's data: it must be a decision, not a side effect."""
-    draws = hash_uint64(1234, "mask-order", 3, np.array([0, 1]))
-    assert draws.tolist() == [1074841977364916073, 11525570127649832071]
-    assert permute(np.arange(7), 7, 1234, "shuffle", 0).tolist() == [0, 6, 5, 2, 4, 3, 1]
-
-
-def test_draws_are_elementwise_functions_of_their_counters():
+def test_draws_are_elementwise_functions_of_their_counters_and_frozen():
     grid = hash_uint64(1, "p", np.arange(4)[:, None], np.arange(5))
     assert grid.shape == (4, 5) and grid.dtype == np.uint64
     assert grid[2, 3] == hash_uint64(1, "p", 2, 3)
     assert hash_uint64(1, "p", 2, 3).shape == ()
     assert np.array_equal(grid, fold_in(hash_uint64(1, "p", np.arange(4))[:, None], np.arange(5)))
     assert hash_uint64(1, "p", np.arange(0)).shape == (0,)
+    # A change of these numbers changes every run's data: it must be a decision, not a side effect.
+    draws = hash_uint64(1234, "mask-order", 3, np.array([0, 1]))
+    assert draws.tolist() == [1074841977364916073, 11525570127649832071]
+    assert permute(np.arange(7), 7, 1234, "shuffle", 0).tolist() == [0, 6, 5, 2, 4, 3, 1]
+    assert fold_in(hash_uint64(SEED, "mask-order", 2, 3), 4) == hash_uint64(SEED, "mask-order", 2, 3, 4)
+    with np.errstate(all="raise"):
+        hash_uint64(2**63, "p", 2**62, np.array([2**62]))
 
 
 def test_seed_purpose_and_every_counter_matter():
@@ -388,11 +381,6 @@ def test_seed_purpose_and_every_counter_matter():
         for b in range(3)
     ]
     assert len({int(draw) for draw in draws}) == len(draws)
-
-
-def test_no_overflow_warnings():
-    with np.errstate(all="raise"):
-        hash_uint64(2**63, "p", 2**62, np.array([2**62]))
 
 
 def test_uniform_is_uniform_and_uncorrelated():
@@ -414,13 +402,6 @@ def test_permute_is_a_bijection(size):
     assert np.array_equal(permute(some, size, 5, "shuffle", 2), place[some]), "a place does not depend on the others"
 
 
-def test_permute_handles_huge_ranges_at_single_points():
-    size = 10**12 + 39
-    place = permute(np.arange(1000), size, 5, "shuffle", 0)
-    assert np.unique(place).size == 1000 and place.min() >= 0 and place.max() < size
-    assert stats.kstest(place / size, "uniform").pvalue > 1e-4
-
-
 def test_permute_epochs_seeds_and_purposes_differ():
     base = permute(np.arange(1000), 1000, 5, "shuffle", 0)
     for other in (("shuffle", 1, 5), ("shuffle", 0, 6), ("valid", 0, 5)):
@@ -439,11 +420,15 @@ def test_permute_places_are_uniform_over_epochs(size):
         assert stats.chisquare(counts).pvalue > 1e-5
 
 
-def test_permute_neighbours_are_scattered():
+def test_permute_scatters_neighbours_and_single_points_of_huge_ranges():
     size = 10_000
     place = permute(np.arange(size), size, 1, "shuffle", 0)
     assert abs(np.corrcoef(np.arange(size), place)[0, 1]) < 0.05
     assert abs(np.corrcoef(place[:-1], place[1:])[0, 1]) < 0.05
+    size = 10**12 + 39
+    place = permute(np.arange(1000), size, 5, "shuffle", 0)
+    assert np.unique(place).size == 1000 and place.min() >= 0 and place.max() < size
+    assert stats.kstest(place / size, "uniform").pvalue > 1e-4
 
 
 @pytest.mark.parametrize("index", [-1, 5])

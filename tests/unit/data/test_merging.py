@@ -37,7 +37,6 @@ from megatron_ddrp.data.preprocess.documents import (
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.preprocess.records import parse_chunk
-from megatron_ddrp.errors import UserError
 from tests.datasets import wordpiece_job, write_dataset
 from tests.refusals import refused
 
@@ -103,9 +102,6 @@ def test_manifests_add_up(tmp_path):
     assert merge(tmp_path / "more", [kept, plain]).manifest is None
     for mixed in ([a, kept], [plain, a]):
         refused("/a was made with --append-eod, but .*/(kept|plain) without it", merge, tmp_path / "mixed ends", mixed)
-
-
-def test_shuffled_datasets_one_after_another_are_not_shuffled(tmp_path):
     made = [write(tmp_path / name, [[[1, 2]]], manifest=manifest(name, 1) | {"shuffled": 5}) for name in "ab"]
     assert "shuffled" not in merge(tmp_path / "both", made).manifest
     assert merge(tmp_path / "one", made[:1]).manifest["shuffled"] == 5
@@ -228,16 +224,13 @@ def test_each_document_is_in_exactly_one_part(tmp_path, seed):
         assert {file.path for part in own for file in part} == {file.path for file in files}
 
 
-def test_parts_are_of_equal_size_up_to_a_document(tmp_path):
+def test_borders_are_where_documents_begin_and_parts_of_equal_size(tmp_path):
     line = json.dumps({"text": "a" * 80}) + "\n"
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(line * 500)
     files = find_inputs([str(tmp_path)])
     sizes = [own_bytes(own_files(files, Partition(part, 7))) for part in range(1, 8)]
     assert max(sizes) - min(sizes) <= 2 * len(line)
-
-
-def test_the_border_of_a_document_is_where_it_begins(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 4)  # 14 bytes a line
     files = find_inputs([str(path)])
@@ -264,11 +257,6 @@ def test_parts_know_the_names_and_the_sizes_of_all_files(tmp_path):
         return partition_entry(Partition(2, 3), find_inputs([str(folder)]))["inputs"]
 
     assert len({entry(a=5, b=7), entry(a=7, b=5), entry(a=5, b=8), entry(a=5, c=7)}) == 4
-
-
-def test_a_stream_cannot_be_divided(folder):
-    with pytest.raises(UserError, match=r"--partition 2/4: - is standard input, .* write it to a file first"):
-        preprocess(config(folder, (2, 4), input=("-",)))
 
 
 @pytest.fixture
@@ -345,6 +333,8 @@ def test_what_is_not_one_whole_run_is_refused(folder):
     ):
         refused(complaint, merge, folder / "all", given)
     assert not list(folder.glob("all*"))
+    stream = config(folder, (2, 4), input=("-",))
+    refused(r"--partition 2/4: - is standard input, .* write it to a file first", preprocess, stream)
 
 
 @pytest.fixture
@@ -360,12 +350,9 @@ def test_more_parts_than_documents_leave_some_empty(folder, empty_corpus):
     assert [len(IndexedDataset(part)) for part in parts["title"]] == [1, 0, 1, 0, 0]
     assert all(list(verify(part)) == [] for part in parts["title"])
     assert [len(merge(folder / key, parts[key])) for key in KEYS] == [1, 2]
-
-
-def test_parts_without_any_text_end_as_one_run_does(folder, empty_corpus):
     (empty_corpus / "a.jsonl").write_text('{"text": "", "title": ""}\n')
-    with pytest.raises(UserError, match="no text in any of the 2 parts; preprocess files that hold some"):
-        merge(folder / "all", run_parts(folder, 2)["text"])
+    nothing = "no text in any of the 2 parts; preprocess files that hold some"
+    refused(nothing, merge, folder / "all", run_parts(folder, 2)["text"])
 
 
 def test_a_file_that_changed_between_two_parts_is_seen(folder, empty_corpus):
@@ -378,15 +365,12 @@ def test_a_file_that_changed_between_two_parts_is_seen(folder, empty_corpus):
     refused(r"z\.jsonl changed between the parts: their ranges do not meet", merge, folder / "all", [first, second])
 
 
-def test_faults_have_their_line_in_the_whole_file(folder, empty_corpus):
+def test_faults_have_their_line_in_the_whole_file_which_is_not_opened_again(folder, empty_corpus):
     line = json.dumps({"text": "a cat", "title": "a"}) + "\n"
     (empty_corpus / "a.jsonl").write_text(line * 10 + "{}\n" + line * 3)
     refused(r"a\.jsonl:11: no key 'text'", preprocess, config(folder, (3, 3)))
     skipped = preprocess(config(folder, (3, 3), on_error="skip"))
     assert skipped.skipped == 1 and "a.jsonl:11: " in skipped.first_skipped
-
-
-def test_a_fault_in_a_whole_file_does_not_open_it_again(folder, empty_corpus):
     packed = empty_corpus / "a.jsonl.xz"
     packed.write_bytes(lzma.compress(b'{}\n{"text": "a cat", "title": "a"}\n'))
     skipped = preprocess(config(folder, input=(str(packed),), on_error="skip"))
@@ -435,16 +419,13 @@ def test_the_order_is_the_seeds_and_does_not_depend_on_the_block(tmp_path, monke
         assert (tmp_path / f"again.{suffix}").read_bytes() == (tmp_path / f"mixed1.{suffix}").read_bytes()
 
 
-def test_the_manifest_names_the_seed_and_no_part(tmp_path):
+def test_the_manifest_names_the_seed_and_no_part_and_is_not_made_up(tmp_path):
     found = shuffle(tmp_path / "mixed", source(tmp_path).prefix, 5).manifest
     assert found["shuffled"] == 5 and found["inputs"] == [{"name": "a.jsonl"}] and found["documents"] == 50
     assert "partition" not in found
-
-
-def test_without_a_manifest_there_is_none_and_one_pass(tmp_path):
     dataset, read = source(tmp_path, manifest=None), []
-    assert shuffle(tmp_path / "mixed", dataset.prefix, 1, advance=read.append).manifest is None
-    assert sum(read) == dataset.bin_bytes
+    assert shuffle(tmp_path / "other", dataset.prefix, 1, advance=read.append).manifest is None
+    assert sum(read) == dataset.bin_bytes  # one pass
 
 
 def test_an_output_is_replaced_only_when_asked_and_may_be_the_input(tmp_path):

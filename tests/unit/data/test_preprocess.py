@@ -5,7 +5,6 @@
 import gzip
 import hashlib
 import importlib.metadata
-import io
 import json
 import os
 import signal
@@ -19,7 +18,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 
 import megatron_ddrp
@@ -31,6 +29,7 @@ from megatron_ddrp.data.preprocess.pipeline import KeyCounts, PreprocessResult, 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from tests.datasets import wordpiece_job
 from tests.refusals import refused
+from tests.sentencepiece_models import train_model
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -122,11 +121,13 @@ def test_a_cased_vocabulary_under_a_lower_casing_type_is_doubted(folder, capsys)
     assert "can never occur" not in capsys.readouterr().err
 
 
-def test_end_of_document_and_several_keys(folder):
+def test_end_of_document_several_keys_and_the_speed(folder):
     result = preprocess(config(folder, append_eod=True, json_keys=("text", "title")))
     text, title = result.prefixes
     assert sequences(text)[1] == "cat [SEP]" and len(IndexedDataset(text)) == 3
     assert sequences(title) == ["a mat [SEP]"] * 5
+    result = PreprocessResult(["p"], [KeyCounts(documents=1, tokens=2)], text_bytes=8_000_000, seconds=2.0)
+    assert ", 4.0 MB/s → p.{bin,idx,json}" in result.summary()
 
 
 def test_sentences_are_sequences_grouped_into_documents(folder):
@@ -161,12 +162,8 @@ def test_sentences_have_the_ids_of_the_whole_text(folder, kind):
     (folder / "in.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": " "}) + "\n")
     if kind.startswith("SentencePiece"):
         options = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "byte_fallback": True}
-        model = io.BytesIO()
-        sentencepiece.SentencePieceTrainer.train(
-            **{"sentence_iterator": iter(["the cat sat. on a mat"] * 9), "model_writer": model, "vocab_size": 300},
-            **{"model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2, **options},
-        )
-        (folder / "m.model").write_bytes(model.getvalue())
+        options |= {"model_type": "bpe", "vocab_size": 285}
+        train_model(folder / "m.model", ["the cat sat. on a mat"] * 9, **options)
         flags = {"tokenizer_type": "SentencePiece", "tokenizer_model": str(folder / "m.model")}
     else:
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
@@ -199,11 +196,8 @@ def test_a_document_of_one_token_is_kept_from_every_kind_of_file(folder):
     (folder / "in" / "wiki_00").write_text('<doc id="1" url="" title="">\nthe\n</doc>\n')
     result = preprocess(config(folder, input=(str(folder / "in"),)))
     assert sequences(result.prefixes[0]) == ["cat", "mat", "sat", "the"]
-    assert [entry["name"] for entry in IndexedDataset(result.prefixes[0]).manifest["inputs"]] == [
-        "a.txt",
-        "b.json",
-        "wiki_00",
-    ]
+    inputs = IndexedDataset(result.prefixes[0]).manifest["inputs"]
+    assert [entry["name"] for entry in inputs] == ["a.txt", "b.json", "wiki_00"]
 
 
 JAPANESE = """山の上の小さな町では、朝になると鐘が鳴り、
@@ -215,17 +209,8 @@ JAPANESE = """山の上の小さな町では、朝になると鐘が鳴り、
 @pytest.mark.parametrize("dummy_prefix", [True, False])
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
 def test_line_breaks_in_japanese_give_no_unknown_piece(folder, rule, dummy_prefix):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(JAPANESE.split("\n") * 20),
-        model_writer=model,
-        vocab_size=300,
-        hard_vocab_limit=False,
-        normalization_rule_name=rule,
-        add_dummy_prefix=dummy_prefix,
-        minloglevel=2,
-    )
-    (folder / "ja.model").write_bytes(model.getvalue())
+    options = {"vocab_size": 300, "normalization_rule_name": rule, "add_dummy_prefix": dummy_prefix}
+    train_model(folder / "ja.model", JAPANESE.split("\n") * 20, **options)
     (folder / "ja.txt").write_text(f"{JAPANESE}\n\n{JAPANESE}\n", encoding="utf-8")
     files = {"input": (str(folder / "ja.txt"),), "tokenizer_model": str(folder / "ja.model"), "vocab_file": None}
     done = preprocess(config(folder, tokenizer_type="SentencePiece", **files))
@@ -267,12 +252,7 @@ def test_a_fault_in_a_worker_stops_with_its_line_and_leaves_nothing(folder):
     assert "1 unreadable records skipped (first: " in result.summary()
 
 
-def test_the_speed_is_in_millions_of_bytes_per_second():
-    result = PreprocessResult(["p"], [KeyCounts(documents=1, tokens=2)], text_bytes=8_000_000, seconds=2.0)
-    assert ", 4.0 MB/s → p.{bin,idx,json}" in result.summary()
-
-
-def test_existing_output_stays_unless_overwrite(folder):
+def test_existing_output_stays_unless_overwrite_and_impossible_settings_are_refused(folder):
     preprocess(config(folder))
     before = outputs(folder)
     refused(r"p_text_document\.bin: exists already; give --overwrite", preprocess, config(folder))
@@ -282,9 +262,6 @@ def test_existing_output_stays_unless_overwrite(folder):
     (folder / "in.jsonl").write_text('{"body": "a"}\n')
     reason = r"1 records skipped, the first because of .*in\.jsonl:1: no key 'text', it has body"
     refused(reason, preprocess, config(folder, overwrite=True, on_error="skip"))
-
-
-def test_impossible_settings_are_refused(folder):
     for changes, complaint in (
         ({"json_keys": ("a", "a")}, "given twice"),
         ({"json_keys": ("text", "a/b")}, "--json-keys a/b: expected a key without /"),
@@ -392,11 +369,15 @@ def test_a_part_of_some_files_stands_for_all(job, tiny_corpus, tmp_path, monkeyp
         assert found.by_key[0].tokens * found.factor == pytest.approx(exact, rel=0.25)
 
 
-def test_parts_take_their_own_bytes(job, tiny_corpus, tmp_path):
+def test_parts_take_their_own_bytes_and_mistakes_are_refused(job, tiny_corpus, tmp_path):
     parts = [estimate(job(tiny_corpus.text_file, partition=Partition(n, 2))) for n in (1, 2)]
     whole = estimate(job(tiny_corpus.text_file))
     assert sum(part.by_key[0].tokens for part in parts) == whole.by_key[0].tokens
     assert sum(part.total_bytes for part in parts) == whole.total_bytes
+    refused("--dry-run: - can be read only once; give a file", estimate, job("-"))
+    settings = job(tiny_corpus.text_file)
+    preprocess(settings)
+    refused("out_text_document.bin: exists already", estimate, settings)
 
 
 def test_faults_are_named_by_their_line_and_stop_unless_skipped(job, tiny_corpus, tmp_path):
@@ -407,17 +388,6 @@ def test_faults_are_named_by_their_line_and_stop_unless_skipped(job, tiny_corpus
     found = estimate(job(broken, on_error="skip"))
     assert found.skipped == 1 and found.first_skipped.startswith(f"{broken}:2: ")
     assert found.by_key[0].documents == 600
-
-
-def test_mistakes_are_refused(job, tiny_corpus, tmp_path):
-    refused(
-        "--dry-run: - can be read only once; give a file",
-        estimate,
-        job("-"),
-    )
-    settings = job(tiny_corpus.text_file)
-    preprocess(settings)
-    refused("out_text_document.bin: exists already", estimate, settings)
 
 
 def test_the_command_prints_what_comes(tiny_corpus, tmp_path, run_tool, monkeypatch):

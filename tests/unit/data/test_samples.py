@@ -21,7 +21,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.verification import check_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.datasets import FakeSamples, fake_loader, write_dataset
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 
 
 class FakeDataset:
@@ -86,12 +86,11 @@ def test_split_covers_all_documents_in_order(num_documents, weights):
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf,1", "1;2", "949,,1"])
 def test_split_refuses_what_is_not_weights(split):
-    with pytest.raises(UserError, match="expected up to three weights") as error:
-        split_documents(10, split)
-    assert error.value.exit_code == 2 and repr(split) in str(error.value)
+    error = wrong_arguments("expected up to three weights", split_documents, 10, split)
+    assert repr(split) in str(error)
 
 
-def test_documents_give_consecutive_pieces_and_short_ones_are_dropped():
+def test_documents_of_a_range_give_consecutive_pieces_and_short_ones_are_dropped():
     samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 0, 20, 10)), (0, 6), seq_length=12)
     assert (samples.num_documents, samples.num_dropped_documents, samples.num_tokens) == (6, 2, 63)
     assert [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))] == [
@@ -108,6 +107,12 @@ def test_documents_give_consecutive_pieces_and_short_ones_are_dropped():
     for index in (-1, 7):
         with pytest.raises(IndexError):
             samples.tokens([index])
+    samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 20)), (2, 4), seq_length=100)
+    assert [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))] == [
+        list(range(32, 40)),
+        list(range(40, 60)),
+    ]
+    assert refused("--seq-length is 2", SampleIndex, FakeDataset(documents_of(20)), (0, 1), seq_length=2).exit_code == 2
 
 
 def test_a_sep_that_ends_a_document_is_in_no_sample():
@@ -118,14 +123,6 @@ def test_a_sep_that_ends_a_document_is_in_no_sample():
     found = [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))]
     assert found == [list(range(10)), list(range(11, 21)), list(range(21, 31)), list(range(40, 48))]
     assert (samples.num_dropped_documents, samples.num_tokens) == (2, 38)
-
-
-def test_a_range_of_documents():
-    samples = SampleIndex(FakeDataset(documents_of(25, 7, 8, 20)), (2, 4), seq_length=100)
-    assert [ids.tolist() for ids in samples.tokens(np.arange(len(samples)))] == [
-        list(range(32, 40)),
-        list(range(40, 60)),
-    ]
 
 
 corpora = st.lists(st.lists(st.integers(0, 12), max_size=6), min_size=1, max_size=8)
@@ -170,10 +167,6 @@ def test_memory_is_small_for_many_documents():
     tracemalloc.stop()
     assert len(samples) == 200_000 * 6
     assert kept < 200_000, "3/8 byte a document, nothing a sample"
-
-
-def test_seq_length_must_hold_a_token():
-    assert refused("--seq-length is 2", SampleIndex, FakeDataset(documents_of(20)), (0, 1), seq_length=2).exit_code == 2
 
 
 @pytest.fixture
@@ -271,9 +264,6 @@ def test_known_layouts():
     assert pack_rows(np.array([5, 6, 4]), 10) == [[0], [1, 2]]
     assert pack_rows(np.array([2, 2, 2, 2]), 10, min_rows=2) == [[0, 2], [1, 3]]
     assert pack_rows(np.array([2, 3, 9]), 10, min_rows=3) == [[0], [1], [2]]
-
-
-def test_where_more_rows_are_needed_the_fullest_are_halved():
     lengths = np.array([6, 3, 3, 4, 4, 4, 20])
     assert pack_rows(lengths, 24) == [[0, 4, 5, 1, 2], [6, 3]]
     assert pack_rows(lengths, 24, min_rows=3) == [[3], [0, 4, 5, 1, 2], [6]]
@@ -365,21 +355,15 @@ def test_micro_batches_of_all_ranks_are_of_one_size_and_smaller():
         assert sum(everything) < 0.55 * 64 and max(everything) < micro
 
 
-def test_rows_are_cut_to_their_longest_and_never_exceed_the_sequence_length():
+def test_rows_are_cut_to_their_longest_nearly_full_and_the_same_again():
     widths = [batch.input_ids.shape[1] for batch in make_loader(micro=2).step(0)]
     for batch, width in zip(make_loader(micro=2).step(0), widths, strict=True):
         longest = (batch.document_ids > 0).sum(axis=1).max()
         assert width == min(SEQ, -(-longest // 8) * 8)
     assert len(set(widths)) > 1
-
-
-def test_rows_are_nearly_full():
     batches = make_loader(micro=16).step(0)
     tokens = sum(int((batch.document_ids > 0).sum()) for batch in batches)
     assert tokens >= 0.95 * sum(batch.input_ids.size for batch in batches)
-
-
-def test_the_same_step_gives_the_same_rows_again():
     first, again = make_loader().step(128), make_loader().step(128)
     for one, other in zip(first, again, strict=True):
         assert all(

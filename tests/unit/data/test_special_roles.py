@@ -28,54 +28,17 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     word_begins,
 )
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_unmarked_words, warn_of_vocabulary
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.minimal_pairs.pairs import masked_rows
 from tests.datasets import write_dataset
-from tests.refusals import refused
+from tests.refusals import wrong_arguments
 from tests.sentencepiece_models import train_model
+from tests.unit.data.tokenizer_folders import ADDED, ALPHABET, BYTES, NAMES, byte_bpe, plain_bpe, unigram, write
 
-NAMES = {"cls": "<c>", "sep": "<s>", "pad": "<p>", "mask": "<m>", "unk": "<u>"}
-ADDED = (*NAMES.values(),)
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WHOLE = "\u010a \U0001f680 na\u00efve \u4e2d\u6587 <c> [MASK] <u> \x00 the"
 
 
-def byte_bpe(pieces=ALPHABET, unknown=None, **more):
-    """Return the parts of a byte-level BPE tokenizer."""
-    vocabulary = {piece: i for i, piece in enumerate([*NAMES.values(), *pieces])}
-    return models.BPE(vocabulary, [], unk_token=unknown, **more), pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def plain_bpe(pieces, unknown=None, **more):
-    return models.BPE({p: i for i, p in enumerate([*NAMES.values(), *pieces])}, [], unk_token=unknown, **more), None
-
-
-def unigram(pieces, unknown, **more):
-    return models.Unigram([(piece, -1.0) for piece in [*NAMES.values(), *pieces]], unknown, **more), None
-
-
-def write(folder, made, names=NAMES, file="tokenizer_config.json", added=ADDED, change=None):
-    """Write a folder with tokenizer.json, and the names of its special pieces."""
-    model, splitter = made
-    backend = RustTokenizer(model)
-    if splitter is not None:
-        backend.pre_tokenizer = splitter
-    backend.add_special_tokens(list(added))
-    layout = json.loads(backend.to_str())
-    if change:
-        change(layout)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(layout), encoding="utf-8")
-    (folder / file).write_text(json.dumps({f"{role}_token": name for role, name in names.items()}))
-    return folder
-
-
 def refusal(folder, kind="HuggingFace"):
-    with pytest.raises(UserError) as error:
-        build_tokenizer(kind, tokenizer_model=folder)
-    assert error.value.exit_code == WRONG_ARGUMENTS and "\n" not in str(error.value)
-    return str(error.value)
+    return str(wrong_arguments(".", build_tokenizer, kind, tokenizer_model=folder))
 
 
 OPEN = {"wordlevel": lambda: (models.WordLevel({n: i for i, n in enumerate([*NAMES.values(), "a"])}, "<u>"), None)}
@@ -114,7 +77,7 @@ def test_an_unknown_piece_with_another_role_is_refused(tmp_path, made, role):
     description = json.loads(path.read_text())
     description["special_tokens"][role] = "<u>"
     path.write_text(json.dumps(description))
-    assert refused(r"'<u>' is \[", load_tokenizer, tmp_path / "run").exit_code == WRONG_ARGUMENTS
+    wrong_arguments(r"'<u>' is \[", load_tokenizer, tmp_path / "run")
 
 
 @pytest.mark.parametrize("shared", [("cls",), ("sep",), ("cls", "sep")])
@@ -146,19 +109,16 @@ def test_settings_that_differ_are_read_as_by_transformers(tmp_path, newer):
     assert ours.pieces[ours.mask_id] == ("b" if newer else "a")
 
 
-def test_the_settings_name_the_unknown_piece_of_a_model_that_never_gives_one(tmp_path):
-    """As in CLIP's files, whose model names the end of a text."""
-    made = byte_bpe(unknown="<s>")
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made))
-    assert tokenizer.pieces[tokenizer.unk_id] == "<u>" and not warn_of_vocabulary(tokenizer)
-
-
-def test_classifier_and_separator_may_share_a_piece(tmp_path):
+def test_classifier_and_separator_may_share_a_piece_and_settings_name_the_unknown_one(tmp_path):
     for name, made in (OPEN | CLOSED).items():
         tokenizer = build_tokenizer(
             "HuggingFace", tokenizer_model=write(tmp_path / name, made(), NAMES | {"sep": "<c>"})
         )
         assert tokenizer.cls_id == tokenizer.sep_id and not warn_of_vocabulary(tokenizer)
+    # As in CLIP's files, whose model names the end of a text.
+    made = byte_bpe(unknown="<s>")
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made))
+    assert tokenizer.pieces[tokenizer.unk_id] == "<u>" and not warn_of_vocabulary(tokenizer)
 
 
 def without(*lost):
@@ -236,7 +196,7 @@ def test_a_model_that_fails_at_unknown_text_is_refused(tmp_path, made, change, r
     lost = change.get("unk_token")
     added = [*NAMES.values(), *([lost] if is_added and lost else [])]
     folder = write(tmp_path, made(), change=lambda layout: layout["model"].update(change), added=added)
-    assert refused(reason, build_tokenizer, "HuggingFace", tokenizer_model=folder).exit_code == WRONG_ARGUMENTS
+    wrong_arguments(reason, build_tokenizer, "HuggingFace", tokenizer_model=folder)
 
 
 @pytest.mark.parametrize("made", CLOSED)
@@ -297,11 +257,8 @@ def test_random_merges_and_cuts_of_a_foreign_file_are_switched_off(tmp_path):
 
     def cut(layout):
         layout["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-        layout["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None} | {
-            "pad_id": 2,
-            "pad_type_id": 0,
-            "pad_token": "<p>",
-        }
+        layout["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+        layout["padding"] |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "<p>"}
 
     tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made, change=cut))
     again = pickle.loads(pickle.dumps(tokenizer))
@@ -319,17 +276,19 @@ def test_only_the_mask_of_a_masked_text_is_special(tmp_path):
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "[", "]", "cls"]))
     ours = build_tokenizer("BertWordPieceLowerCase", vocabulary)
     assert ours.encode_with_masks("[CLS] a [MASK] [CLS]") == [6, 8, 7, 5, 4, 6, 8, 7]
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, byte_bpe()))
+    other = pickle.loads(pickle.dumps(tokenizer))
+    spelled = [tokenizer.pieces.index(letter) for letter in "a<m>"]
+    assert other.encode("a<m>") == tokenizer.encode("a<m>") == spelled
 
 
-def test_marks_of_byte_order_in_a_tokenizers_files_are_not_text(tmp_path):
+def test_marks_of_byte_order_are_not_text_and_a_normalizer_may_write_the_bytes(tmp_path):
     plain = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, OPEN["bpe"]()))
     for file in tmp_path.iterdir():
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
     assert tokenizer.fingerprint == plain.fingerprint and tokenizer.pieces[tokenizer.cls_id] == "<c>"
 
-
-def test_a_normalizer_may_write_the_bytes(tmp_path):
     def change(layout):
         layout["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}]}
 
@@ -350,13 +309,6 @@ def test_a_special_piece_without_a_role_is_special_too(tmp_path):
     extra, plain = (tokenizer.pieces.index(name) for name in ("<extra>", "<plain>"))
     assert extra in tokenizer.special_ids and plain not in tokenizer.special_ids
     assert extra not in Masker(tokenizer)._random_pieces and plain in Masker(tokenizer)._random_pieces
-
-
-def test_a_pickled_tokenizer_reads_the_names_of_special_pieces_as_text(tmp_path):
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, byte_bpe()))
-    other = pickle.loads(pickle.dumps(tokenizer))
-    spelled = [tokenizer.pieces.index(letter) for letter in "a<m>"]
-    assert other.encode("a<m>") == tokenizer.encode("a<m>") == spelled
 
 
 TEXT = "the unaffable cats sat on singing mats"
@@ -440,12 +392,21 @@ def test_a_vocabulary_without_marks_is_said_and_its_pieces_are_words(tmp_path, k
     assert "marks neither begins nor ends of words" in warn_of_unmarked_words(tokenizer)
 
 
-def test_a_list_of_words_needs_no_marks(tmp_path):
+def test_a_list_of_words_needs_no_marks_and_marks_may_be_at_ends_of_words(tmp_path):
     backend = RustTokenizer(models.WordLevel({p: i for i, p in enumerate([*SPECIALS, *TEXT.split()])}, "[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
     assert words_of(tokenizer, tokenizer.encode(TEXT)) == TEXT.split() and not warn_of_unmarked_words(tokenizer)
+    make = bpe([*ALPHABET, "e\u0120", "s\u0120"], ENDS)
+    tokenizer = make(tmp_path)
+    layout = json.loads((tmp_path / "tokenizer.json").read_text())
+    layout["model"]["merges"] = [["e", "\u0120"], ["s", "\u0120"], ["t", "\u0120"], ["n", "\u0120"], ["g", "\u0120"]]
+    for piece in ("t\u0120", "n\u0120", "g\u0120"):
+        layout["model"]["vocab"][piece] = len(layout["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    assert tokenizer.word_side == END and words_of(tokenizer, tokenizer.encode(TEXT)) == TEXT.split()
 
 
 @pytest.fixture(params=["unigram, suffix", "</w>"])
@@ -535,15 +496,3 @@ def test_pieces_of_two_vocabularies_are_compared_by_what_both_mark(tmp_path, old
                 assert ours.word_ends[parts[-1]] == theirs.word_ends[i] and not ours.word_ends[parts[:-1]].any()
     if old == new:
         assert plan.parts[:-2] == [[i] for i in range(theirs.vocab_size - 2)]
-
-
-def test_byte_level_marks_at_ends_of_words(tmp_path):
-    make = bpe([*ALPHABET, "e\u0120", "s\u0120"], ENDS)
-    tokenizer = make(tmp_path)
-    layout = json.loads((tmp_path / "tokenizer.json").read_text())
-    layout["model"]["merges"] = [["e", "\u0120"], ["s", "\u0120"], ["t", "\u0120"], ["n", "\u0120"], ["g", "\u0120"]]
-    for piece in ("t\u0120", "n\u0120", "g\u0120"):
-        layout["model"]["vocab"][piece] = len(layout["model"]["vocab"])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
-    assert tokenizer.word_side == END and words_of(tokenizer, tokenizer.encode(TEXT)) == TEXT.split()

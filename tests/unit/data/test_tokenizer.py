@@ -1,6 +1,5 @@
 """Tokenizers: BERT's own ids on any Unicode, special tokens that text cannot produce, word starts, save and load."""
 
-import io
 import json
 import pickle
 
@@ -14,6 +13,7 @@ from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible
 from megatron_ddrp.errors import UserError
 from tests.datasets import shared_asset
 from tests.refusals import refused
+from tests.sentencepiece_models import train_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCXYZ0123456789éñöşα中文한\u0301'.,-[]#@ß"
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "mask", "MASK", "the", "un", "##aff", "##able", "cafe"]
@@ -34,20 +34,10 @@ def sentencepiece_model(tmp_path_factory):
     return path
 
 
-SPECIAL_STRINGS = [
-    "[MASK]",
-    "[CLS]",
-    "[SEP]",
-    "[UNK]",
-    "[PAD]",
-    "<s>",
-    "</s>",
-    "<unk>",
-    "<pad>",
-    "<mask>",
-    "##s",
-    "\u2581the",
-]
+SPECIAL_STRINGS = ["[MASK]", "[CLS]", "[SEP]", "[UNK]", "[PAD]", "<s>", "</s>", "<unk>", "<pad>", "<mask>"]
+SPECIAL_STRINGS += ["##s", "\u2581the"]
+
+
 ODD = "👩\u200d🚀 🇫🇷 ❤\ufe0f \u202eabc\u202c \u3000 \x85 \ufeff x\u0301\u0323 \u1100\u1161 \u0e33 \ud7a3"
 ODD += " \U000e0041 \uffff 豈 \U0002f800"
 SENTENCES = ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀"]
@@ -111,12 +101,9 @@ def test_ids_equal_transformers(vocab_file, transformers_tokenizers, lower, text
     assert _wordpiece(vocab_file, lower).encode(text) == expected
 
 
-def test_decoded_text(vocab_file):
+def test_decoded_text_and_a_full_cache_that_changes_no_ids(vocab_file, monkeypatch):
     tokenizer = _wordpiece(vocab_file, lower=True)
     assert tokenizer.decode(tokenizer.encode("the unaffable cafes")) == "the unaffable cafes"
-
-
-def test_a_full_cache_changes_no_ids(vocab_file, monkeypatch):
     from megatron_ddrp.data.tokenizers import libraries
 
     words = [f"the{i} cafés [MASK] 中{i}文" for i in range(50)]
@@ -131,21 +118,9 @@ def trained_sentencepiece(request, tmp_path_factory):
     """(our tokenizer, the library's processor) of a small model of that kind."""
     import sentencepiece
 
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(
-            ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀 <s> tag"] * 20
-        ),
-        model_writer=model,
-        model_type=request.param,
-        vocab_size=350 if request.param == "bpe" else 60,
-        hard_vocab_limit=False,
-        byte_fallback=request.param == "bpe",
-        minloglevel=2,
-    )
-    path = tmp_path_factory.mktemp(request.param) / "m.model"
-    path.write_bytes(model.getvalue())
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    of_kind = {"unigram": {}, "bpe": {"model_type": "bpe", "byte_fallback": True}}[request.param]
+    path = train_model(tmp_path_factory.mktemp(request.param) / "m.model", [*SENTENCES, "<s> tag"] * 20, **of_kind)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     return build_tokenizer("SentencePiece", tokenizer_model=path), processor
 
 
@@ -178,9 +153,7 @@ def trained_huggingface(request, tmp_path_factory):
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
         trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=specials)
-    backend.train_from_iterator(
-        ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀"] * 9, trainer
-    )
+    backend.train_from_iterator(SENTENCES * 9, trainer)
     folder = tmp_path_factory.mktemp("hf")
     backend.save(str(folder / "tokenizer.json"))
     backend.encode_special_tokens = True
@@ -239,13 +212,8 @@ def test_spans_are_characters_of_the_text_as_given(vocab_file, trained_sentencep
 def test_wordpiece_attributes(vocab_file):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file)
     assert tokenizer.vocab_size == len(VOCAB) == len(tokenizer.pieces)
-    assert (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (
-        0,
-        1,
-        2,
-        3,
-        4,
-    )
+    roles = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id)
+    assert roles == (0, 1, 2, 3, 4)
     assert tokenizer.special_ids.tolist() == [0, 1, 2, 3, 4]
     assert tokenizer.word_starts.dtype == bool
     assert [bool(flag) for flag in tokenizer.word_starts] == [not piece.startswith("##") for piece in VOCAB]
@@ -271,10 +239,7 @@ def test_the_real_uncased_vocabulary_is_not_doubted(tmp_path):
 
 def test_windows_line_ends_and_a_missing_last_newline_change_nothing(tmp_path, vocab_file):
     (tmp_path / "v.txt").write_bytes(vocab_file.read_bytes().replace(b"\n", b"\r\n")[:-2])
-    other, tokenizer = (
-        build_tokenizer("BertWordPieceCase", tmp_path / "v.txt"),
-        build_tokenizer("BertWordPieceCase", vocab_file),
-    )
+    other, tokenizer = (build_tokenizer("BertWordPieceCase", path) for path in (tmp_path / "v.txt", vocab_file))
     assert other.fingerprint == tokenizer.fingerprint and other.pieces == VOCAB
 
 
@@ -304,8 +269,8 @@ def test_a_blank_line_keeps_its_id_and_a_stripped_piece_twice_is_refused(tmp_pat
     tokenizer = build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
     assert tokenizer.encode("the un") == [8, 10] and tokenizer.pieces[7:] == ["", "the", "\u3000", "un", " "]
     (tmp_path / "v.txt").write_text("\n".join([*VOCAB, "the "]) + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=rf"v.txt:{len(VOCAB) + 1}: 'the' is already on line 8"):
-        build_tokenizer("BertWordPieceCase", tmp_path / "v.txt")
+    line = rf"v.txt:{len(VOCAB) + 1}: 'the' is already on line 8"
+    refused(line, build_tokenizer, "BertWordPieceCase", tmp_path / "v.txt")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
@@ -364,19 +329,15 @@ def test_huggingface_word_starts(tmp_path):
 
     named = [name for names in SPECIAL_PIECES.values() for name in names[:1]]
     vocab = {piece: i for i, piece in enumerate([*named, "Ġa", "a", "##a", "▁a"])}
+    byte_level = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()])
     expected = {
-        "byte": (
-            models.BPE(vocab, []),
-            pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()]),
-            [True, False, False, False],
-        ),
+        "byte": (models.BPE(vocab, []), byte_level, [True, False, False, False]),
         "meta": (models.BPE(vocab, []), pre_tokenizers.Metaspace(), [False, False, False, True]),
         "wordpiece": (models.WordPiece(vocab, unk_token="[UNK]"), None, [True, True, False, True]),
     }
     for name, (model, pre_tokenizer, starts) in expected.items():
-        tokenizer = build_tokenizer(
-            "HuggingFace", tokenizer_model=huggingface_file(tmp_path / name, model, pre_tokenizer)
-        )
+        folder = huggingface_file(tmp_path / name, model, pre_tokenizer)
+        tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
         assert tokenizer.word_starts[5:].tolist() == starts, name
         assert np.all(tokenizer.word_starts[tokenizer.special_ids])
 
@@ -404,10 +365,7 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     def complaint(kind, content=None, **paths):
         if content is not None:
             (tmp_path / "file").write_bytes(content)
-        with pytest.raises(UserError) as caught:
-            build_tokenizer(kind, **paths)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+        return str(refused(".", build_tokenizer, kind, **paths))
 
     file = tmp_path / "file"
     assert "lacks [CLS], [MASK];" in complaint("BertWordPieceCase", b"[PAD]\n[UNK]\n[SEP]\na\n", vocab_file=file)

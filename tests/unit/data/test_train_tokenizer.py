@@ -4,6 +4,7 @@ The tokenizer's flags come from a manifest; there is a hint where a dataset is n
 
 import json
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,9 +20,8 @@ from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset.indexed_dataset import PATH, TokenizerFlags, complete, recorded_flags, relative_path
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, count_stripped, train_sentencepiece, train_wordpiece
-from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
 
@@ -41,31 +41,25 @@ def run(run_tool):
     return partial(run_tool, train_tokenizer)
 
 
-def test_wordpiece_has_the_size_the_specials_and_no_duplicates(corpus):
+def test_wordpiece_has_the_size_the_specials_no_duplicates_and_covers_every_word(corpus, tmp_path):
     pieces, alphabet = train_wordpiece(corpus, 150)
     assert len(pieces) == len(set(pieces)) == 150 and pieces[:5] == SPECIALS
     assert not any(piece != piece.lower() or "é" in piece for piece in pieces[5:])
     assert (alphabet.characters, alphabet.coverage, alphabet.summary()) == (alphabet.of, 1.0, "")
     cased, _ = train_wordpiece(corpus, 150, lower=False)
     assert any("D" in piece for piece in cased) and any("é" in piece for piece in cased)
-
-
-def test_every_word_of_the_text_is_covered(corpus, tmp_path):
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in train_wordpiece(corpus, 150)[0]))
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
     ids = [i for text in corpus for i in tokenizer.encode(text)]
     assert tokenizer.unk_id not in ids and len(ids) < sum(map(len, corpus)) / 2
 
 
-def test_merges_stop_where_no_pair_repeats():
-    assert train_wordpiece(["aa ab"], 1000)[0] == [*SPECIALS, "a", "b", "##a", "##b"]
-    assert "aa" in train_wordpiece(["aa ab aa"], 1000)[0]
-
-
-def test_rare_characters_give_way_in_a_small_vocabulary(corpus):
+def test_rare_characters_and_pairs_give_way(corpus):
     rare = "".join(chr(0x4E00 + i) for i in range(8))
     assert not set(rare) & set(train_wordpiece([*corpus * 3, rare], 80)[0])
     assert set(rare) <= set(train_wordpiece([*corpus * 3, rare], 400)[0])
+    assert train_wordpiece(["aa ab"], 1000)[0] == [*SPECIALS, "a", "b", "##a", "##b"]
+    assert "aa" in train_wordpiece(["aa ab aa"], 1000)[0]
 
 
 def chinese(texts=400, characters=3000):
@@ -85,7 +79,7 @@ def test_a_script_of_many_characters_has_them_in_its_alphabet():
     assert train_wordpiece(chinese(), 1500)[1].characters == 1000, "as many as ever, in a small vocabulary"
 
 
-def test_the_command_says_how_much_of_the_text_the_alphabet_covers(run, tmp_path):
+def test_the_command_says_what_it_leaves_out_and_how_much_its_alphabet_covers(run, tmp_path):
     (tmp_path / "in.txt").write_text("\n\n".join(chinese()))
     flags = ("--input", tmp_path / "in.txt", "--output", tmp_path / "v.txt", "--overwrite", "--vocab-size")
     done = run(*flags, 4000)
@@ -93,6 +87,10 @@ def test_the_command_says_how_much_of_the_text_the_alphabet_covers(run, tmp_path
     assert "\nalphabet: 2,000 of 3,000 characters, 9" in done.stdout
     (tmp_path / "in.txt").write_text("red green red")
     assert run(*flags, 4000).stdout.splitlines()[0].count("pieces (the text gives no more; 4,000 were asked for)") == 1
+    (tmp_path / "in.txt").write_text(f"red {'green' * 40}\n\nred \u2585\u2585 blue", encoding="utf-8")
+    flags = ("--input", tmp_path / "in.txt", "--vocab-size", 60, "--overwrite", "--output", tmp_path / "v")
+    assert "\n1 word of more than 100 characters left out: " in run(*flags).stdout
+    assert "\n2 characters \u2585 (U+2585) left out: " in run(*flags, "--type", "sentencepiece").stdout
 
 
 @pytest.mark.parametrize(
@@ -185,23 +183,13 @@ def test_wordpiece_learns_from_words_that_tokenization_divides(word, tmp_path):
     assert tokenizer.unk_id not in tokenizer.encode(word)
 
 
-def test_the_command_says_what_it_leaves_out(run, tmp_path):
-    (tmp_path / "in.txt").write_text(f"red {'green' * 40}\n\nred \u2585\u2585 blue", encoding="utf-8")
-    flags = ("--input", tmp_path / "in.txt", "--vocab-size", 60, "--overwrite", "--output", tmp_path / "v")
-    assert "\n1 word of more than 100 characters left out: " in run(*flags).stdout
-    assert "\n2 characters \u2585 (U+2585) left out: " in run(*flags, "--type", "sentencepiece").stdout
-
-
-def test_text_that_is_nothing_but_long_words_is_told():
-    with pytest.raises(UserError, match="no text .* all its words have more than 100 characters; try --type sentence"):
-        train_wordpiece(["a" * 101], 100)
-
-
 @pytest.mark.parametrize("train", [train_wordpiece, train_sentencepiece])
 def test_mistakes_are_told(train, corpus):
     for nothing in (" \n ", "\u200b\u200b", "\x01\x02 \x7f"):
         refused("no text to learn", train, ["", nothing], 100)
-    assert refused("--vocab-size 8", train, corpus, 8).exit_code == 2
+    wrong_arguments("--vocab-size 8", train, corpus, 8)
+    only_long = "no text .* all its words have more than 100 characters; try --type sentence"
+    refused(only_long, train_wordpiece, ["a" * 101], 100)
 
 
 def test_command_is_deterministic_and_refuses_what_it_must(run, corpus, tmp_path):
@@ -307,8 +295,8 @@ def test_a_tree_can_be_moved_and_a_lost_vocabulary_is_named(tmp_path):
     old.rename(new)
     assert complete(TokenizerFlags(), [new / "data" / "a"]).vocab_file == str(new / "vocab.txt")
     (new / "vocab.txt").unlink()
-    with pytest.raises(UserError, match=r"data/a was made with .*vocab\.txt, which is not there any more"):
-        complete(TokenizerFlags(), [new / "data" / "a"])
+    said = r"data/a was made with .*vocab\.txt, which is not there any more"
+    refused(said, complete, TokenizerFlags(), [new / "data" / "a"])
     assert recorded_flags(new / "data" / "a").path == str(new / "vocab.txt")
     shutil.rmtree(new)
     assert recorded_flags(new / "data" / "a") == TokenizerFlags()
@@ -329,15 +317,9 @@ def test_a_missing_dataset_comes_with_the_ones_that_are_there(tmp_path, typed, h
     for name in ("wiki_text", "wiki_title", "books_text"):
         write_dataset(tmp_path / f"{name}_document", [[[1]]])
     (tmp_path / "news.unfinished").mkdir()
-    with pytest.raises(UserError) as error:
-        IndexedDataset(tmp_path / typed)
-    assert f".idx: No such file or directory; {hint.format(tmp_path)}" in str(error.value)
-
-
-def test_a_wrong_prefix_is_reported_before_a_missing_vocabulary(tmp_path):
-    (tmp_path / "corpus_text_document.idx").touch()
-    with pytest.raises(UserError, match=r"corpus\.idx: No such file.*did you mean .*corpus_text_document\?"):
-        complete(TokenizerFlags(), [tmp_path / "corpus"])
+    said = re.escape(f".idx: No such file or directory; {hint.format(tmp_path)}")
+    refused(said, IndexedDataset, tmp_path / typed)
+    refused(said, complete, TokenizerFlags(), [tmp_path / typed])  # before a missing vocabulary
 
 
 @pytest.mark.parametrize("shape", ["links", "chain", "folder", "store", "another"])

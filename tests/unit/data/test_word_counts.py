@@ -35,7 +35,6 @@ from megatron_ddrp.data.batches.word_counts import (
 )
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 from tests.refusals import refused
 
@@ -152,12 +151,10 @@ def test_windows_end_with_their_document_and_row():
     assert found.windows.tolist() == [[0, 5], [5, 8], [10, 14], [15, 20]]
     assert found.position_ids.tolist() == [1, 1, 0, 8]
     assert found.sequence_ids.tolist() == [1, 2, 101, 101]
-    assert find_occurrences(batch_of(notes, documents), window=0).windows.tolist() == [
-        [1, 3],
-        [6, 7],
-        [10, 11],
-        [18, 20],
-    ]
+    alone = find_occurrences(batch_of(notes, documents), window=0)
+    assert alone.windows.tolist() == [[1, 3], [6, 7], [10, 11], [18, 20]]
+    found = find_occurrences(batch_of([[0, 0]], [[1, 0]]), window=2)
+    assert found.windows.shape == (0, 2) and not len(found.read_places)
 
 
 def test_a_word_with_a_piece_to_predict_is_not_read_but_its_neighbour_is():
@@ -167,11 +164,6 @@ def test_a_word_with_a_piece_to_predict_is_not_read_but_its_neighbour_is():
     assert found.words.tolist() == [3, 3, 2, 4], "masked words are still taken notes of"
     assert found.read_places.tolist() == [2, 3, 6, 7]
     assert found.read_words.tolist() == [3, 3, 4, 4]
-
-
-def test_a_batch_without_rare_words():
-    found = find_occurrences(batch_of([[0, 0]], [[1, 0]]), window=2)
-    assert found.windows.shape == (0, 2) and not len(found.read_places)
 
 
 @pytest.fixture
@@ -244,12 +236,9 @@ def test_a_file_that_another_node_takes_away_is_left_to_it(corpus, tmp_path, mon
     assert open_rare_words(*corpus, (3, 9), tmp_path)[1].endswith(f"as counted in {path}")
 
 
-def test_no_word_in_the_bounds_is_an_error(corpus, tmp_path):
-    with pytest.raises(UserError, match="--notes-min-count 1000000 and --notes-max-count 2000000: .* wider"):
-        open_rare_words(*corpus, (1000000, 2000000), tmp_path)
-
-
-def test_a_folder_that_cannot_be_written(corpus, tmp_path):
+def test_no_word_in_the_bounds_and_a_folder_that_cannot_be_written(corpus, tmp_path):
+    line = "--notes-min-count 1000000 and --notes-max-count 2000000: .* wider"
+    refused(line, open_rare_words, *corpus, (1000000, 2000000), tmp_path)
     blocked = tmp_path / "file"
     blocked.write_text("")
     refused("--index-cache-dir", open_rare_words, *corpus, (3, 9), blocked)
@@ -321,7 +310,7 @@ def halves(dataset, first):
     return [SampleIndex(dataset, part, seq_length=22) for part in bounds]
 
 
-def test_the_shift_is_that_of_a_slow_loop():
+def test_the_shift_is_that_of_a_slow_loop_and_ids_of_a_damaged_file_cost_no_memory():
     own, other, predicted = zipf(1, 300), zipf(2, 300, OTHER), zipf(3, 200)
     expected = slow_shift(predicted.tolist(), own.tolist(), other.tolist())
     assert unigram_shift(predicted, own, other) == pytest.approx(expected, rel=1e-12)
@@ -329,9 +318,6 @@ def test_the_shift_is_that_of_a_slow_loop():
     longer = np.repeat(other, 3)  # thinned to one of each three
     assert unigram_shift(predicted, own, longer) == pytest.approx(expected, rel=1e-12)
     assert unigram_shift(predicted, np.repeat(own, 3), other) == pytest.approx(expected, rel=1e-12)
-
-
-def test_ids_of_a_damaged_file_cost_no_memory_and_no_traceback():
     own, other, predicted = (ids.astype(np.int32) for ids in (zipf(1, 300), zipf(2, 300), zipf(3, 200)))
     sound = unigram_shift(predicted, own, other)
     predicted[7], own[5] = -3, 2**31 - 1
@@ -342,9 +328,8 @@ def test_the_shift_of_much_text_is_the_divergence_of_its_distribution():
     shares = 1 / np.arange(1, WORDS + 1)
     shares /= shares.sum()
     divergence = (shares * np.log(shares / shares[np.argsort(OTHER)])).sum()
-    assert unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000, OTHER)) == pytest.approx(
-        divergence, abs=0.02
-    )
+    shift = unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000, OTHER))
+    assert shift == pytest.approx(divergence, abs=0.02)
     assert unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000)) == pytest.approx(0, abs=0.01)
 
 
@@ -357,16 +342,14 @@ def test_another_kind_of_text_is_told_with_both_shifts(tmp_path):
     assert f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual" in line and "\n" not in line
 
 
-def test_text_of_one_kind_is_not_told(tmp_path):
+def test_text_of_one_kind_or_that_changes_as_much_and_little_text_are_not_told(tmp_path):
     assert split_remark(*halves(text(tmp_path, "one", (440, None)), 400)) is None
-
-
-def test_training_text_that_changes_as_much_is_not_told(tmp_path):
     generator = np.random.default_rng(1)
     kinds = [(40, generator.permutation(WORDS)) for _ in range(11)]  # as novels: each its own
     training, validation = halves(text(tmp_path, "many", *kinds), 400)
     assert shift_of(validation, 0, len(validation), training) > 0.2
     assert split_remark(training, validation) is None
+    assert split_remark(*halves(text(tmp_path, "tiny", (9, None), (40, OTHER)), 9)) is None
 
 
 @pytest.mark.parametrize(("documents", "told"), [(19, False), (20, True)])
@@ -378,10 +361,6 @@ def test_a_few_documents_are_not_judged(tmp_path, documents, told):
         tmp_path / "cut", [[with_short.get(i)[: 40 if i < 399 + documents else 4]] for i in range(len(with_short))]
     )
     assert split_remark(*halves(cut, 400)) is None  # documents under 8 tokens do not count
-
-
-def test_little_training_text_is_not_judged(tmp_path):
-    assert split_remark(*halves(text(tmp_path, "tiny", (9, None), (40, OTHER)), 9)) is None
 
 
 def test_a_corpus_tells_it_for_each_dataset_that_split_divides(prose_then_code, tiny_corpus):

@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.finetune.runs import TuningRun
 from megatron_ddrp.tasks.finetune.task_files import load_finetuned
 from megatron_ddrp.tasks.finetune.training import read_facts
 from tests.refusals import refused
-from tests.unit.conversion.test_tokenizer_rules import make
+from tests.unit.conversion.tokenizers_of_families import make
 from tests.unit.tasks.conftest import GLANCE, model_of, predict, rows, words, write_bert, write_topics
 
 transformers = pytest.importorskip("transformers")
