@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.bert import SampleKeys
 from megatron_ddrp.model.stages import Draws, Inputs
 from tests.refusals import refused
-from tests.unit.model.test_encoder import assert_every_backend_equals
 from tests.unit.model.tiny import (
+    assert_every_backend_equals,
     encode,
     named_sums,
     packed_batch,
@@ -185,8 +184,8 @@ def test_embeddings_as_wide_as_the_model_are_the_usual_ones():
 
 
 def test_notes_are_as_wide_as_the_hidden_states():
-    with pytest.raises(UserError, match="--notes with --embedding-size 8: notes join the embeddings"):
-        Config(model=ModelConfig(embedding_size=8), objective=ObjectiveConfig(notes=True))
+    sizes = {"model": {"embedding_size": 8}, "objective": {"notes": True}}
+    refused("--notes with --embedding-size 8: notes join the embeddings", Config().replace, **sizes)
 
 
 def test_initialisation_leaves_no_bias_and_no_shift():

@@ -13,10 +13,10 @@ from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.bert import SampleKeys, generator_config
+from megatron_ddrp.model.bert import generator_config
 from megatron_ddrp.model.heads import gumbel_argmax
 from megatron_ddrp.model.stages import Draws, Inputs, NoteInputs
-from megatron_ddrp.objectives.contract import make_objective, sample_keys
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.electra import half_as_deep
 from tests.datasets import fake_tokenizer
 from tests.reference.objectives import (
@@ -27,7 +27,16 @@ from tests.reference.objectives import (
     replaced_token_detection,
 )
 from tests.reference.tensors import assert_same
-from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model
+from tests.unit.model.tiny import (
+    encode,
+    named_sums,
+    packed_batch,
+    some_draws,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    with_keys,
+)
 
 ELECTRA = ObjectiveConfig(objective="electra")
 
@@ -35,11 +44,6 @@ ELECTRA = ObjectiveConfig(objective="electra")
 def tiny_electra(objective=ELECTRA, **changes):
     """float64, every bias and LayerNorm random."""
     return tiny_model(objective=objective, **changes)
-
-
-def with_keys(batch, draws, step=1):
-    keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, step)
-    return draws._replace(own=SampleKeys(keys))
 
 
 def no_draws(batch, step=1):

@@ -20,6 +20,8 @@ from tests.reference import positions
 from tests.reference.attention import dot
 from tests.refusals import refused
 from tests.unit.model.tiny import (
+    assert_every_backend_equals,
+    assert_same_gradients,
     encode,
     gradients,
     packed_batch,
@@ -32,25 +34,6 @@ from tests.unit.model.tiny import (
     twin_hidden,
     twin_sums,
 )
-
-
-def assert_same(got, expected, rtol=1e-9, atol=1e-9):
-    """Two dictionaries of gradients by parameter name."""
-    for name, gradient in got.items():
-        torch.testing.assert_close(
-            gradient, expected[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
-        )
-
-
-def assert_every_backend_equals(expected, model, batch, draws):
-    """Hold the sums of a model, and every parameter's gradient, against those of its twin."""
-    expected_gradients = gradients(model, expected)
-    for backend in BACKENDS:
-        for layer in model.layers:
-            layer.attention.backend = backend
-        sums = model(batch, draws).sums
-        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
-        assert_same(gradients(model, sums), expected_gradients)
 
 
 @pytest.mark.parametrize("order, relative_table", [("post", "shared"), ("pre", "per-layer")])
@@ -151,7 +134,7 @@ def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
     packed = packed_batch(batch, rows)
     sums = model(packed, some_draws(packed)).sums
     torch.testing.assert_close(sums, expected, rtol=1e-11, atol=1e-11)
-    assert_same(gradients(model, sums), gradients(model, expected), atol=1e-10)
+    assert_same_gradients(gradients(model, sums), gradients(model, expected), atol=1e-10)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -210,7 +193,7 @@ def test_stages_compute_with_copies_of_the_weights(encoding, recomputes):
     got = gradients(model, sums)
     assert {gradient.dtype for gradient in got.values()} == {torch.float64}
     own = {name: gradient.double() for name, gradient in gradients(rounded, expected).items()}
-    assert_same(got, own, rtol=1e-4, atol=1e-4)
+    assert_same_gradients(got, own, rtol=1e-4, atol=1e-4)
     model.compute_dtype = None
     assert (model(batch, draws).sums - sums).abs().max() > 1e-8
 
@@ -301,11 +284,7 @@ def test_sum_and_gradients_equal_the_twin_for_uneven_rows(order, asked):
     model, batch = tiny_model(position_encoding="deberta", layernorm_position=order), uneven_batch()
     sums, expected = model(batch, NOTHING).sums, twin_sums(model, batch, NOTHING)
     torch.testing.assert_close(sums, expected, rtol=1e-11, atol=1e-11)
-    expected_gradients = gradients(model, expected)
-    for name, gradient in gradients(model, sums).items():
-        torch.testing.assert_close(
-            gradient, expected_gradients[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: n + m
-        )
+    assert_same_gradients(gradients(model, sums), gradients(model, expected))
     assert asked == [(3, 3, 3, 4)] * 2  # two applications; rows, heads, the most that one row predicts, head size
 
 
@@ -316,23 +295,13 @@ def test_any_encoding_can_be_given_the_decoder(encoding):
     torch.testing.assert_close(model(batch, draws).sums, twin_sums(model, batch, draws), rtol=1e-11, atol=1e-11)
 
 
-def test_decoded_states_come_in_the_order_of_the_labels():
-    model, batch = tiny_model(position_encoding="deberta"), uneven_batch()
-    seen = []
-    original = model.head.dense.forward
-    model.head.dense.forward = lambda hidden: seen.append(hidden) or original(hidden)
-    model(batch, NOTHING)
-    expected = [twin_decode(model, batch, row, twin_encode(model, batch, row)[0]) for row in (0, 2)]
-    torch.testing.assert_close(seen[0], torch.cat(expected), rtol=0, atol=1e-10)
-
-
 def test_a_model_of_one_layer_decodes_from_the_embeddings():
     model, batch = tiny_model(position_encoding="deberta", num_layers=1), uneven_batch()
     draws = some_draws(batch, heads=((0, 2),))
     torch.testing.assert_close(model(batch, draws).sums, twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
 
 
-def test_labels_elsewhere_change_no_prediction():
+def test_each_place_is_asked_on_its_own_and_decoded_in_the_order_of_the_labels():
     """Each predicted place is asked on its own: the loss is the sum of those of single labels."""
     model, batch = tiny_model(position_encoding="deberta"), uneven_batch()
     total = torch.zeros(4, dtype=torch.float64)
@@ -341,10 +310,6 @@ def test_labels_elsewhere_change_no_prediction():
         labels[row, place] = batch.labels[row, place]
         total = total + model(batch._replace(labels=labels), NOTHING).sums
     torch.testing.assert_close(model(batch, NOTHING).sums, total, rtol=1e-11, atol=0)
-
-
-def test_each_absolute_row_moves_the_predictions_at_its_place_alone():
-    model, batch = tiny_model(position_encoding="deberta"), uneven_batch()
     before = model(batch, NOTHING).sums[0].detach()
     absolute = model.mask_decoder.absolute.weight
     for place in range(7):
@@ -354,6 +319,12 @@ def test_each_absolute_row_moves_the_predictions_at_its_place_alone():
             moved = (model(batch, NOTHING).sums[0] - before).abs() > 1e-9
             absolute[place] = kept
         assert moved == (place in (0, 1, 2, 4)), place
+    seen = []
+    original = model.head.dense.forward
+    model.head.dense.forward = lambda hidden: seen.append(hidden) or original(hidden)
+    model(batch, NOTHING)
+    expected = [twin_decode(model, batch, row, twin_encode(model, batch, row)[0]) for row in (0, 2)]
+    torch.testing.assert_close(seen[0], torch.cat(expected), rtol=0, atol=1e-10)
 
 
 def test_tcd_hcd_and_the_encoder_never_see_it():
@@ -380,12 +351,16 @@ def test_it_is_on_for_deberta_unless_told_otherwise(encoding):
     assert has_decoder(deberta_emd=True) and not has_decoder(deberta_emd=False)
 
 
-def test_it_costs_one_embedding_a_place():
+def test_the_decoder_costs_one_embedding_a_place_and_is_the_encodings_unless_given():
     with_decoder, without = (
         count_parameters(on_meta_device(ModelConfig(position_encoding="deberta", deberta_emd=emd)))
         for emd in (True, False)
     )
     assert [a - b for a, b in zip(with_decoder, without, strict=True)] == [512 * 768] * 2
+    given = [parse_arguments(words).config.model.deberta_emd for words in ([], ["--deberta-emd"], ["--no-deberta-emd"])]
+    assert given == [None, True, False]
+    model, batch = build_model(tiny_config(position_encoding="deberta", seq_length=6)), tiny_batch()
+    refused("rows of 7 tokens: this model has positions for --seq-length 6 only", model, batch, some_draws(batch))
 
 
 @pytest.mark.parametrize("which", ["hidden_dropout", "attention_dropout"])
@@ -412,13 +387,3 @@ def test_its_dropout_acts_in_training_and_not_in_evaluation(which):
         model.layers[-1].decode = train_while_decoding
         losses = [model(batch, NOTHING).sums[0] for _ in range(2)]
     assert len({x.item() for x in (*losses, expected[0])}) == 3
-
-
-def test_its_flag_leaves_the_choice_to_the_encoding_unless_given():
-    given = [parse_arguments(words).config.model.deberta_emd for words in ([], ["--deberta-emd"], ["--no-deberta-emd"])]
-    assert given == [None, True, False]
-
-
-def test_the_decoder_refuses_rows_beyond_its_positions():
-    model, batch = build_model(tiny_config(position_encoding="deberta", seq_length=6)), tiny_batch()
-    refused("rows of 7 tokens: this model has positions for --seq-length 6 only", model, batch, some_draws(batch))

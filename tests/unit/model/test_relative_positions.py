@@ -29,10 +29,22 @@ from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, t
 NONE = torch.empty(0, dtype=torch.long)
 
 
-def test_the_twins_slopes_by_hand():
+def test_the_twins_by_hand():
     assert alibi_slopes(2) == [2**-4, 2**-8] and alibi_slopes(8) == [2**-k for k in range(1, 9)]
     rest = [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
     assert alibi_slopes(12) == pytest.approx([2**-k for k in range(1, 9)] + rest, rel=1e-15)
+    begins = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
+    assert [next(a for a in range(200) if t5_bucket(-a, 128) == row) for row in range(16)] == begins
+    assert [t5_bucket(offset, 128) for offset in (0, 1, -1, 8, 127, 128, -500, 500)] == [0, 17, 1, 24, 31, 31, 15, 31]
+    query = torch.tensor([[[2.0], [3.0]]], dtype=torch.float64)
+    table = torch.arange(32, dtype=torch.float64)[:, None]
+    assert t5_scores(query, query, table, [0, 9], 128).tolist() == [[[4.0, 6.0 + 24], [6.0 + 8, 9.0]]]
+    # Half of 8 buckets is exact; (|x| / 4)^3 in powers of 31 / 4 says which of the wide ones a distance has.
+    assert deberta_v2_buckets(8, 32) == [0, 1, 2, 3, 4, *[5] * 3, *[6] * 8, *[7] * 16]
+    found = [deberta_v2_row(x, 8, deberta_v2_buckets(8, 32)) for x in (-100, -31, -5, 0, 4, 5, 31, 100)]
+    assert found == [1, 1, 3, 8, 12, 13, 15, 15]
+    released = deberta_v2_buckets(256, 512)
+    assert released[:132] == list(range(132)) and released[132] == 131 and released.index(255) == 506
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 12, 16, 20, 25])
@@ -110,18 +122,15 @@ def test_each_slope_moves_its_own_head_and_side_in_proportion_to_the_distance(si
     torch.testing.assert_close(far, far[:1].expand(6), rtol=1e-12, atol=0)
 
 
-def test_half_precision_slopes_give_a_bias_in_fp32():
-    encoding = AlibiAsym(tiny_config(position_encoding="alibi-asym")).bfloat16()
-    (bias,) = encoding(torch.arange(7)[None])
-    bias.sum().backward()
-    assert bias.dtype == torch.float32 and encoding.left.grad.dtype == torch.bfloat16
-
-
-def test_weight_decay_does_not_act_on_slopes():
+def test_slopes_do_not_decay_and_give_a_bias_in_fp32():
     for table, place in (("shared", "embeddings"), ("per-layer", "layers.1")):
         model = build_model(tiny_config(position_encoding="alibi-asym", relative_table=table))
         assert {f"{place}.position.left", f"{place}.position.right"} <= names_without_decay(model)
     assert "embeddings.position.relative" not in names_without_decay(build_model(tiny_config(position_encoding="t5")))
+    encoding = AlibiAsym(tiny_config(position_encoding="alibi-asym")).bfloat16()
+    (bias,) = encoding(torch.arange(7)[None])
+    bias.sum().backward()
+    assert bias.dtype == torch.float32 and encoding.left.grad.dtype == torch.bfloat16
 
 
 HEADS = 3
@@ -137,15 +146,6 @@ def bias(own, config, length):
     """The bias alone, `[heads, s, s]`: the logits of vectors of zeros."""
     zeros = torch.zeros(1, HEADS, length, 4, dtype=torch.float64)
     return attention_logits(zeros, zeros, own.terms(config, own(torch.arange(length)[None])))[0]
-
-
-def test_the_twins_buckets_of_t5_by_hand():
-    begins = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
-    assert [next(a for a in range(200) if t5_bucket(-a, 128) == row) for row in range(16)] == begins
-    assert [t5_bucket(offset, 128) for offset in (0, 1, -1, 8, 127, 128, -500, 500)] == [0, 17, 1, 24, 31, 31, 15, 31]
-    query = torch.tensor([[[2.0], [3.0]]], dtype=torch.float64)
-    table = torch.arange(32, dtype=torch.float64)[:, None]
-    assert t5_scores(query, query, table, [0, 9], 128).tolist() == [[[4.0, 6.0 + 24], [6.0 + 8, 9.0]]]
 
 
 @pytest.mark.parametrize("largest", [1, 5, 8, 9, 20, 32, 64, 128, 300, 512])
@@ -185,34 +185,17 @@ def test_each_row_moves_exactly_its_own_pairs():
     assert (buckets[place, place] == 0).all()
 
 
-def test_the_table_of_the_base_model_has_32_numbers_per_head():
-    """Per layer 12 times as many; nothing else belongs to the positions."""
-    counts = [
-        count_parameters(on_meta_device(ModelConfig(position_encoding="t5", relative_table=table)))[1]
-        for table in ("shared", "per-layer")
-    ]
-    assert counts == [32 * 12, 12 * 32 * 12]
-    assert ModelConfig(position_encoding="t5").relative_distance == 128
+@pytest.mark.parametrize(("name", "count", "distance"), [("t5", 32 * 12, 128), ("deberta-v2", (512 + 2) * 768, 256)])
+def test_parameters_of_the_base_model_and_the_default_distance(name, count, distance):
+    """T5's table, DeBERTa's and its LayerNorm; per layer 12 times as many."""
+    for table, times in (("shared", 1), ("per-layer", 12)):
+        config = ModelConfig(position_encoding=name, relative_table=table)
+        assert count_parameters(on_meta_device(config))[1] == times * count
+    assert (config.relative_distance, config.deberta_emd) == (distance, None)
+    assert build_model(tiny_config(position_encoding=name)).mask_decoder is None
 
 
 RELEASED = [(256, 512), (128, 512), (32, 128), (256, 1024), (64, 512)]
-
-
-def test_the_twins_buckets_of_deberta_by_hand():
-    """Half of 8 buckets is exact; (|x| / 4)^3 in powers of 31 / 4 says which of the wide ones a distance has."""
-    assert deberta_v2_buckets(8, 32) == [0, 1, 2, 3, 4, *[5] * 3, *[6] * 8, *[7] * 16]
-    assert [deberta_v2_row(x, 8, deberta_v2_buckets(8, 32)) for x in (-100, -31, -5, 0, 4, 5, 31, 100)] == [
-        1,
-        1,
-        3,
-        8,
-        12,
-        13,
-        15,
-        15,
-    ]
-    released = deberta_v2_buckets(256, 512)
-    assert released[:132] == list(range(132)) and released[132] == 131 and released.index(255) == 506
 
 
 @pytest.mark.parametrize("number, longest", [*RELEASED, (8, 7), (8, 32), (2, 9), (4, 5), (6, 4), (12, 7)])
@@ -319,18 +302,6 @@ def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(row
         found.append([context * ids[:, None, :, None], *torch.autograd.grad((context * weight).sum() + cosine, inputs)])
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_parameters_of_the_base_model_and_the_default_number_of_buckets():
-    """The table and one LayerNorm; per layer 12 times as many."""
-    counts = [
-        count_parameters(on_meta_device(ModelConfig(position_encoding="deberta-v2", relative_table=table)))[1]
-        for table in ("shared", "per-layer")
-    ]
-    assert counts == [(512 + 2) * 768, 12 * (512 + 2) * 768]
-    config = ModelConfig(position_encoding="deberta-v2")
-    assert config.relative_distance == 256 and config.deberta_emd is None
-    assert build_model(tiny_config(position_encoding="deberta-v2")).mask_decoder is None
 
 
 RANKS = Ranks(0, 1, torch.device("cpu"))

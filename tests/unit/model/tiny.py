@@ -4,12 +4,17 @@
 tests/reference.
 """
 
+from functools import partial
+
 import torch
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
+from megatron_ddrp.model.attention.backends import BACKENDS
+from megatron_ddrp.model.bert import SampleKeys
 from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.contract import sample_keys
 from tests.reference import attention, objectives, positions
 
 TINY = {
@@ -257,3 +262,26 @@ def twin_sums(model, batch, draws):
             if draws.heads.shape[1]:
                 sums[2] = sums[2] + objectives.hcd(logits, draws.heads.tolist(), valid, windows)
     return torch.stack(sums)
+
+
+def with_keys(batch, draws, step=1):
+    keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, step)
+    return draws._replace(own=SampleKeys(keys))
+
+
+def assert_same_gradients(got, expected, rtol=1e-9, atol=1e-9):
+    """Two dictionaries of gradients by parameter name."""
+    for name, gradient in got.items():
+        said = partial("{}: {}".format, name)
+        torch.testing.assert_close(gradient, expected[name], rtol=rtol, atol=atol, msg=said)
+
+
+def assert_every_backend_equals(expected, model, batch, draws):
+    """Hold the sums of a model, and every parameter's gradient, against those of its twin."""
+    expected_gradients = gradients(model, expected)
+    for backend in BACKENDS:
+        for layer in model.layers:
+            layer.attention.backend = backend
+        sums = model(batch, draws).sums
+        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=partial("{}: {}".format, backend))
+        assert_same_gradients(gradients(model, sums), expected_gradients)

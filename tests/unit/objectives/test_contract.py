@@ -19,8 +19,7 @@ from megatron_ddrp.objectives.contract import losses_of, make_objective, sample_
 from megatron_ddrp.objectives.electra import NoteDictionary, window_places
 from tests.reference import objectives as loops
 from tests.reference.objectives import replaced_token_detection
-from tests.unit.model.test_electra import with_keys
-from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
+from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config, with_keys
 
 SEQ = 16
 
@@ -33,7 +32,7 @@ def rows(lengths, first_id=0, seq=SEQ):
     return valid, ids * valid, place * valid
 
 
-def test_tokens_are_drawn_without_replacement_and_never_from_padding():
+def test_tokens_are_drawn_without_replacement_never_from_padding_or_all():
     lengths = np.arange(SEQ + 1)
     document_ids, sequence_ids, position_ids = rows(lengths)
     for count in (2, 5, 50):
@@ -41,9 +40,6 @@ def test_tokens_are_drawn_without_replacement_and_never_from_padding():
         assert mask.dtype == np.int64 and set(np.unique(mask)) <= {0, 1}
         assert np.array_equal(mask.sum(-1), np.minimum(lengths, count))
         assert not mask[document_ids == 0].any()
-
-
-def test_zero_means_all_valid_tokens():
     document_ids, sequence_ids, position_ids = rows([16, 3, 0])
     assert np.array_equal(sample_tokens(document_ids > 0, sequence_ids, position_ids, 0, 1, 1), document_ids)
 
@@ -80,14 +76,11 @@ def test_tokens_differ_by_seed_step_and_sequence():
     assert len({row.tobytes() for row in mask}) >= 7
 
 
-def test_heads_are_sorted_distinct_and_in_range():
+def test_heads_are_sorted_distinct_and_in_range_or_all():
     for step in range(50):
         heads = sample_heads(6, 5, 3, 1, step)
         assert heads.shape == (6, 3) and heads.dtype == np.int64
         assert (np.diff(heads, axis=-1) > 0).all() and heads.min() >= 0 and heads.max() < 5
-
-
-def test_zero_means_all_heads():
     assert np.array_equal(sample_heads(2, 4, 0, 1, 1), [[0, 1, 2, 3]] * 2)
 
 
@@ -211,14 +204,11 @@ def test_rtd_follows_the_loops():
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours[0], expected[0])))
 
 
-def test_the_generator_sees_masks_and_originals_but_no_random_pieces():
+def test_the_generator_sees_no_random_pieces_and_each_rate_has_its_own_count():
     """The released code's shares, beside BERT's: 85 % of the selected pieces become [MASK], the rest stays."""
     shares = {name: ObjectiveConfig(objective=name).mask_shares for name in ("electra", "mlm")}
     assert shares["electra"] == {"mask_share": 0.85, "random_share": 0.0}
     assert shares["mlm"] == {"mask_share": 0.8, "random_share": 0.1}
-
-
-def test_each_rate_is_divided_by_its_own_count():
     objective = make_objective(ObjectiveConfig(objective="electra"))
     totals = dict.fromkeys(("lm_loss", "tcd_loss", "hcd_loss", "rtd_loss"), 0.0) | {"sequences": 3}
     totals |= {"predicted": 20, "generator_correct": 5, "tokens": 80, "rtd_correct": 60, "replaced": 16}
@@ -308,7 +298,7 @@ def test_the_update_is_that_of_the_loops_in_any_order():
     assert ours.met.tolist() == [True, False, True, True] and not ours.notes[1].any()
 
 
-def test_a_first_note_enters_unblended_and_the_order_changes_no_bit():
+def test_a_first_note_enters_unblended_and_one_of_an_overflow_not_at_all():
     vectors = torch.randn(40, 5)
     names = np.array([[1, sequence, position] for sequence in range(8) for position in range(5)])
     one, other = dictionary(width=5), dictionary(width=5)
@@ -317,9 +307,6 @@ def test_a_first_note_enters_unblended_and_the_order_changes_no_bit():
     other.update(names[order.numpy()], vectors[order])
     assert torch.equal(one.notes, other.notes)
     torch.testing.assert_close(one.notes[0], vectors.mean(0))
-
-
-def test_notes_of_an_overflow_are_left_out():
     notes = dictionary(width=2)
     notes.update(np.array([[1, 0, 0], [2, 0, 1]]), torch.tensor([[1.0, 2.0], [float("inf"), 0.0]]))
     assert notes.met.tolist() == [True, False, False, False]

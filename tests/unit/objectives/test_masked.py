@@ -14,7 +14,6 @@ import torch
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.engine.layout import Setup
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import RankPart, activation_bytes
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model import embeddings as similarity
@@ -31,7 +30,7 @@ from tests.refusals import refused
 from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config, tiny_model
 
 
-def test_sum_equals_the_twin_in_values_and_gradients():
+def test_sum_equals_the_twin_also_beside_padding_and_without_predictions():
     torch.manual_seed(0)
     logits = (torch.randn(6, 9, dtype=torch.float64) * 5).requires_grad_()
     labels = torch.tensor([0, 8, IGNORED_LABEL, 3, 3, IGNORED_LABEL])
@@ -39,6 +38,14 @@ def test_sum_equals_the_twin_in_values_and_gradients():
     torch.testing.assert_close(fast, slow, rtol=1e-13, atol=0)
     (got,), (expected,) = torch.autograd.grad(fast, logits), torch.autograd.grad(slow, logits)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+    logits = torch.randn(4, 6, dtype=torch.float64)
+    padded = torch.cat((logits, torch.full((4, 3), float("-inf"), dtype=torch.float64)), 1)
+    labels = torch.tensor([0, 5, 2, 2])
+    torch.testing.assert_close(masked_lm_sum(padded, labels), twin.masked_lm(logits, labels), rtol=1e-13, atol=0)
+    logits = torch.randn(0, 6, requires_grad=True)
+    loss = masked_lm_sum(logits, torch.empty(0, dtype=torch.long))
+    loss.backward()
+    assert loss == 0 and logits.grad.shape == (0, 6)
 
 
 @pytest.mark.parametrize("as_rate", [False, True])
@@ -51,24 +58,8 @@ def test_two_terms_or_rates_of_one_name_are_refused(as_rate, monkeypatch):
             return super().terms if as_rate else (*super().terms, Term("lm_loss", "predicted", "mlm", 0.5))
 
     monkeypatch.setattr(contract, "objective_class", lambda name: Twice)
-    with pytest.raises(
-        UserError, match="^--objective mlm: 2 of its terms and rates are named 'lm_loss': rename one, or"
-    ):
-        contract.make_objective.__wrapped__(ObjectiveConfig(objective="mlm"))
-
-
-def test_minus_infinity_at_padding_counts_as_nothing():
-    logits = torch.randn(4, 6, dtype=torch.float64)
-    padded = torch.cat((logits, torch.full((4, 3), float("-inf"), dtype=torch.float64)), 1)
-    labels = torch.tensor([0, 5, 2, 2])
-    torch.testing.assert_close(masked_lm_sum(padded, labels), twin.masked_lm(logits, labels), rtol=1e-13, atol=0)
-
-
-def test_no_predicted_position_is_zero():
-    logits = torch.randn(0, 6, requires_grad=True)
-    loss = masked_lm_sum(logits, torch.empty(0, dtype=torch.long))
-    loss.backward()
-    assert loss == 0 and logits.grad.shape == (0, 6)
+    line = "^--objective mlm: 2 of its terms and rates are named 'lm_loss': rename one, or"
+    refused(line, contract.make_objective.__wrapped__, ObjectiveConfig(objective="mlm"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -167,7 +158,7 @@ def test_the_three_closed_forms_agree():
     torch.testing.assert_close(by_logits[:4], by_gram[:4], rtol=0, atol=1e-12)
 
 
-def test_known_values():
+def test_known_values_and_squares_that_know_two_poles():
     same, opposite = torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3) * torch.tensor([1.0, -2.0])[:, None, None]
     everything = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     one_document = torch.ones(1, 1, 3, dtype=torch.bool)
@@ -177,8 +168,6 @@ def test_known_values():
     assert similarity.token_cosine(hidden, torch.ones(1, 1, 3, dtype=torch.long)) == pytest.approx(1 / 3)
     assert similarity.token_cosine(hidden, torch.tensor([[[1, 1, 0]]])) == pytest.approx(0)
 
-
-def test_squared_cosines_know_two_poles_from_an_even_spread():
     def both(vectors):
         vectors = torch.tensor(vectors, dtype=torch.float64).unsqueeze(0)
         everything = torch.ones(1, 1, vectors.shape[1], dtype=torch.long)
@@ -275,8 +264,15 @@ def own_sums(model, batch):
     return {part: sums[f"{part}_disagreement_loss"] for part in PARTS}
 
 
-def test_lengths_are_those_of_documents_of_two_tokens_or_more():
+def test_documents_of_one_token_do_not_count_and_equal_heads_give_1():
     assert document_lengths(DOCUMENTS.numpy()).tolist() == [[3, 3, 3, 2, 2, 0], [2, 2, 0, 0, 0, 0]]
+    alike = torch.randn(2, 1, 6, 4).expand(-1, 3, -1, -1)
+    lengths = torch.from_numpy(document_lengths(DOCUMENTS.numpy()))
+    attended = Attended(SimpleNamespace(value=alike), alike, lambda x: x.mean(1))
+    torch.testing.assert_close(agreement("value", attended, lengths), torch.tensor(3.0))
+    zeros = torch.zeros(2, 3, 6, 4, requires_grad=True)
+    agreement("output", attended._replace(context=zeros), lengths).backward()
+    assert zeros.grad is not None and zeros.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -297,16 +293,6 @@ def test_each_part_and_its_gradient_are_those_of_the_loops(part):
             slow = slow - twin.of_vectors((context if part == "output" else value)[row], tokens)
     assert_same(fast, slow, {"attention": [query, key, bias], "output": [context], "value": [value]}[part])
     assert slow > 0
-
-
-def test_heads_that_are_alike_give_1_per_document_and_zeros_no_nan():
-    alike = torch.randn(2, 1, 6, 4).expand(-1, 3, -1, -1)
-    lengths = torch.from_numpy(document_lengths(DOCUMENTS.numpy()))
-    attended = Attended(SimpleNamespace(value=alike), alike, lambda x: x.mean(1))
-    torch.testing.assert_close(agreement("value", attended, lengths), torch.tensor(3.0))
-    zeros = torch.zeros(2, 3, 6, 4, requires_grad=True)
-    agreement("output", attended._replace(context=zeros), lengths).backward()
-    assert zeros.grad is not None and zeros.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("encoding, local", [("absolute", None), ("ddrp", None), ("rope", 2)])
@@ -337,7 +323,7 @@ def test_a_row_of_several_documents_gives_the_sums_of_one_each(encoding):
     torch.testing.assert_close(own_sums(model, packed_batch(batch, [[0, 2], [1]])), own_sums(model, batch))
 
 
-def test_recomputed_layers_give_the_same_gradients():
+def test_recomputed_layers_give_the_same_gradients_and_an_encoder_is_not_looked_into(monkeypatch):
     batch = tiny_batch()
     found = []
     for recomputes in (False, True):
@@ -347,6 +333,10 @@ def test_recomputed_layers_give_the_same_gradients():
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    model, batch = tiny_model(objective=ALL), tiny_batch()
+    plain = encode(tiny_model(), batch)
+    monkeypatch.setattr("megatron_ddrp.objectives.masked.agreement", None)
+    assert torch.equal(encode(model, batch), plain)
 
 
 def test_each_part_teaches_what_it_should():
@@ -388,16 +378,19 @@ def test_the_dry_run_counts_the_maps_that_are_kept():
     assert more - less == 2 * (4 * 3 * 7 * 7) * 4  # layers x maps x bytes
 
 
-def test_an_encoder_is_not_looked_into(monkeypatch):
-    model, batch = tiny_model(objective=ALL), tiny_batch()
-    plain = encode(tiny_model(), batch)
-    monkeypatch.setattr("megatron_ddrp.objectives.masked.agreement", None)
-    assert torch.equal(encode(model, batch), plain)
-
-
-def test_a_weight_below_0_is_refused():
-    with pytest.raises(UserError, match="output is -1.0: it must be at least 0"):
-        ObjectiveConfig(objective="head-disagreement", objective_options=("output=-1",))
+@pytest.mark.parametrize(
+    "name, words, line",
+    [
+        ("token-contrast", ("margn=1",), "takes weight, margin"),
+        ("token-contrast", ("margin=wide",), "'wide' is not a number; give margin=0.5"),
+        ("token-contrast", ("margin=3",), "must lie in"),
+        ("token-contrast", ("margin",), "'' is not a number"),
+        ("head-disagreement", ("output=-1",), "output is -1.0: it must be at least 0"),
+        ("mlm", ("margin=1",), "--objective mlm has no options"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(name, words, line):
+    refused(line, ObjectiveConfig, objective=name, objective_options=words)
 
 
 CONTRAST = ObjectiveConfig(objective="token-contrast")
@@ -452,20 +445,3 @@ def test_options_are_read_and_act():
     batch = tiny_batch()
     sums = [named_sums(model, batch, Draws.none(3, 2)) for model in (weak, strong)]
     assert sums[1]["contrast_loss"] > sums[0]["contrast_loss"] and sums[1]["lm_loss"] == sums[0]["lm_loss"]
-
-
-@pytest.mark.parametrize(
-    "words, line",
-    [
-        (("margn=1",), "takes weight, margin"),
-        (("margin=wide",), "'wide' is not a number; give margin=0.5"),
-        (("margin=3",), "must lie in"),
-        (("margin",), "'' is not a number"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(words, line):
-    refused(line, ObjectiveConfig, objective="token-contrast", objective_options=words)
-
-
-def test_an_objective_without_options_takes_none():
-    refused("--objective mlm has no options", ObjectiveConfig, objective="mlm", objective_options=("margin=1",))

@@ -75,7 +75,7 @@ def assert_same(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-def test_what_enters_the_first_part_travels_the_same_way() -> None:
+def test_what_enters_the_first_part_travels_the_same_way_and_a_header_has_an_end() -> None:
     batch = tiny_batch()
     inputs = Inputs.of(
         batch, some_draws(batch), NoteInputs(torch.tensor([3]), torch.randn(1, 5), torch.tensor([[0, 4]]))
@@ -84,9 +84,6 @@ def test_what_enters_the_first_part_travels_the_same_way() -> None:
     floats, rest = courier.send(inputs)
     assert floats.shape == (0,), "a note receives no gradient"
     assert_same(courier.receive(floats, rest), inputs)
-
-
-def test_more_tensors_than_a_header_describes_are_refused() -> None:
     batch = tiny_batch()
     many = tuple(torch.zeros(1) for _ in range(HEADER))
     inputs = Inputs.of(batch, some_draws(batch))
@@ -198,19 +195,13 @@ def test_one_exchange_runs_while_all_weight_gradients_are_computed():
     assert order.events == ["mm", "addmm_", "addmm_", "start", "mm", "mm", "mm", "wait"]
 
 
-def test_an_output_that_nobody_reads_adds_nothing():
+def test_maps_without_a_reader_or_a_bias_and_those_of_zero_3():
     maps, x = some_maps(2), torch.randn(4, 5, dtype=torch.double, requires_grad=True)
     column_maps(x, noting([]), maps)[1].sum().backward()
     torch.testing.assert_close(x.grad, 2 * maps[1].weight.sum(0).expand(4, 5).detach())
     assert not maps[0].weight.grad.any()
-
-
-def test_a_map_without_its_bias():
     each, x = some_maps(1)[0], torch.randn(4, 5, dtype=torch.double, requires_grad=True)
     torch.testing.assert_close(column_map(x, noting([]), each.weight, None), x @ each.weight.T)
-
-
-def test_weights_that_zero_3_takes_apart_are_used_by_their_modules():
     maps, x = some_maps(2), torch.randn(4, 5, dtype=torch.double, requires_grad=True)
     called = []
     for each in maps:
@@ -263,12 +254,7 @@ def test_every_matrix_of_a_layer_is_cut_and_what_all_heads_share_is_not(encoding
     assert ("embeddings.position.relative" in whole) == (encoding in ("bert-r", "deberta", "deberta-v2"))
 
 
-def test_a_rank_alone_holds_everything() -> None:
-    weight = torch.ones(4, 4)
-    assert own_part("layers.0.attention.query.weight", weight, tiny_config().encoding, rank_of(0, 1)) is weight
-
-
-def test_names_of_the_whole_model_survive_cutting_it_into_stages() -> None:
+def test_names_of_the_whole_model_survive_cutting_it_and_a_rank_alone_holds_everything() -> None:
     model = build_model(tiny_config(position_encoding="ddrp"))
     name_parameters(model)
     stage = torch.nn.ModuleList(model.stages()[2:])
@@ -276,6 +262,8 @@ def test_names_of_the_whole_model_survive_cutting_it_into_stages() -> None:
     assert "layers.1.attention.query.weight" in names and "layers.0.attention.query.weight" not in names
     assert names["embeddings.token.weight"] is model.embeddings.token.weight, "the head's tied matrix"
     assert local_parameters(build_model(tiny_config())).keys() == dict(model.named_parameters()).keys()
+    weight = torch.ones(4, 4)
+    assert own_part("layers.0.attention.query.weight", weight, tiny_config().encoding, rank_of(0, 1)) is weight
 
 
 def test_draws_inside_differ_by_rank_and_those_outside_do_not() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -25,7 +26,7 @@ from megatron_ddrp.parallel import process_group, rendezvous
 from megatron_ddrp.parallel.pipeline import seed_draws
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_rows, own_device, place_in_grid, row_counts
 from megatron_ddrp.parallel.rendezvous import complete_environment, refuse_other_devices
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 
 
 @pytest.fixture
@@ -70,9 +71,7 @@ def test_errors_of_both_ranks_are_raised_here(meetings):
     def refuse():
         raise UserError("damaged", 2)
 
-    with pytest.raises(UserError, match=r"^damaged \(on host a\)$") as caught:
-        process_group.agree_on_long_work(refuse)
-    assert caught.value.exit_code == 2 and caught.value.agreed
+    assert wrong_arguments(r"^damaged \(on host a\)$", process_group.agree_on_long_work, refuse).agreed
     answers += [True, ("of another rank", 1)]
     refused(r"^of another rank \(on host b\)$", process_group.agree_on_long_work, lambda: None)
     with pytest.raises(ZeroDivisionError):
@@ -97,9 +96,7 @@ def test_an_error_of_all_hosts_names_none(monkeypatch, hosts):
 def test_ranks_with_other_settings_are_refused_on_every_rank(monkeypatch, theirs, words):
     own = {"--seed": "1", "--notes": "False"}
     monkeypatch.setattr(process_group, "gather_objects", lambda item: [("a", own), item, ("b", theirs)])
-    with pytest.raises(UserError) as caught:
-        process_group.refuse_differences(own)
-    assert str(caught.value).startswith(words) and caught.value.exit_code == 2 and caught.value.agreed
+    assert wrong_arguments(f"^{re.escape(words)}", process_group.refuse_differences, own).agreed
     monkeypatch.setattr(process_group, "gather_objects", lambda item: [("a", own), item, ("b", own)])
     process_group.refuse_differences(own)
 
@@ -213,16 +210,15 @@ def host(monkeypatch):
     return show
 
 
-def test_each_rank_has_the_gpu_of_its_number(host):
+def test_each_rank_has_the_gpu_of_its_number_or_its_own_or_the_cpu(host):
     host(8, LOCAL_RANK="3", SLURM_LOCALID="3")
     assert own_device(3) == torch.device("cuda", 3)
     assert os.environ["LOCAL_RANK"] == "3"
-
-
-def test_slurm_shows_each_rank_its_own_gpu_as_number_0(host):
     host(1, LOCAL_RANK="3", SLURM_LOCALID="3")
     assert own_device(3) == torch.device("cuda", 0)
     assert os.environ["LOCAL_RANK"] == "0"  # DeepSpeed takes its device from there
+    host(0, LOCAL_RANK="2")
+    assert own_device(2) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -236,11 +232,6 @@ def test_slurm_shows_each_rank_its_own_gpu_as_number_0(host):
 def test_more_ranks_than_gpus_end_in_one_line(host, gpus, variables, expected):
     host(gpus, LOCAL_RANK="2", **variables)
     refused(f"^rank 2 of this host {expected}", own_device, 2)
-
-
-def test_without_a_gpu_every_rank_has_the_cpu(host):
-    host(0, LOCAL_RANK="2")
-    assert own_device(2) == torch.device("cpu")
 
 
 def outcomes(*backends: str) -> list[UserError | None]:
@@ -336,7 +327,7 @@ def test_rows_of_a_sample_count_once(monkeypatch, tensor_rank, pipeline_rank, co
 def test_of_several_errors_the_first_ranks_is_raised(monkeypatch):
     failures = [None, ("of rank 1", 2), ("of rank 2", 1)]
     monkeypatch.setattr(process_group, "gather_objects", lambda _: [("a", failure) for failure in failures])
-    assert refused("^of rank 1$", agree, lambda: None).exit_code == 2
+    wrong_arguments("^of rank 1$", agree, lambda: None)
 
 
 @pytest.mark.parametrize(("came", "absent"), [([0], "ranks 1, 2"), ([0, 2], "rank 1")])
