@@ -26,16 +26,12 @@ TRAINING = [path for path in RECIPES if path.name.startswith("pretrain_")]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_says_what_it_needs_and_gives(path: Path) -> None:
+def test_a_recipe_says_what_it_needs_and_its_help_shows_that_and_starts_nothing(path: Path, tmp_path: Path) -> None:
     head = path.read_text(encoding="utf-8").split("set -euo pipefail")[0]
     for word in ("hardware", "time", "result"):
         assert f"#   {word}" in head, f"{path.name} does not say its {word} on top"
     subprocess.run(["bash", "-n", str(path)], check=True)
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_help_shows_the_recipes_head_and_starts_nothing(path: Path, tmp_path: Path) -> None:
-    """`sed` is the only program that it finds."""
+    # `sed` is the only program that it finds.
     (tmp_path / "sed").symlink_to(shutil.which("sed") or "sed")
     command = [shutil.which("bash") or "bash", str(path)]
     shown = [
@@ -43,15 +39,9 @@ def test_help_shows_the_recipes_head_and_starts_nothing(path: Path, tmp_path: Pa
         for word in ("-h", "--help")
     ]
     assert shown[0].stdout == shown[1].stdout and shown[0].stderr == ""
-    head = path.read_text(encoding="utf-8").split("set -euo pipefail")[0].splitlines()
-    words = [line.removeprefix("#").removeprefix(" ") for line in head[1:] if not line.startswith("#SBATCH")]
+    lines = head.splitlines()[1:]
+    words = [line.removeprefix("#").removeprefix(" ") for line in lines if not line.startswith("#SBATCH")]
     assert shown[0].stdout.splitlines() == words
-
-
-def test_recipes_start_the_launcher_without_its_log() -> None:
-    for path in RECIPES:
-        starts = re.findall(r"\bdeepspeed --[a-z]+", path.read_text(encoding="utf-8"))
-        assert set(starts) <= {"deepspeed --quiet"}, path.name
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
@@ -68,6 +58,9 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path, capsys: pytest.C
     assert facts["position_parameters"] == expected.get(path.stem, relative)
     assert not (tmp_path / "save").exists()
     assert_fits(facts, machine_of(path), path)
+    given = ["--world-size", "4", "--device-memory", "81", "--micro-batch-size", "2"]
+    parsed = parse_arguments(words_for_python(path, tmp_path, *given)[1:])
+    assert (parsed.world_size, parsed.device_memory, parsed.config.training.micro_batch_size) == (4, 81, 2)
 
 
 def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -128,12 +121,15 @@ def assert_fits(facts: dict[str, Any], machine: Machine, path: Path) -> None:
         assert slots == [str(machine.devices)] * machine.count
 
 
-def test_every_kind_of_machine_has_its_recipe() -> None:
+def test_every_kind_of_machine_has_its_recipe_whose_launcher_writes_no_log() -> None:
     machines = {machine_of(path) for path in TRAINING}
     sizes = {machine.count * machine.devices for machine in machines if machine.is_gpu}
     assert {1, 8, 16, 64} <= sizes and any(not machine.is_gpu for machine in machines)
     assert Machine(2, 8, True, 32) in machines  # the paper's 16 V100
     assert any("\n#SBATCH" in path.read_text(encoding="utf-8") for path in TRAINING)
+    for path in RECIPES:
+        starts = re.findall(r"\bdeepspeed --[a-z]+", path.read_text(encoding="utf-8"))
+        assert set(starts) <= {"deepspeed --quiet"}, path.name
 
 
 def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -144,14 +140,6 @@ def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> No
     assert done.returncode == 2 and "a rank needs about" in done.stderr and len(done.stderr.splitlines()) == 1
     _, *words = words_for_python(script, tmp_path, "--pipeline-model-parallel-size", "3")
     wrong_arguments("does not divide the number of ranks, 8", main, words)
-
-
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_the_users_flags_win_under_a_dry_run(path: Path, tmp_path: Path) -> None:
-    given = ["--world-size", "4", "--device-memory", "81", "--micro-batch-size", "2"]
-    words = words_for_python(path, tmp_path, *given)[1:]
-    parsed = parse_arguments(words)
-    assert (parsed.world_size, parsed.device_memory, parsed.config.training.micro_batch_size) == (4, 81, 2)
 
 
 SLURM = ROOT / "examples" / "pretrain_ddrp_base_slurm.sh"

@@ -103,10 +103,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return by_name | {"rows": rows, "page": (folder / gpu_report.PAGE).read_text(encoding="utf-8")}
 
 
-def test_the_machine_is_described(report: dict[str, Any]) -> None:
+def test_the_machine_is_described_and_a_resumed_run_and_a_closed_engine(report: dict[str, Any]) -> None:
     described = {row["name"]: row["value"] for row in report["rows"]["machine"]}
     assert described["torch"] == version("torch")
     assert {"device", "driver", "triton", "deepspeed"} <= described.keys()
+    (row,) = report["rows"]["runs"]
+    assert row["name"] == "losses and gradient norms of a run resumed at step 3"
+    assert row["value"] == "all 6 equal bit for bit"
+    assert report["rows"]["closed"] == [{"section": "closed", "is_gone": [True]}]
 
 
 def test_steps_of_every_kind_are_timed_beside_transformers(report: dict[str, Any]) -> None:
@@ -122,7 +126,7 @@ def test_steps_of_every_kind_are_timed_beside_transformers(report: dict[str, Any
     assert [len(set(row["numbers"])) for row in rows] == [count] * 5 + [1, 1]  # those of transformers' have none
 
 
-def test_graphs_are_compared_step_by_step(report: dict[str, Any]) -> None:
+def test_graphs_are_compared_step_by_step_and_the_first_difference_is_told(report: dict[str, Any]) -> None:
     """On a CPU the arms without graphs are, and those with graphs say why they are not."""
     rows = report["rows"]["graphs"]
     names = [("ddrp + mth", "full"), ("absolute + mlm", "full"), ("ddrp + mth", "packed")]
@@ -132,9 +136,6 @@ def test_graphs_are_compared_step_by_step(report: dict[str, Any]) -> None:
         assert off["name"].endswith("graphs off") and told not in off
         assert again[told] == f"all {SIZES.warm_up + SIZES.steps} equal bit for bit"
         assert "CUDA graphs need an NVIDIA GPU" in on["note"] and on[told] == "not compared"
-
-
-def test_the_first_step_with_other_numbers_is_told() -> None:
     assert gpu_sections.sameness([1.0, 2.0], [1.0, 2.0]) == "all 2 equal bit for bit"
     assert gpu_sections.sameness([1.0, 2.0, 3.0], [1.0, 2.0 + 2**-51, 3.0]) == "other from step 2 on"
     assert gpu_sections.sameness([1.0], None) == gpu_sections.sameness([], [1.0]) == "not compared"
@@ -182,16 +183,6 @@ def test_an_arm_without_memory_has_a_note() -> None:
 
     row = gpu_training.time_steps({"name": "large"}, start, SIZES)
     assert row["note"] == "OutOfMemoryError: CUDA out of memory"
-
-
-def test_a_resumed_run_repeats_one_that_never_stopped(report: dict[str, Any]) -> None:
-    (row,) = report["rows"]["runs"]
-    assert row["name"] == "losses and gradient norms of a run resumed at step 3"
-    assert row["value"] == "all 6 equal bit for bit"
-
-
-def test_a_closed_engine_leaves_no_weights(report: dict[str, Any]) -> None:
-    assert report["rows"]["closed"] == [{"section": "closed", "is_gone": [True]}]
 
 
 @pytest.mark.parametrize("processes", [0, 2])

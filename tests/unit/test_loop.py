@@ -251,14 +251,11 @@ def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(la
     assert rows[0] == rows[1] and len(rows[0]) == 3
 
 
-def test_a_skipped_step_is_left_out_of_the_mean(training: Build) -> None:
+def test_skipped_steps_and_sums_of_another_objective_are_left_out_of_the_mean(training: Build) -> None:
     made = training(False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2}, logging=EVERY_FOUR)
     made()
     assert [row["lm_loss"] for row in made.rows[:2]] == [2.0, 6.0]  # steps 2 and 4
     assert made.rows[2]["lm_loss"] == 12.0  # of skipped steps alone, the last one's own
-
-
-def test_sums_of_another_objective_are_dropped_at_a_resume(training: Build) -> None:
     made = training(False)
     begin = Progress(2, 4, 10, {"of_another_objective": 1e9})
     made.run.steps(None, None, begin, made.requests)  # type: ignore[arg-type]
@@ -374,20 +371,17 @@ def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype) -> None:
         assert bit_sum(numbers) != before, bit
 
 
-def test_the_sum_does_not_depend_on_the_order_or_the_strides() -> None:
+def test_the_sum_depends_on_no_order_or_strides_and_weights_of_one_rank_are_accepted() -> None:
     numbers = torch.randn(5, 7)
     assert bit_sum(numbers) == bit_sum(numbers.t()) == bit_sum(numbers.flip(0)) == bit_sum(numbers.clone())
     assert bit_sum(torch.ones(()).expand(3, 4)) == 12 * bit_sum(torch.ones(()))
+    refuse_other_weights(told(4, 4, 4), 0)
+    refuse_other_weights([("host0", {}), ("host1", {})], 0)
 
 
 def told(*sums: int) -> list[tuple[str, dict[str, int]]]:
     """Return what ranks tell about two weights, of which the second is theirs alone."""
     return [(f"host{rank}", {"norm.weight": own, f"part {rank}": rank}) for rank, own in enumerate(sums)]
-
-
-def test_equal_weights_and_weights_of_one_rank_are_accepted() -> None:
-    refuse_other_weights(told(4, 4, 4), 0)
-    refuse_other_weights([("host0", {}), ("host1", {})], 0)
 
 
 @pytest.mark.parametrize(

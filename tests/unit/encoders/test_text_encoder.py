@@ -24,7 +24,7 @@ from megatron_ddrp.encoders import encoder as loading
 from megatron_ddrp.encoders.masked_lm import load_masked_lm
 from tests.refusals import refused
 from tests.unit.conversion.conftest import BERT_SPECIALS, SEQ_LENGTH, WORDS, wordpiece, write_checkpoint
-from tests.unit.conversion.test_tokenizer_rules import FAIRSEQ, byte_level, settings
+from tests.unit.conversion.tokenizers_of_families import FAIRSEQ, byte_level, settings
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -145,10 +145,8 @@ def test_masks_are_filled_as_by_the_pipeline_with_a_bert(tmp_path):
     folder = in_folder(tmp_path, "BertForMaskedLM")
     encoder = load_encoder(folder, device="cpu")
     before = encoder.encode("the cat")
-    model, tokenizer = (
-        transformers.BertForMaskedLM.from_pretrained(folder),
-        transformers.BertTokenizer(str(folder / "vocab.txt")),
-    )
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
     assert_as_the_pipeline(encoder, model, tokenizer, "the [MASK] sings, [MASK].")
     np.testing.assert_array_equal(encoder.encode("the cat"), before)
     np.testing.assert_allclose(before, states_of(model, tokenizer, "the cat")[-1], atol=1e-5)
@@ -279,16 +277,13 @@ def test_fill_mask_without_a_masked_lm_is_one_line(tmp_path, tokenizer_of_run):
     refused(words, discriminator.fill_mask, "[MASK]")
 
 
-def test_half_precision_gives_float32_arrays_close_to_the_full_ones(run, exported, encoder):
+def test_half_precision_gives_float32_arrays_and_an_encoder_says_what_it_is(run, exported, encoder):
     for folder in (run, exported[0]):
         half = load_encoder(folder, device="cpu", dtype="bfloat16")
         states = half.encode(TEXTS[0])
         assert states.dtype == np.float32 and half.model.embeddings.token.weight.dtype == torch.bfloat16
         exact = encoder.encode(TEXTS[0])
         assert 0 < np.abs(states - exact).max() < 0.1 * np.abs(exact).max()
-
-
-def test_an_encoder_says_what_it_is(run, exported, encoder):
     assert repr(encoder) == (
         f"<TextEncoder {run}/iter_0000003: ddrp positions, 2 layers x 32, {encoder.num_parameters:,} parameters, "
         "20 pieces, rows of up to 24, float32 on cpu>"

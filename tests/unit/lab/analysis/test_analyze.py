@@ -12,7 +12,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.lab.analysis import command as analyze
 from megatron_ddrp.model import build_model
-from tests.refusals import refused
+from tests.refusals import refused, wrong_arguments
 from tests.unit.lab.analysis.conftest import is_png
 
 ROOT = Path(__file__).parents[4]
@@ -126,6 +126,9 @@ def test_what_cannot_be_done_is_one_line(run_folder, analyze_main, tmp_path, com
 
 def test_other_outputs_and_folders_are_refused(run_folder, albert, analyze_main, tmp_path):
     refused(r"ends in \.png or \.json", analyze_main, "triangle", run_folder, tmp_path / "x.svg")
+    for more in ((), ("--data-path", "p", "--text", "t")):
+        words = ["space", "--load", "r", "--output", "o.json", *more]
+        wrong_arguments("--data-path --text is required", analyze.main, words)
     for message, command, load in (
         ("neither checkpoints nor a Hugging Face folder", "triangle", tmp_path),
         ("tokenizer", "space", albert),  # the dataset is of another one
@@ -165,9 +168,3 @@ def test_a_run_is_seen_as_by_self_similarity(run_folder, analyze_main, tmp_path)
         assert row["layers"][-1]["token_similarity"] == pytest.approx(paper["token_similarity"], rel=1e-5)
         found = [layer["head_similarity"] for layer in row["layers"][1:]]
         assert found == pytest.approx(paper["head_similarity_by_layer"], rel=1e-5)
-
-
-@pytest.mark.parametrize("more", [(), ("--data-path", "p", "--text", "t")])
-def test_the_sentences_come_from_one_place(more):
-    words = ["space", "--load", "r", "--output", "o.json", *more]
-    assert refused("--data-path --text is required", analyze.main, words).exit_code == 2

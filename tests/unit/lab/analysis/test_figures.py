@@ -174,16 +174,13 @@ def test_ones_make_left_and_right_one():
         assert figures.table_cosines(model) == [pytest.approx(left, abs=1e-12)] * 3
 
 
-def test_cosines_count_only_distances_that_occur():
+def test_cosines_are_of_distances_that_occur_and_of_encodings_with_a_table():
     deberta = {"position_encoding": "deberta-v2", "relative_distance": 16}
     for changes in ({"relative_distance": 20}, {"relative_distance": 20, "local_attention": 30}, deberta):
         assert len(figures.table_cosines(tiny_model(**changes).eval())) == 6  # rows of 7 tokens
     assert figures.table_cosines(tiny_model(position_encoding="bert-r", relative_distance=1).eval()) == []
     local = tiny_model(position_encoding="deberta", local_attention=4, global_every=2).eval()
     assert figures.table_cosines(local) == means_of_loops(local, local=True)
-
-
-def test_encodings_without_a_table_have_no_cosines():
     with_table = {"ddrp", "bert-r", "deberta", "deberta-v2"}
     found = {name for name in ENCODINGS if figures.table_cosines(tiny_model(position_encoding=name).eval()) is not None}
     assert found == with_table

@@ -105,15 +105,12 @@ def test_a_known_direction_gives_1_and_symmetric_logits_give_half(monkeypatch):
     assert [value is None for value in local.by_distance] == [False] * 3 + [True] * 5
 
 
-def test_d_is_the_right_hand_logit_minus_the_left_hand_one():
+def test_d_is_the_right_hand_logit_minus_the_left_hand_one_but_for_specials_and_padding(monkeypatch):
     logits = torch.zeros(1, 1, 5, 5)
     logits[0, 0, 2] = torch.tensor([1.0, 10, 100, 1000, 10000])
     expected = torch.zeros(1, 1, 8, 5, dtype=torch.float64)
     expected[0, 0, 0, 2], expected[0, 0, 1, 2] = 990, 9999
     assert torch.equal(probe.differences(logits, None), expected)
-
-
-def test_specials_and_padding_are_not_compared(monkeypatch):
     place = torch.arange(24)
     lengths = [24, 24, 12, 12, 9, 9]
     right = (place - place[:, None]).sign().float().expand(6, 1, 24, 24).clone()
@@ -241,6 +238,8 @@ def test_the_last_layer_has_the_f_s_and_f_h_of_self_similarity():
     assert found.layers[-1].token_similarity == pytest.approx(paper.token_similarity, rel=1e-9)
     assert found.layers[0].head_similarity is None
     assert [layer.head_similarity for layer in found.layers[1:]] == pytest.approx(paper.head_similarity_by_layer)
+    found = probe.measure_space(tiny_model(num_attention_heads=1).eval(), sentence_batches, SPECIALS)
+    assert [layer.head_similarity for layer in found.layers] == [None] * 3
 
 
 def test_layers_run_from_the_embeddings_to_the_last_hidden_states():
@@ -252,12 +251,7 @@ def test_layers_run_from_the_embeddings_to_the_last_hidden_states():
     torch.testing.assert_close(states[2].hidden, encode(model, batch))
 
 
-def test_one_head_has_no_f_h():
-    found = probe.measure_space(tiny_model(num_attention_heads=1).eval(), sentence_batches, SPECIALS)
-    assert [layer.head_similarity for layer in found.layers] == [None] * 3
-
-
-def test_mean_cosine_and_isotropy_disagree_by_design():
+def test_mean_cosine_and_isotropy_disagree_and_a_space_without_extent_has_neither():
     """A cloud that is the same in every direction, far from the origin, and one around it that is a line."""
     generator = torch.Generator().manual_seed(0)
     cloud = torch.randn(400, 4, generator=generator, dtype=torch.float64)
@@ -265,9 +259,6 @@ def test_mean_cosine_and_isotropy_disagree_by_design():
     assert analyses.within([far[:30]]) > 0.99 and probe.isoscore(far.T.cov()) > 0.95
     assert abs(analyses.within([line[:30]])) < 0.2 and probe.isoscore(line.T.cov()) < 0.01
     assert probe.effective_rank(far.T.cov()) > 3.9 and probe.effective_rank(line.T.cov()) < 1.01
-
-
-def test_a_space_without_extent_has_neither_score():
     for covariance, *scores in ((torch.zeros(3, 3), None, None), (torch.ones(1, 1), None, 1), (torch.eye(5), 1, 5)):
         found = [probe.isoscore(covariance), probe.effective_rank(covariance)]
         assert found == [score if score is None else pytest.approx(score) for score in scores]

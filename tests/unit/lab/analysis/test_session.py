@@ -58,18 +58,15 @@ def test_folders_of_different_lengths_see_the_same_sentences(berts, analyze_main
         assert seen[-2] == seen[-1] and len(seen[-1]) == 20
         assert capsys.readouterr().out.startswith(SHORTENED)
     assert seen[0] == seen[2]
+    analyze_main("self-similarity", berts, tmp_path / "f.json", "--sentences", 20, "--max-length", 12)
+    assert seen[-2] == seen[-1] and "takes at most" not in capsys.readouterr().out
+    analyze_main("self-similarity", berts[1], tmp_path / "f.json", "--sentences", 20)
+    assert "takes at most" not in capsys.readouterr().out
 
 
 def test_a_folder_that_is_shorter_than_a_run_shortens_its_sentences(berts, run_folder, analyze_main, seen, tmp_path):
     analyze_main("space", [run_folder, berts[0]], tmp_path / "s.json", "--sentences", 20, "--split", "80,20,0")
     assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
-
-
-def test_no_line_where_no_sentence_is_shortened(berts, analyze_main, seen, tmp_path, capsys):
-    analyze_main("self-similarity", berts, tmp_path / "f.json", "--sentences", 20, "--max-length", 12)
-    assert seen[0] == seen[1] and "takes at most" not in capsys.readouterr().out
-    analyze_main("self-similarity", berts[1], tmp_path / "f.json", "--sentences", 20)
-    assert "takes at most" not in capsys.readouterr().out
 
 
 def test_the_length_of_a_folder_is_known_before_its_weights_are_read(berts, tmp_path):
@@ -168,7 +165,7 @@ def test_transformers_and_we_see_the_same_space_of_a_bert(berts):
         torch.testing.assert_close(ours.hidden[valid], theirs.hidden[valid], rtol=0, atol=1e-5)
 
 
-def test_a_family_of_ours_that_we_refuse_is_left_to_transformers(albert, tmp_path, capsys):
+def test_an_encoder_we_refuse_is_left_to_transformers_but_not_a_funnel(albert, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=16, num_attention_heads=4, vocab_size=59, hidden_act="relu")
     transformers.BertModel(config).save_pretrained(tmp_path)
@@ -176,10 +173,6 @@ def test_a_family_of_ours_that_we_refuse_is_left_to_transformers(albert, tmp_pat
     loaded = session.Snapshot("bert", tmp_path).load_any()
     assert not isinstance(loaded.model, Encoder) and loaded.position_encoding is None
     assert "read by transformers, without f(H)" in capsys.readouterr().err
-
-
-def test_an_encoder_that_shortens_its_rows_is_one_line():
-    transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 8, "block_sizes": [1, 1], "vocab_size": 11}
     model = transformers.FunnelModel(transformers.FunnelConfig(**sizes)).eval()
     refused("layers of a funnel shorten their rows", list, layer_states(model, tiny_batch()))
