@@ -127,12 +127,26 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_is_a_request_and_its_handler_returns(number: signal.Signals) -> None:
-    requests = StopRequests(None).heed()
+@pytest.mark.parametrize(
+    ("alone", "signals", "said"),
+    [
+        *((False, (number,), "") for number in SIGNALS),
+        (False, (signal.SIGINT, signal.SIGINT), ""),  # a launcher may send several
+        (True, (signal.SIGINT,), "SIGINT: stopping after this step; once more ends at once"),
+        (True, (signal.SIGTERM, signal.SIGINT), "SIGINT: stopping after this step; once more ends at once"),
+    ],
+)
+def test_a_signal_is_a_request_and_a_second_interrupt_ends_a_lone_process(alone, signals, said, capfd):
+    requests = StopRequests(None, alone=alone).heed()
     assert requests.code == 0
-    os.kill(os.getpid(), number)
-    assert requests.code == number
+    for number in signals:
+        os.kill(os.getpid(), number)
+    assert requests.code == signals[-1]
+    told = capfd.readouterr().err
+    assert told.startswith(said) and bool(told) == alone
+    if alone:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
 
 
 def test_the_time_limit_is_in_minutes_after_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,30 +156,6 @@ def test_the_time_limit_is_in_minutes_after_the_begin(monkeypatch: pytest.Monkey
         monkeypatch.setattr("time.monotonic", lambda now=now: now)
         codes.append(requests.code)
     assert codes == [0, OUT_OF_TIME]
-
-
-def test_a_second_interrupt_ends_a_lone_process(capfd: pytest.CaptureFixture[str]) -> None:
-    requests = StopRequests(None, alone=True).heed()
-    interrupt()
-    assert requests.code == signal.SIGINT
-    assert "SIGINT: stopping after this step; once more ends at once" in capfd.readouterr().err
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-
-
-def test_an_interrupt_after_another_signal_is_the_first(capfd: pytest.CaptureFixture[str]) -> None:
-    requests = StopRequests(None, alone=True).heed()
-    os.kill(os.getpid(), signal.SIGTERM)
-    interrupt()
-    assert requests.code == signal.SIGINT and "once more" in capfd.readouterr().err
-
-
-def test_a_launcher_may_send_several(capfd: pytest.CaptureFixture[str]) -> None:
-    requests = StopRequests(None).heed()
-    interrupt()
-    interrupt()
-    assert requests.code == signal.SIGINT
-    assert capfd.readouterr().err == ""
 
 
 def test_ignored_interrupts_stay_ignored() -> None:

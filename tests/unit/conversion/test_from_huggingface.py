@@ -418,14 +418,17 @@ def test_our_exports_are_read_by_our_own_classes(export, marker, reader):
     assert not marker.exists()
 
 
-def test_a_small_tokenizer_is_warned_of_and_a_tokenizer_folder_read_as_data(export, marker, tmp_path, capsys, recwarn):
+def test_a_tokenizer_folder_is_read_as_data(export, marker):
     folder = export("absolute")
     change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})
     assert build_tokenizer("HuggingFace", tokenizer_model=folder).vocab_size == 20
     assert not marker.exists()
+
+
+def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, export, capsys, recwarn):
     import transformers
 
-    change_json(folder / "tokenizer_config.json", auto_map=None)
+    folder = export("absolute")
     config = transformers.BertConfig.from_pretrained(folder)
     config.vocab_size = 20 + 255
     for warned in (False, True):

@@ -39,45 +39,26 @@ DOCUMENT_IDS = torch.tensor(
     [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0]]
 )
 LOWEST, HIGHEST = -4, 3
-TERMS = [
-    "content",
-    "query-shared",
-    "query-per-head",
-    "key-shared",
-    "key-per-head",
-    "bias-1",
-    "bias-shared",
-    "bias-batch",
-    "offset-shared",
-    "offset-per-head",
-    "all",
-    "offset-not-compared",
-    "all-biases-not-compared",
-]
+ROWS = HIGHEST - LOWEST + 1
+TERMS = {
+    "content": {},
+    "query-shared": {"query_table": (1, ROWS, DIM)},
+    "query-per-head": {"query_table": (HEADS, ROWS, DIM)},
+    "key-shared": {"key_table": (1, ROWS, DIM)},
+    "key-per-head": {"key_table": (HEADS, ROWS, DIM)},
+    "bias-1": {"bias": (1, HEADS, SEQ, SEQ)},
+    "bias-shared": {"bias": (1, 1, SEQ, SEQ)},
+    "bias-batch": {"bias": (BATCH, HEADS, SEQ, SEQ)},
+    "offset-shared": {"offset_bias": (1, ROWS)},
+    "offset-per-head": {"offset_bias": (HEADS, ROWS)},
+}
+TERMS["all"] = TERMS["query-per-head"] | TERMS["key-shared"] | TERMS["bias-batch"] | TERMS["offset-per-head"]
+TERMS |= {"offset-not-compared": TERMS["offset-per-head"], "all-biases-not-compared": TERMS["all"]}
 
 
 def make_terms(kind):
-    rows = HIGHEST - LOWEST + 1
-    tables = {
-        "content": {},
-        "query-shared": {"query_table": random(1, rows, DIM)},
-        "query-per-head": {"query_table": random(HEADS, rows, DIM)},
-        "key-shared": {"key_table": random(1, rows, DIM)},
-        "key-per-head": {"key_table": random(HEADS, rows, DIM)},
-        "bias-1": {"bias": random(1, HEADS, SEQ, SEQ)},
-        "bias-shared": {"bias": random(1, 1, SEQ, SEQ)},
-        "bias-batch": {"bias": random(BATCH, HEADS, SEQ, SEQ)},
-        "offset-shared": {"offset_bias": random(1, rows)},
-        "offset-per-head": {"offset_bias": random(HEADS, rows)},
-        "all": {
-            "query_table": random(HEADS, rows, DIM),
-            "key_table": random(1, rows, DIM),
-            "bias": random(BATCH, HEADS, SEQ, SEQ),
-            "offset_bias": random(HEADS, rows),
-        },
-    }
-    kind, compared = kind.removesuffix("-not-compared"), not kind.endswith("-not-compared")
-    tables = tables[{"offset": "offset-per-head", "all-biases": "all"}.get(kind, kind)]
+    tables = {name: random(*shape) for name, shape in TERMS[kind].items()}
+    compared = not kind.endswith("-not-compared")
     return PositionTerms(0.6, **tables, lowest=LOWEST, highest=HIGHEST, biases_compared=compared)
 
 

@@ -24,7 +24,7 @@ from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.parallel import process_group, rendezvous
 from megatron_ddrp.parallel.pipeline import seed_draws
-from megatron_ddrp.parallel.process_group import Ranks, agree, gather_rows, own_device, place_in_grid, row_counts
+from megatron_ddrp.parallel.process_group import Ranks, gather_rows, own_device, place_in_grid, row_counts
 from megatron_ddrp.parallel.rendezvous import complete_environment, refuse_other_devices
 from tests.refusals import refused, wrong_arguments
 
@@ -78,11 +78,17 @@ def test_errors_of_both_ranks_are_raised_here(meetings):
         process_group.agree_on_long_work(lambda: 1 // 0)
 
 
-@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
-def test_an_error_of_all_hosts_names_none(monkeypatch, hosts):
-    failure = ("no vocabulary", 2)
-    monkeypatch.setattr(process_group, "gather_objects", lambda _: [(host, failure) for host in hosts])
-    refused("^no vocabulary$", process_group.agree, lambda: None)
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([("a", ("no vocabulary", 2)), ("a", ("no vocabulary", 2))], "no vocabulary"),
+        ([("a", ("no vocabulary", 2)), ("b", ("no vocabulary", 2))], "no vocabulary"),
+        ([("a", None), ("a", ("of rank 1", 2)), ("a", ("of rank 2", 1))], "of rank 1"),
+    ],
+)
+def test_of_several_errors_the_first_ranks_is_raised_and_one_of_all_hosts_names_none(monkeypatch, told, words):
+    monkeypatch.setattr(process_group, "gather_objects", lambda _: told)
+    wrong_arguments(f"^{words}$", process_group.agree, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -322,12 +328,6 @@ def test_rows_of_a_sample_count_once(monkeypatch, tensor_rank, pipeline_rank, co
     monkeypatch.setattr(process_group, "sum_over_ranks", lambda counts: counts)
     own = {"tensor_rank": tensor_rank, "tensor_size": 2, "pipeline_rank": pipeline_rank, "pipeline_size": 2}
     assert row_counts(7, Ranks(1, 4, CPU, **own)).tolist() == [0, counted, 0, 0]
-
-
-def test_of_several_errors_the_first_ranks_is_raised(monkeypatch):
-    failures = [None, ("of rank 1", 2), ("of rank 2", 1)]
-    monkeypatch.setattr(process_group, "gather_objects", lambda _: [("a", failure) for failure in failures])
-    wrong_arguments("^of rank 1$", agree, lambda: None)
 
 
 @pytest.mark.parametrize(("came", "absent"), [([0], "ranks 1, 2"), ([0, 2], "rank 1")])

@@ -9,24 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.config import Config, ObjectiveConfig, save_config
-from megatron_ddrp.lab import run_report as figures
-from megatron_ddrp.lab.run_report import (
-    LEARNING,
-    SPEED,
-    Curve,
-    facts,
-    logged_panels,
-    loss_panel,
-    main,
-    page,
-    read_metrics,
-    read_runs,
-    read_words,
-    running_mean,
-    series,
-    training_seconds,
-    unigram_level,
-)
+from megatron_ddrp.lab import run_report
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.pages import plotting
 from megatron_ddrp.run.metrics import store_level
@@ -55,15 +38,21 @@ ELECTRA = [
 def text_of(rows, beside=None, **extras):
     """Return the page of one run, or of a run and others beside it."""
     runs = {"runs/own": rows, **(beside or {})}
-    return page(
-        runs, {name: facts(Path("nowhere"), rows) for name, rows in runs.items()}, {"Curves": "l.png"}, **extras
+    return run_report.page(
+        runs,
+        {name: run_report.facts(Path("nowhere"), rows) for name, rows in runs.items()},
+        {"Curves": "l.png"},
+        **extras,
     )
 
 
-def test_series_hold_what_was_logged():
-    assert series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
-    assert series(ROWS, "rtd_loss") == []
-    assert Curve("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
+def test_series_and_running_means_hold_what_was_logged():
+    assert run_report.series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
+    assert run_report.series(ROWS, "rtd_loss") == []
+    assert run_report.Curve("", "lm_loss", factor=100).training_curve(ROWS) == [(1, 900.0), (100, 650.0)]
+    values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
+    assert run_report.running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
+    assert run_report.running_mean(values[:2], 3) == []
 
 
 @pytest.mark.parametrize(("points", "marker"), [(1, "."), (3, "."), (4, None)])
@@ -76,20 +65,14 @@ def test_few_points_are_drawn_as_points(points, marker):
     assert axis.plot.call_args.kwargs["marker"] == "s", "a run's own marker stays"
 
 
-def test_a_running_mean_stands_at_the_middle_step():
-    values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
-    assert running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
-    assert running_mean(values[:2], 3) == []
-
-
 def test_the_report_says_when_the_run_left_the_plateau(tmp_path):
     losses = [9.0, 6.9, 5.5, 5.4]
     rows = [{"iteration": n, "consumed_tokens": n * 10**6, "lm_loss": loss} for n, loss in enumerate(losses, 1)]
-    assert "plateau" not in dict(facts(tmp_path, rows))  # a run of an earlier version
+    assert "plateau" not in dict(run_report.facts(tmp_path, rows))  # a run of an earlier version
     store_level(tmp_path, 7.0)
-    assert dict(facts(tmp_path, rows))["plateau"] == "left after 3,000,000 tokens"
-    assert dict(facts(tmp_path, rows[:2]))["plateau"] == "not left yet (docs/lab/plateau.md)"
-    branch = dict(facts(tmp_path, rows[2:]))["plateau"]  # and so begins an imported encoder
+    assert dict(run_report.facts(tmp_path, rows))["plateau"] == "left after 3,000,000 tokens"
+    assert dict(run_report.facts(tmp_path, rows[:2]))["plateau"] == "not left yet (docs/lab/plateau.md)"
+    branch = dict(run_report.facts(tmp_path, rows[2:]))["plateau"]  # and so begins an imported encoder
     assert branch == "never on it: it began from trained weights (docs/lab/plateau.md)"
 
 
@@ -106,20 +89,14 @@ def test_the_report_says_where_the_loss_ended():
     assert "| torch |" in text
 
 
-def test_each_run_has_its_lines():
+def test_each_run_has_its_lines_names_stand_as_they_are_and_what_did_not_learn_is_told_so():
     text = text_of(ROWS, {"runs/bert": ROWS[:2]})
     assert "| masked-LM loss (nats), training of runs/own | 9.000 | 6.500 | 100 |" in text
     assert "| masked-LM loss (nats), training of runs/bert | 9.000 | 9.000 | 1 |" in text
     assert "| masked-LM loss (nats), validation of runs/bert | 7.000 | 7.000 | 100 |" in text
-
-
-def test_names_and_commands_are_shown_as_they_stand():
     text = text_of(ROWS, {"<script>|x": ROWS[:2]}, commands="echo '```' '<b>'\n")
     assert r"| masked-LM loss (nats), validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
     assert "\n````\necho '```' '<b>'\n````\n" in text
-
-
-def test_a_run_that_did_not_learn_is_told_so():
     assert "1.000 nats above it" in text_of(ROWS, unigram=5.0)
 
 
@@ -127,15 +104,18 @@ def test_an_electra_run_is_measured_by_the_majority():
     text = text_of(ELECTRA)
     assert "| RTD accuracy (%), validation | 91.000 | 91.000 | 100 |" in text
     assert "| majority: every token an original (%) | 87.500 | 87.500 | 100 |" in text
-    assert [panel.validation for panel in logged_panels(LEARNING, {"": ELECTRA})] == [
+    assert [panel.validation for panel in run_report.logged_panels(run_report.LEARNING, {"": ELECTRA})] == [
         *("valid_rtd_loss", "valid_rtd_accuracy", "valid_rtd_recall")
     ]
-    assert [panel.training for panel in logged_panels(LEARNING, {"": ROWS})] == ["tcd_loss", "hcd_loss"]
+    assert [panel.training for panel in run_report.logged_panels(run_report.LEARNING, {"": ROWS})] == [
+        "tcd_loss",
+        "hcd_loss",
+    ]
 
 
 def test_each_runs_loss_has_its_own_name_beside_an_electra():
-    assert loss_panel({"b": ELECTRA}).label == "generator's loss [nats]"
-    assert loss_panel({"a": ROWS, "b": ELECTRA}).label == "masked-LM loss (ELECTRA: the generator's) [nats]"
+    assert run_report.loss_panel({"b": ELECTRA}).label == "generator's loss [nats]"
+    assert run_report.loss_panel({"a": ROWS, "b": ELECTRA}).label == "masked-LM loss (ELECTRA: the generator's) [nats]"
     generator = [row | {"valid_lm_loss": 6.0} for row in ELECTRA]
     text = text_of(ROWS, {"electra": generator})
     assert "| masked-LM loss (nats), validation of runs/own |" in text
@@ -148,8 +128,8 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
         {"iteration": 1, "lm_loss": 9.0, "step_time": 2.0, "consumed_tokens": 90, "peak_memory_gib": 0.75},
         {"iteration": 10, "lm_loss": 8.0, "step_time": 1.0, "consumed_tokens": 1100, "peak_memory_gib": 0.5},
     ]
-    assert training_seconds(rows) == 2.0 + 9 * 1.0
-    assert dict(facts(tmp_path, rows)) == {
+    assert run_report.training_seconds(rows) == 2.0 + 9 * 1.0
+    assert dict(run_report.facts(tmp_path, rows)) == {
         "steps": "10",
         "tokens seen, without padding": "1,100",
         "throughput": "100 tokens per second",
@@ -160,19 +140,19 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 100}
     config = Config().replace(model=sizes | {"relative_distance": 4}, training={"global_batch_size": 32})
     save_config(config, tmp_path)
-    found = dict(facts(tmp_path, rows))
+    found = dict(run_report.facts(tmp_path, rows))
     assert found["model"] == "ddrp + mth" and found["steps"] == "10 of 1,000,000"
     assert found["size"] == "1 layer x 8, 2 heads, 100 pieces"
     assert found["batch"] == "32 sequences x 16 tokens = up to 512 per step"
     assert int(found["parameters"].split(" ")[0].replace(",", "")) > 100 * 8
     (tmp_path / "config.json").write_text("{")
-    assert dict(facts(tmp_path, rows))["model"].startswith("unknown: ")
+    assert dict(run_report.facts(tmp_path, rows))["model"].startswith("unknown: ")
 
 
 def test_runs_beside_have_training_and_validation_curves():
     runs = {"runs/own": ROWS, "runs/bert": ROWS[:2], "runs/tnf": ROWS}
-    styles = figures.styles_of(runs)
-    lines = figures.panel_of(loss_panel(runs), runs, styles).lines
+    styles = run_report.styles_of(runs)
+    lines = run_report.panel_of(run_report.loss_panel(runs), runs, styles).lines
     own, bert, tnf = (thin["color"] for thin, _ in styles.values())
     curves = [(line.style["color"], len(line.points)) for line in lines]
     assert curves == [(own, 2), (own, 2), (bert, 1), (bert, 1), (tnf, 2), (tnf, 2)]
@@ -185,7 +165,7 @@ def test_runs_beside_have_training_and_validation_curves():
 def test_the_figure_is_a_png(tmp_path, rows):
     pytest.importorskip("matplotlib")
     runs = {"own": rows, "another": ROWS, "of one step": ROWS[:1]}
-    plotting.save_figures(tmp_path, {"losses.png": lambda: figures.draw_losses(runs, 6.5)})
+    plotting.save_figures(tmp_path, {"losses.png": lambda: run_report.draw_losses(runs, 6.5)})
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -200,17 +180,17 @@ def test_the_figure_is_a_png(tmp_path, rows):
     ],
 )
 def test_perplexities_are_few_and_round(lowest, highest, ticks):
-    assert figures.perplexity_ticks(lowest, highest) == pytest.approx(ticks)
+    assert run_report.perplexity_ticks(lowest, highest) == pytest.approx(ticks)
 
 
 def test_no_range_of_perplexities_has_a_crowd_of_ticks():
     ranges = [(10**low, 10 ** (low + width)) for low in np.linspace(0, 1, 50) for width in np.linspace(0.05, 3.9, 200)]
-    assert max(len(figures.perplexity_ticks(*limits)) for limits in ranges) <= 8
+    assert max(len(run_report.perplexity_ticks(*limits)) for limits in ranges) <= 8
 
 
 def test_the_cosines_of_training_stand_beside_those_of_validation():
     """TCD's is f(S) and HCD's f(H); every other term's validation has its own name."""
-    for panel in LEARNING:
+    for panel in run_report.LEARNING:
         training = {"iteration": 10, "tcd_loss": 1.0, "hcd_loss": 2.0, panel.training: 3.0}
         validation = {"iteration": 20, "token_similarity": 4.0, "head_similarity": 5.0, f"valid_{panel.training}": 6.0}
         expected = {"tcd_loss": 4.0, "hcd_loss": 5.0}.get(panel.training, 6.0)
@@ -220,17 +200,14 @@ def test_the_cosines_of_training_stand_beside_those_of_validation():
     assert names == {"lm_loss": None, "tcd_loss": "token_similarity", "hcd_loss": "head_similarity"}
 
 
-def test_every_row_of_memory_is_on_the_figure():
+def test_speed_and_memory_are_drawn_where_they_were_logged(tmp_path):
     rows = [{"iteration": step, "peak_memory_gib": gib} for step, gib in ((1, 0.5), (2, 0.75), (3, 0.25))]
-    (memory,) = logged_panels(SPEED, {"own": rows})
+    (memory,) = run_report.logged_panels(run_report.SPEED, {"own": rows})
     assert memory.label == "peak memory [GiB]" and memory.training_curve(rows) == [(1, 0.5), (2, 0.75), (3, 0.25)]
-
-
-def test_speed_is_drawn_where_it_was_logged(tmp_path):
     pytest.importorskip("matplotlib")
-    assert figures.draw_speed({"own": ELECTRA}) is None
+    assert run_report.draw_speed({"own": ELECTRA}) is None
     rows = [{"iteration": step, "lr": 1e-3, "grad_norm": 1.0} for step in (1, 2)]
-    plotting.save_figures(tmp_path, {"speed.png": lambda: figures.draw_speed({"own": rows})})
+    plotting.save_figures(tmp_path, {"speed.png": lambda: run_report.draw_speed({"own": rows})})
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -243,18 +220,18 @@ def write_metrics(folder, rows):
 def test_no_run_is_dropped_in_silence(tmp_path, capsys):
     own, other, odd = (write_metrics(tmp_path / name, ROWS) for name in ("own", "other", "odd"))
     write_metrics(odd, [{"iteration": 1, "lr": 0.1}])
-    assert list(read_runs(own, [other, odd, tmp_path / "x" / ".." / "own"])) == [own, other, odd]
+    assert list(run_report.read_runs(own, [other, odd, tmp_path / "x" / ".." / "own"])) == [own, other, odd]
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("own: left out, it is in the report already")
     assert second == f"{odd / 'metrics.jsonl'}: no losses in it; the figure has no curve of this run"
-    refused("--beside takes the --save folder", read_runs, own, [tmp_path / "nothing"])
+    refused("--beside takes the --save folder", run_report.read_runs, own, [tmp_path / "nothing"])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr("megatron_ddrp.data.dataset.indexed_dataset.CHUNK_TOKENS", chunk)
     write_dataset(tmp_path / "p", [[[1, 1]], [[7, 5]]])
-    assert unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
+    assert run_report.unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
 
 
 def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch):
@@ -263,28 +240,30 @@ def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch)
     (tmp_path / "table.md").write_text("# Fine-tuning scores\n")
     words = ["--load", str(tmp_path), "--scores-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["training_report.py", *words])
-    main()
+    run_report.main()
     assert "\n### Fine-tuning scores\n" in (tmp_path / "out" / "report.md").read_text()
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"a\xff", "byte 1 is not UTF-8"), (b" \n", "is empty")])
-def test_a_damaged_table_of_scores_is_named(tmp_path, content, message):
-    (tmp_path / "table.md").write_bytes(content)
-    refused(f"table.md.*{message}", read_words, tmp_path / "table.md")
-
-
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "is empty"), ("{", "is empty")])
-def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
+@pytest.mark.parametrize(
+    ("read", "name", "content", "message"),
+    [
+        (run_report.read_words, "table.md", b"a\xff", "table.md.*byte 1 is not UTF-8"),
+        (run_report.read_words, "table.md", b" \n", "table.md.*is empty"),
+        (lambda file: run_report.read_metrics(file.parent), "metrics.jsonl", None, "no such file"),
+        (lambda file: run_report.read_metrics(file.parent), "metrics.jsonl", b"", "is empty"),
+        (lambda file: run_report.read_metrics(file.parent), "metrics.jsonl", b"{", "is empty"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, read, name, content, message):
     if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    refused(message, read_metrics, tmp_path)
+        (tmp_path / name).write_bytes(content)
+    refused(message, read, tmp_path / name)
 
 
 def test_metrics_are_read(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert read_metrics(tmp_path) == ROWS
+    file = write_metrics(tmp_path, ROWS) / "metrics.jsonl"
+    assert run_report.read_metrics(tmp_path) == ROWS
     assert not capsys.readouterr().err
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 7, "lo')  # what a run has half written
-    assert read_metrics(tmp_path) == ROWS
-    assert capsys.readouterr().err == f"{tmp_path / 'metrics.jsonl'}: left out the half line at its end\n"
+    file.write_text(file.read_text() + '{"iteration": 7, "lo')  # what a run has half written
+    assert run_report.read_metrics(tmp_path) == ROWS
+    assert capsys.readouterr().err == f"{file}: left out the half line at its end\n"
