@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of, given_options
 from megatron_ddrp.config import Config, OptimizerConfig, concerns, flag
-from megatron_ddrp.config.reading import COUNT, POSITIVE, Section, option, options_of, refuse
+from megatron_ddrp.config.reading import COUNT, POSITIVE, Section, flag_words, option, options_of, refuse
 from megatron_ddrp.config.run import (
     WARMUP_SHARE,
     WARMUP_STEPS,
@@ -218,7 +218,7 @@ def idle_remark(settings: Settings, config: Config) -> str:
     """Return a line about given settings that differ from their defaults and have no effect; empty without one."""
     options = options_of(*concerns().values())
     idle = [
-        f"{flag(name)} {settings[name]} ({reason})"
+        f"{' '.join(flag_words([(name, settings[name])]))} ({reason})"
         for name, reason in idle_settings(config).items()
         if name in settings and settings[name] not in (None, options[name].default)
     ]

@@ -33,6 +33,7 @@ from megatron_ddrp.data.batches.word_counts import (
     overlap_remarks,
     shared_remarks,
     split_remark,
+    split_shift,
     unigram_loss,
 )
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
@@ -43,7 +44,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import warn_of_impossible, warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-SPLITS = {"train": "training", "valid": "validation", "test": "test"}
+SPLITS = {"train": "training", "valid": "validation", "other": "other-text", "test": "test"}
 """Split → its name in messages."""
 
 MANY_EPOCHS = 100
@@ -88,7 +89,7 @@ class Corpus:
         return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_counts)
 
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
-        """Return the samples of `train`, `valid` or `test`; only `--data-path` has a test split.
+        """Return the samples of `train`, `valid`, `other` or `test`; only `--data-path` has a test split.
 
         `seq_length` is the row length of a phase, by default `--seq-length`; another one costs a look at all documents.
         """
@@ -107,12 +108,14 @@ class Corpus:
             remedies.append(f"give it a larger share by --split (now {self.config.data.split})")
         if split == "valid":
             remedies.append("train without validation by --eval-interval 0")
+        if split == "other":
+            remedies = ["preprocess more text", "leave --other-data-path out"]
         return ", or ".join(remedies)
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
         """Return the range of a dataset's documents that belong to a split."""
         num_documents = self.sources[prefix].num_documents
-        if self.config.data.split is None:
+        if self.config.data.split is None or split == "other":
             return 0, num_documents
         return split_documents(num_documents, self.config.data.split)[split]
 
@@ -130,7 +133,7 @@ class Corpus:
     def description(self) -> dict[str, str]:
         """Name → tokenizer, and datasets of each split: what ranks must share, wherever their copies of it lie."""
         found = {"the tokenizer": self.tokenizer.fingerprint}
-        for split in filter(partial(has_split, self.config), ("train", "valid")):
+        for split in splits_of(self.config):
             prefixes, weights = blend_words(self.config, split)
             shares = [f"{count} x " for count in whole_weights(weights)] if weights else [""] * len(prefixes)
             texts = [self.sources[prefix].description for prefix in prefixes]
@@ -154,14 +157,26 @@ class Corpus:
 
         This reads some samples of each; separate validation data are meant to be of another kind.
         """
-        if not self.config.logging.validates:
+        halves, training = self._halves(), self._sources("train")
+        lines = [line for parts in halves if (line := split_remark(*parts))]
+        lines += overlap_remarks(training) if halves else []
+        apart = [split for split in validated_splits(self.config) if split == "other" or not halves]
+        return lines + shared_remarks(training, [source for split in apart for source in self._sources(split)])
+
+    @property
+    def validation_gap(self) -> float | None:
+        """Largest `split_shift` of a dataset that `--split` divides; None if none is measured."""
+        return max((shift for parts in self._halves() if (shift := split_shift(*parts)) is not None), default=None)
+
+    def _sources(self, split: str) -> list[IndexedDataset]:
+        """Return the datasets of a split, each once."""
+        return [self.sources[prefix] for prefix in dict.fromkeys(blend_words(self.config, split).prefixes)]
+
+    def _halves(self) -> list[tuple[SampleIndex, SampleIndex]]:
+        """Return the training and the validation part of each dataset that `--split` divides, if the run validates."""
+        if self.config.data.data_path is None or not self.config.logging.validates:
             return []
-        if self.config.data.data_path is None:
-            prefixes = (blend_words(self.config, split).prefixes for split in ("train", "valid"))
-            return shared_remarks(*([self.sources[prefix] for prefix in of_split] for of_split in prefixes))
-        parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
-        lines = [line for training, validation in parts if (line := split_remark(training, validation))]
-        return lines + overlap_remarks([*self.sources.values()])
+        return [*zip(self.samples("train").parts, self.samples("valid").parts, strict=True)]
 
     def loader(self, split: str, rank: int, world_size: int, rows_for: str = "cpu") -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.
@@ -234,12 +249,11 @@ class Corpus:
         lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
         if max(epochs) > MANY_EPOCHS:
             lines.append(f"  text is read more than {MANY_EPOCHS} times: lower --train-iters, or give more text")
-        validation = self.samples("valid") if self.config.logging.validates else None
-        if dropped := dropped_text([*samples.parts, *(validation.parts if validation else ())]):
+        held_out = {split: self.samples(split) for split in validated_splits(self.config)}
+        if dropped := dropped_text([*samples.parts, *(part for blend in held_out.values() for part in blend.parts)]):
             lines.append(f"  {dropped} and are not read")
-        if validation:
-            most, size = self.config.logging.eval_iters, self.config.training.global_batch_size
-            lines.append(f"  validation: {validation_text(most, validation, size)}")
+        most, size = self.config.logging.eval_iters, self.config.training.global_batch_size
+        lines += [f"  {SPLITS[split]}: {validation_text(most, blend, size)}" for split, blend in held_out.items()]
         return "\n".join(lines)
 
 
@@ -253,14 +267,21 @@ def with_tokenizer(config: Config, prefixes: Sequence[str]) -> Config:
     return config.replace(data=complete(tokenizer_flags(config), prefixes)._asdict())
 
 
-def has_split(config: Config, split: str) -> bool:
-    """Return whether the flags name data for `train` or `valid`."""
-    return config.data.data_path is not None or getattr(config.data, f"{split}_data_path") is not None
+def validated_splits(config: Config) -> list[str]:
+    """Return the splits that validations read: `valid`, and `other` with `--other-data-path`; none without them."""
+    other = ["other"] * (config.data.other_data_path is not None)
+    return ["valid", *other] if config.logging.validates else []
+
+
+def splits_of(config: Config) -> list[str]:
+    """Return those of `train`, `valid` and `other` whose data the flags name and a run opens."""
+    named = [split for split in ("train", "valid") if getattr(config.data, f"{split}_data_path") is not None]
+    return (named if config.data.data_path is None else ["train", "valid"]) + validated_splits(config)[1:]
 
 
 def dataset_prefixes(config: Config) -> list[str]:
-    """Return the prefix of every dataset that the flags name, each once."""
-    blends = [blend_words(config, split) for split in ("train", "valid") if has_split(config, split)]
+    """Return the prefix of every dataset that a run opens, each once."""
+    blends = [blend_words(config, split) for split in splits_of(config)]
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
@@ -281,7 +302,7 @@ def verify_data(config: Config) -> tuple[str, ...]:
 
 def blend_words(config: Config, split: str) -> BlendWords:
     """Return the datasets of a split and their weights."""
-    if config.data.data_path is not None:
+    if config.data.data_path is not None and split != "other":
         return read_blend(config.data.data_path, "--data-path")
     words = getattr(config.data, f"{split}_data_path", None)
     if words is None:

@@ -18,7 +18,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import code_sum, package_sum, plugin_files
 from megatron_ddrp.config.run import settings_of_all_ranks
 from megatron_ddrp.config.translation import flatten_keys
-from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
+from megatron_ddrp.corpus import Corpus, tokenizer_flags, validated_splits, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
 from megatron_ddrp.data.batches.samples import split_documents
 from megatron_ddrp.engine.build import (
@@ -141,10 +141,12 @@ class Data(NamedTuple):
 
     corpus: Corpus
     loader: BatchLoader
-    validation: BatchLoader | None
-    """Loader of the held-out text, if the run validates."""
+    validation: dict[str, BatchLoader]
+    """Split → loader of text that the run validates on: `valid` and, with `--other-data-path`, `other`."""
     level: float
     """Unigram level of the training text, in nats; 0 on other ranks than rank 0."""
+    gap: float | None
+    """`Corpus.validation_gap`; None on other ranks than rank 0."""
     remarks: list[str]
     """Lines for the user."""
 
@@ -157,10 +159,10 @@ def open_data(setup: Setup) -> Data:
     def open_here() -> tuple[Data, dict[str, str]]:
         corpus = Corpus.open(config)
         place = (ranks.data_rank, ranks.data_size, rows_for(config, ranks.device))
-        validation = corpus.loader("valid", *place) if config.logging.validates else None
+        validation = {split: corpus.loader(split, *place) for split in validated_splits(config)}
         loader, level = corpus.loader("train", *place), corpus.unigram_loss if first else 0.0
         remarks = [*verified, *corpus.remarks, *(corpus.split_remarks() if first else ())]
-        data = Data(corpus, loader, validation, level, remarks)
+        data = Data(corpus, loader, validation, level, corpus.validation_gap if first else None, remarks)
         return data, corpus.description | contents_of_files(setup) if ranks.world_size > 1 else {}
 
     data, own = agree(open_here)
@@ -211,7 +213,7 @@ def open_folder(setup: Setup, data: Data, stack: ExitStack) -> list[str]:
     """Open the `--save` folder on rank 0 until `stack` ends; return lines about it for the user. A collective call."""
     (folder, load), home = setup.config.checkpoint.folders, None
     if folder and setup.ranks.rank == 0:
-        home = RunFolder(folder, setup.config, data.corpus.tokenizer, data.level)
+        home = RunFolder(folder, setup.config, data.corpus.tokenizer, data.level, data.gap)
     agree(lambda: stack.enter_context(home or nullcontext()))
     return [*find_unshared(folder, load is not None, setup.ranks), *(home.remarks if home else ())]
 

@@ -188,6 +188,12 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = option(
         None, "the same for validation, with --train-data-path", nargs="+", metavar="[WEIGHT] P"
     )
+    other_data_path: tuple[str, ...] | None = option(
+        None,
+        "the same for text of another kind, whose losses (other_lm_loss, …) each validation logs beside its own",
+        nargs="+",
+        metavar="[WEIGHT] P",
+    )
     vocab_file: str | None = option(
         None, "WordPiece vocabulary, one piece per line (default: where the manifest of the data says)", metavar="FILE"
     )
@@ -222,7 +228,7 @@ class DataConfig:
         return any(path is not None for path in (self.data_path, self.train_data_path, self.valid_data_path))
 
     def __post_init__(self) -> None:
-        for name in ("data_path", "train_data_path", "valid_data_path"):
+        for name in ("data_path", "train_data_path", "valid_data_path", "other_data_path"):
             words = getattr(self, name)
             if words is not None:  # a string for one prefix, a list from JSON and YAML
                 object.__setattr__(self, name, (words,) if isinstance(words, str) else tuple(map(str, words)))

@@ -273,6 +273,7 @@ def idle_settings(config: Config) -> dict[str, str]:
             ),
         ),
         (config.optimizer.lr_decay_style == "constant", "with --lr-decay-style constant", ("min_lr",)),
+        (not config.logging.validates, "without validation (--eval-interval 0)", ("other_data_path",)),
         (not config.logging.profile, "without --profile", ("profile_step_start", "profile_step_end")),
     )
     return {name: reason for idle, reason, names in reversed(conditions) if idle for name in names}
@@ -287,8 +288,8 @@ NOT_OF_THE_RESULT = {
 
 
 PLACES = {
-    *("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_model", "deepspeed_config"),
-    *("index_cache_dir", "tensorboard_dir"),
+    *("data_path", "train_data_path", "valid_data_path", "other_data_path", "vocab_file", "tokenizer_model"),
+    *("deepspeed_config", "index_cache_dir", "tensorboard_dir"),
 }
 """Settings that name files or folders, which may lie elsewhere on another host. A run's own folder is one for all."""
 

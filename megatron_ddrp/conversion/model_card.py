@@ -42,6 +42,8 @@ from megatron_ddrp.run.metrics import MetricsRow, read_rows
 
 MEASURES = ("loss", "accuracy", "perplexity")
 """Suffixes of the names of the metrics on the card."""
+HELD_OUT = ("valid_", "other_")
+"""Beginnings of the names of metrics that validations log."""
 LINE = 100
 """Largest number of characters per line of the command."""
 MOST_FILES = 5
@@ -100,7 +102,7 @@ def losses(run: Path, iteration: int) -> Table | None:
     """Return the last values of training and validation up to a step, as logged in metrics.jsonl."""
     rows = [row for row in read_rows(run, tell=lambda _: None) if row["iteration"] <= iteration]
     columns = []
-    for label, prefix in (("training", ""), ("validation", "valid_")):
+    for label, prefix in zip(("training", "validation", "other text"), ("", *HELD_OUT), strict=True):
         logged = [(row["iteration"], _measures(row, prefix)) for row in rows]
         columns += [(f"{label}, step {step:,}", found) for step, found in logged if found][-1:]
     if not columns:
@@ -114,7 +116,7 @@ def losses(run: Path, iteration: int) -> Table | None:
 def _measures(row: MetricsRow, prefix: str) -> dict[str, float | None]:
     """Return the losses and accuracies of a row whose names begin with `prefix`, without the prefix."""
     own = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
-    return {key: value for key, value in own.items() if key.endswith(MEASURES) and not key.startswith("valid_")}
+    return {key: value for key, value in own.items() if key.endswith(MEASURES) and not key.startswith(HELD_OUT)}
 
 
 def command(config: Config) -> list[str]:

@@ -208,13 +208,13 @@ class NoteTaking:
 
 
 def evaluate(
-    engine: Any, steps: Iterable[list[Batch]], setup: Setup, notes: NoteDictionary | None = None
+    engine: Any, steps: Iterable[list[Batch]], setup: Setup, notes: NoteDictionary | None = None, split: str = "valid"
 ) -> dict[str, float]:
     """Return losses over some global batches of held-out text, without dropout; notes are read but not made.
 
     `valid_lm_loss` is in nats per predicted token, the generator's under ELECTRA. The objective's other terms follow.
     With `--log-similarity`, so do `token_similarity`, f(S), and `head_similarity`, f(H), of the masked text (eq. 15,
-    16).
+    16). With another `split`, its name stands before the names of losses and of similarities.
     """
     measured: dict[str, Any] = {"tcd_weight": 0.0, "hcd_weight": 0.0}
     if setup.config.logging.log_similarity:  # over all tokens and heads, TCD and HCD are f(S) and f(H)
@@ -238,8 +238,9 @@ def evaluate(
     all_counted = sum_over_ranks(torch.from_numpy(counted * ranks.reports_losses).to(ranks.device)).tolist()
     names = (*objective.sum_names, *objective.counts)
     losses = losses_of(dict(zip(names, (*sums, *all_counted), strict=True)), objective)
-    similarities = {term.name: term.similarity for term in objective.terms if term.similarity}
-    return {similarities.get(name, f"valid_{name}"): value for name, value in losses.items() if name != "loss"}
+    prefix = "" if split == "valid" else f"{split}_"
+    similarities = {term.name: prefix + term.similarity for term in objective.terms if term.similarity}
+    return {similarities.get(name, f"{split}_{name}"): value for name, value in losses.items() if name != "loss"}
 
 
 def _evaluate_whole(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:

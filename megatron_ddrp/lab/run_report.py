@@ -133,13 +133,14 @@ def logged_panels(panels: Iterable[Curve], runs: Mapping[str, MetricsRows]) -> l
 def learning_panels(runs: Mapping[str, MetricsRows]) -> list[Curve]:
     """Return the panels below the loss: the logged ones of `LEARNING`, and one for each column of another name.
 
-    Such columns come from callbacks and from the terms of other objectives; their names are their labels.
+    Such columns come from callbacks, other text and the terms of other objectives; their names are their labels.
     """
     known = [LOSS, *LEARNING, *SPEED]
     taken = {key for panel in known for key in (panel.training, panel.validation)} | _WITHOUT_PANEL
     logged = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
     others = dict.fromkeys(key.removeprefix("valid_") for key in logged if key not in taken)
-    return logged_panels([*LEARNING, *(Curve(name, name, f"valid_{name}") for name in others)], runs)
+    own = [Curve(key, None, key) if key.startswith("other_") else Curve(key, key, f"valid_{key}") for key in others]
+    return logged_panels([*LEARNING, *own], runs)
 
 
 def loss_panel(runs: Mapping[str, MetricsRows]) -> Curve:

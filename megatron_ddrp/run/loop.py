@@ -35,6 +35,9 @@ from megatron_ddrp.run.log import Clock, MetricsLog, progress_line, similarities
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 """glibc's numbers for `mallopt(3)`."""
 
+VALIDATED = {"valid": "validation", "other": "other text"}
+"""Split that validations read → its name on the terminal; the split's losses begin with its key."""
+
 NEVER = 2**31 - 1
 GROWTH = 64 * 2**20
 SMALL = 64 * 2**10
@@ -123,12 +126,13 @@ class TrainingRun:
     notes: NoteDictionary | None
 
     def steps(
-        self, loader: BatchLoader, validation: BatchLoader | None, progress: Progress, requests: StopRequests
+        self, loader: BatchLoader, validation: Mapping[str, BatchLoader], progress: Progress, requests: StopRequests
     ) -> tuple[Progress, int]:
         """Train from `progress` to the last step, `--exit-interval` or a request to stop.
 
-        Return the progress and the request's code, 0 without one. If numbers are read late (on GPUs), a step is
-        finished after the next one was launched, and a request takes effect one step later.
+        `validation` has the loaders of the splits that validations read. Return the progress and the request's code, 0
+        without one. If numbers are read late (on GPUs), a step is finished after the next one was launched, and a
+        request takes effect one step later.
         """
         setup, config, ranks, begin = self.setup, self.setup.config, self.setup.ranks, progress
         clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(setup))
@@ -165,7 +169,7 @@ class TrainingRun:
                 if waiting is not None:
                     earlier, requested = waiting
                     progress, request = finish(earlier), int(requested.read())
-                pauses = self.pauses_after(launched.step, validation is not None) or profile.is_bound(launched.step)
+                pauses = self.pauses_after(launched.step, bool(validation)) or profile.is_bound(launched.step)
                 if late and not request and not pauses and not launched.fault:
                     waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
                     continue
@@ -249,15 +253,17 @@ class TrainingRun:
         labels, iteration = self.setup.objective.labels, row["iteration"]
         self.log.say(progress_line(row, labels, self.setup.config.training.train_iters, clock.eta(iteration)))
 
-    def validate(self, loader: BatchLoader, progress: Progress) -> None:
-        """Log the validation losses; samples, masks and draws are the same each time and for every `--seed`."""
-        config = self.setup.config
-        steps = validation_steps(config.logging.eval_iters, len(loader.samples), loader.global_batch_size)
-        with closing(iterate(loader, 0, steps)) as stream:  # its thread ends here even if this fails
-            losses = evaluate(self.engine, stream, self.setup, self.notes)
-        self.log.write({"iteration": progress.iteration, **losses}, "on_validation")
-        labels = self.setup.objective.labels
-        line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
+    def validate(self, loaders: Mapping[str, BatchLoader], progress: Progress) -> None:
+        """Log the losses on each split; samples, masks and draws are the same each time and for every `--seed`."""
+        config, labels = self.setup.config, self.setup.objective.labels
+        row: dict[str, float] = {"iteration": progress.iteration}
+        for split, loader in loaders.items():
+            steps = validation_steps(config.logging.eval_iters, len(loader.samples), loader.global_batch_size)
+            with closing(iterate(loader, 0, steps)) as stream:  # its thread ends here even if this fails
+                row |= evaluate(self.engine, stream, self.setup, self.notes, split)
+        self.log.write(row, "on_validation")
+        texts = [f"{VALIDATED[split]} {terms(row, labels, 4, f'{split}_')}" for split in loaders]
+        line = f"{' | '.join(texts)}{similarities(row)}"
         self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
     def save(self, folder: Path, progress: Progress, since: int, must: bool) -> int:

@@ -166,7 +166,7 @@ class MetricsFile:
 
 
 UNIGRAM = "unigram.json"
-"""File of the level in a run's folder."""
+"""File of the unigram level and the validation gap in a run's folder."""
 BELOW = 1.0
 """Nats below the unigram level at which a run has left the plateau. Models without positions gain up to 0.7."""
 WINDOW = 200_000
@@ -209,15 +209,25 @@ def curve_of(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
     return [(tokens, loss) for tokens, loss in found if None not in (tokens, loss) and math.isfinite(loss)]
 
 
-def store_level(folder: Path, level: float) -> None:
-    """Write the unigram level into a run's folder."""
-    write_text(folder / UNIGRAM, f'{{"unigram_loss": {level:.5f}}}\n')
+def store_level(folder: Path, level: float, gap: float | None = None) -> None:
+    """Write the unigram level and the validation gap (`stored_gap`) into a run's folder."""
+    of_gap = "" if gap is None else f', "validation_gap": {gap:.5f}'
+    write_text(folder / UNIGRAM, f'{{"unigram_loss": {level:.5f}{of_gap}}}\n')
 
 
 def stored_level(folder: Path) -> float | None:
     """Return the unigram level in a run's folder; None if an earlier version wrote the folder."""
     path = folder / UNIGRAM
     return float(read_json(path)["unigram_loss"]) if path.is_file() else None
+
+
+def stored_gap(folder: Path) -> float | None:
+    """Return by how many nats per piece a run's validation text is off its training text; None if it was not measured.
+
+    `split_shift` in `data/batches/word_counts.py` says how it is measured.
+    """
+    path = folder / UNIGRAM
+    return read_json(path).get("validation_gap") if path.is_file() else None
 
 
 _ABOVE, _ON, _LEFT = range(3)

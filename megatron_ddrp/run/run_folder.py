@@ -95,8 +95,10 @@ def find_unshared(folder: Path | None, resumes: bool, ranks: Ranks) -> list[str]
 class RunFolder:
     """The `--save` folder, locked by this process; a context manager. Only rank 0 has one."""
 
-    def __init__(self, path: Path, config: Config, tokenizer: Tokenizer, unigram_loss: float) -> None:
-        self.path, self._config, self._tokenizer, self._unigram_loss = path, config, tokenizer, unigram_loss
+    def __init__(
+        self, path: Path, config: Config, tokenizer: Tokenizer, unigram_loss: float, gap: float | None = None
+    ) -> None:
+        self.path, self._config, self._tokenizer, self._of_text = path, config, tokenizer, (unigram_loss, gap)
         self._plugins = [(path.name, path.read_bytes()) for path in sorted(plugin_files())]
         self.remarks: list[str] = []
         """Lines for the user about the folder."""
@@ -108,7 +110,7 @@ class RunFolder:
             self._held.enter_context(sole_writer(self.path))
             forget_exit_code(self.path)
             save_config(self._config, self.path)
-            store_level(self.path, self._unigram_loss)
+            store_level(self.path, *self._of_text)
             self._tokenizer.save(self.path / TOKENIZER)
             self._keep_plugins()
         return self

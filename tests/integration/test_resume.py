@@ -23,6 +23,7 @@ from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, n
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.run import loop
+from megatron_ddrp.run.metrics import stored_gap
 from tests.conftest import TinyCorpus
 from tests.integration.launch import Hold, Result, armed, lines, read_rows, run_program, start_ranks, training_rows
 from tests.integration.test_bad_input import assert_refused, contents
@@ -420,10 +421,14 @@ def second(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) ->
     return str(preprocess(config).prefixes[0])
 
 
+KINDS = ("valid", "other")
+
+
 def blend(flags: Flags, first: object, second: str, **changes: object) -> list[str]:
     """A run whose training data are two parts of the first corpus to one of the second."""
     own = flags(data_path=None, split=None, eval_interval=4, eval_iters=2, packing=True, masking="ngram", **changes)
-    return [*own, "--train-data-path", "2", str(first), "1", second, "--valid-data-path", second]
+    held_out = (f"--{name}-data-path={second}" for name in KINDS)
+    return [*own, "--train-data-path", "2", str(first), "1", second, *held_out]
 
 
 def test_a_resumed_blend_is_the_run_never_stopped(
@@ -437,6 +442,7 @@ def test_a_resumed_blend_is_the_run_never_stopped(
     assert training_rows(tmp_path / "resumed") == training_rows(tmp_path / "whole")
     validations = [[row for row in read_rows(tmp_path / f) if "valid_lm_loss" in row] for f in ("whole", "resumed")]
     assert validations[0] == validations[1] and len(validations[0]) == 2
+    assert all(row["other_lm_loss"] == row["valid_lm_loss"] for row in validations[0])
 
 
 @pytest.mark.slow
@@ -455,3 +461,4 @@ def test_one_rank_tells_of_validation_of_another_kind(prose_then_code: str, flag
     result = start_ranks(flags(data_path=prose_then_code, save=tmp_path, train_iters=1, **validated), 2).check()
     told = f"{prose_then_code}: the validation text is of another kind than the training text"
     assert [text.count(told) for text in result.stdout] == [1, 0]
+    assert f"off by {stored_gap(tmp_path):.2f} nats" in result.stdout[0]

@@ -60,6 +60,22 @@ def test_validation_has_its_own_seed_and_leaves_dropout_on(
     assert len(validated) == 4 and {seed for seed, _ in validated} == {VALIDATION_SEED} and len(set(validated)) == 1
 
 
+def test_other_text_is_evaluated_as_validation_text_is_and_changes_no_step(train: Train, prose_then_code: str) -> None:
+    def rows_of(**changes: Any) -> list[dict[str, float]]:
+        rows = train(eval_interval=2, eval_iters=2, hidden_dropout=0.1, log_similarity=True, **changes).rows
+        timed = ("step_time", "tokens_per_second", "peak_memory_gib")
+        return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+
+    alone, beside = rows_of(), rows_of(other_data_path=prose_then_code)
+    other = [{name: row.pop(name) for name in [*row] if name.startswith("other_")} for row in beside]
+    assert beside == alone and [bool(row) for row in other] == [False, False, True] * 2
+    apart = {"data_path": None, "split": None, "train_data_path": prose_then_code, "valid_data_path": prose_then_code}
+    still, valid = (rows_of(**data, lr=0.0)[-1] for data in ({"other_data_path": prose_then_code}, apart))
+    assert {f"other_{name.removeprefix('valid_')}": valid[name] for name in valid if name != "iteration"} == {
+        name: value for name, value in still.items() if name.startswith("other_")
+    }
+
+
 def test_a_resumed_run_goes_on_with_the_draws_of_its_next_step(
     train: Train, draws: list[tuple[int, int]], tmp_path: Path
 ) -> None:

@@ -230,6 +230,24 @@ def test_exclusive_flags_and_a_prefix_as_a_string(tiny_corpus):
         assert Config.from_dict(json.loads(json.dumps(each.to_dict()))) == each
 
 
+def test_other_data_are_taken_whole_and_opened_only_by_a_run_that_validates(parts, tiny_corpus):
+    def opened(other, **changes):
+        data = {"data_path": parts["a"], "other_data_path": other}
+        return Corpus.open(make_config(tiny_corpus, data=data, **changes))
+
+    corpus = opened(("1", parts["b"], "1", parts["a"]))
+    assert [part.num_documents for part in corpus.samples("other").parts] == [70, 350]
+    assert corpus.samples("valid").parts[0].num_documents == 18, "a twentieth of 350"
+    assert corpus.summary(corpus.samples("train"), 32).splitlines()[-1].startswith("  other-text: ")
+    assert [*corpus.description][1:] == ["the training data", "the validation data", "the other-text data"]
+    [line] = corpus.split_remarks()
+    assert line.startswith(f"{parts['a']}: both training and validation data")
+    told = str(refused("split is empty", opened(parts["short"]).loader, "other", 0, 1))
+    assert told.startswith("the other-text split is empty") and told.endswith(", or leave --other-data-path out")
+    idle = opened(parts["b"]).config.replace(logging={"eval_interval": 0})
+    assert set(Corpus.open(idle).sources) == {parts["a"]}
+
+
 def test_what_is_missing_is_named(parts, tiny_corpus):
     def opened(**data):
         return Corpus.open(make_config(tiny_corpus, data=data))

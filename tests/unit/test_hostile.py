@@ -316,6 +316,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("preprocess", "tokenizer_model"): {"tokenizer_type": "HuggingFace", "vocab_file": None},
     ("pretrain", "train_data_path"): {"data_path": None, "split": None, "valid_data_path": "no-such"},
     ("pretrain", "valid_data_path"): {"data_path": None, "split": None, "train_data_path": "corpus"},
+    ("pretrain", "other_data_path"): {"eval_interval": 1},
     ("pretrain", "tokenizer_model"): {"tokenizer_type": "HuggingFace", "vocab_file": None},
     ("pretrain", "index_cache_dir"): {"notes": True},
     ("dataset inspect", "tokenizer_model"): {"tokenizer_type": "HuggingFace"},

@@ -29,6 +29,8 @@ from megatron_ddrp.run.metrics import (
     curve_of,
     onset,
     read_rows,
+    store_level,
+    stored_gap,
     stored_level,
 )
 from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS, Score, curves_of, draw_learning_curves
@@ -410,6 +412,14 @@ def test_a_line_that_nobody_reads_ends_no_run(monkeypatch):
             watch.on_step(row)
         with pytest.raises(BrokenPipeError):
             print("the next line of the run, which says what to do then", flush=True)
+
+
+def test_a_folder_of_an_earlier_version_has_no_level_and_no_gap(tmp_path):
+    assert stored_level(tmp_path) is stored_gap(tmp_path) is None
+    store_level(tmp_path, 6.5)
+    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, None)
+    store_level(tmp_path, 6.5, -0.01)
+    assert (stored_level(tmp_path), stored_gap(tmp_path)) == (6.5, -0.01)
 
 
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)

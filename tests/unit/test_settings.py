@@ -127,6 +127,7 @@ def remarks(words: str) -> tuple[str, ...]:
         ("--notes-window 8", "--notes-window 8 (without --notes)"),
         ("--index-cache-dir counts", "--index-cache-dir counts (without --notes)"),
         ("--lr-decay-style constant --min-lr 1e-5", "--min-lr 1e-05 (with --lr-decay-style constant)"),
+        ("--eval-interval 0 --other-data-path P", "--other-data-path P (without validation (--eval-interval 0))"),
         ("--profile-step-start 3", "--profile-step-start 3 (without --profile)"),
     ],
 )

@@ -412,16 +412,24 @@ def entropy(counts: Ints) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
+def split_shift(training: SampleIndex, validation: SampleIndex) -> float | None:
+    """Return the shift of a dataset's validation part from its training part in nats per piece; None for a few texts.
+
+    From `MIN_SHIFT` on the validation loss is one on another kind of text than the training text.
+    """
+    if min(len(training), validation.num_documents - validation.num_dropped_documents) < MIN_DOCUMENTS:
+        return None
+    return shift_of(validation, 0, len(validation), training)
+
+
 def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
     """Return a line for the user if the validation part of a dataset is of another kind than its training part.
 
     `--split` divides documents in order, so the validation text may be of another kind than the training text, or a
     part of it.
     """
-    if min(len(training), validation.num_documents - validation.num_dropped_documents) < MIN_DOCUMENTS:
-        return None
-    shift = shift_of(validation, 0, len(validation), training)
-    if shift < MIN_SHIFT or shift < MIN_RATIO * (usual := usual_shift(training, len(validation))):
+    shift = split_shift(training, validation)
+    if shift is None or shift < MIN_SHIFT or shift < MIN_RATIO * (usual := usual_shift(training, len(validation))):
         return None
     return (
         f"{training.prefix}: the validation text is of another kind than the training text (its piece frequencies are "

@@ -21,7 +21,7 @@ METRICS = [
     {"iteration": 1, "loss": 9.0, "lm_loss": 8.0, "lr": 1e-4},
     {"iteration": 2, "valid_lm_loss": 7.5},
     {"iteration": 3, "loss": 6.25, "lm_loss": 5.5, "tcd_loss": 0.75, "lm_accuracy": 0.125, "lr": 1e-4},
-    {"iteration": 3, "valid_lm_loss": 5.25, "valid_lm_accuracy": 0.5},
+    {"iteration": 3, "valid_lm_loss": 5.25, "valid_lm_accuracy": 0.5, "other_lm_loss": 6.75},
     {"iteration": 4, "loss": 1.0, "lm_loss": 1.0},
 ]
 
@@ -98,9 +98,9 @@ def test_the_card_tells_data_losses_settings_and_command(run, tmp_path):
         "which the command needs as `--load`."
     )
     assert steps in lines
-    assert "| metric | training, step 3 | validation, step 3 |" in lines
-    assert "| lm_loss | 5.5000 | 5.2500 |" in lines and "| lm_accuracy | 0.1250 | 0.5000 |" in lines
-    assert "| tcd_loss | 0.7500 |  |" in lines
+    assert "| metric | training, step 3 | validation, step 3 | other text, step 3 |" in lines
+    assert "| lm_loss | 5.5000 | 5.2500 | 6.7500 |" in lines and "| lm_accuracy | 0.1250 | 0.5000 |  |" in lines
+    assert "| tcd_loss | 0.7500 |  |  |" in lines
     assert "| ranks | 4 |" in lines and any(line.startswith("| learning rate | 0.0003, ") for line in lines)
     again = replayed(card)
     assert again.data.data_path == ("3", "wiki_text_document", "1", "gone_text_document")

@@ -366,12 +366,16 @@ def test_a_few_documents_are_not_judged(tmp_path, documents, told):
 def test_a_corpus_tells_it_for_each_dataset_that_split_divides(prose_then_code, tiny_corpus):
     def remarks(logging=None, **data):
         config = Config().replace(data=data, model={"seq_length": 48}, logging=logging or {})
-        return Corpus.open(config).split_remarks()
+        corpus = Corpus.open(config)
+        gaps.append(corpus.validation_gap)
+        return corpus.split_remarks()
 
+    gaps = []
     line, shared = remarks(data_path=("1", str(tiny_corpus.prefix), "3", prose_then_code))
-    assert line.startswith(f"{prose_then_code}: the validation text")
+    assert line.startswith(f"{prose_then_code}: the validation text") and f"off by {gaps[0]:.2f} nats" in line
     assert "1 input files (corpus.jsonl) is also in" in shared and "--split divides each on its own" in shared
     assert remarks(data_path=(prose_then_code,), logging={"eval_interval": 0}) == []
     assert remarks(data_path=(prose_then_code,), logging={"eval_iters": 0}) == []
     (line,) = remarks(train_data_path=(str(tiny_corpus.prefix),), valid_data_path=(prose_then_code,), split=None)
+    assert gaps[1:] == [None] * 3
     assert line.startswith(f"{prose_then_code}: 1 of its 2 input files (corpus.jsonl) is also in {tiny_corpus.prefix}")
