@@ -18,6 +18,9 @@ from megatron_ddrp.pages.markdown import Table
 
 TRAINING_LOSS = "training masked-LM loss"
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
+LIKE_LOSS, OTHER_LOSS = "masked-LM loss on like text", "masked-LM loss on other text"
+LOSSES = (LIKE_LOSS, OTHER_LOSS, LOSS)
+"""Losses on text of the training text's kind, on text of another kind, and on validation text of an unknown kind."""
 ONSET = "onset"
 """Tokens until a run left the plateau (`run/metrics.py`); of a run that did not, all of its tokens."""
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
@@ -46,9 +49,9 @@ INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
 """Measures of the tables about the inside of the models; all others are scores."""
 NO_MEASURES = (TOKENS, STEP_SECONDS)
 """Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
-SMALLER_IS_BETTER = (LOSS, ONSET, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
+SMALLER_IS_BETTER = (*LOSSES, ONSET, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
 _SHOWN = {
-    **dict.fromkeys((LOSS, TRAINING_LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
+    **dict.fromkeys((*LOSSES, TRAINING_LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
     **dict.fromkeys(DIRECTION, (1, 3)),
     "effective rank": (1, 1),
     ONSET: (1e-6, 2),
@@ -74,7 +77,7 @@ def factor_of(measure: str) -> float:
 
 def unit_of(measure: str) -> str:
     """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
-    units = {LOSS: " [nats]", TRAINING_LOSS: " [nats]", ONSET: " [million tokens]"}
+    units = {**dict.fromkeys((*LOSSES, TRAINING_LOSS), " [nats]"), ONSET: " [million tokens]"}
     return units.get(measure, " [points]" if factor_of(measure) == 100 else "")
 
 

@@ -62,6 +62,8 @@ class Replacements(Section):
     )
     data_path: tuple[str, ...] | None = option(None, "corpus.data_path: indexed datasets", nargs="+", metavar="P")
     vocab_file: str | None = option(None, "corpus.vocab_file", metavar="FILE")
+    other: tuple[str, ...] | None = option(None, "corpus.other: texts of another kind", nargs="+", metavar="FILE")
+    other_data_path: tuple[str, ...] | None = option(None, "corpus.other_data_path", nargs="+", metavar="P")
     glue: bool = option(True, "with --no-glue: leave GLUE out")
     glue_dir: str | None = option(None, "glue.data_dir: GLUE's folder", metavar="DIR")
     minimal_pairs: bool = option(True, "with --no-minimal-pairs: leave minimal pairs out")
@@ -85,6 +87,8 @@ class Replacements(Section):
             "corpus.input": self.input and list(self.input),
             "corpus.data_path": self.data_path and list(self.data_path),
             "corpus.vocab_file": self.vocab_file,
+            "corpus.other": self.other and list(self.other),
+            "corpus.other_data_path": self.other_data_path and list(self.other_data_path),
             "glue.data_dir": self.glue_dir,
             "minimal_pairs.data_dir": self.minimal_pairs_dir,
             "workers": self.workers,

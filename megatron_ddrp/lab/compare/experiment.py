@@ -475,15 +475,15 @@ def plan_experiment(options: argparse.Namespace) -> Experiment:
 
 def check_texts(plan: ComparisonPlan) -> None:
     """Raise `UserError` for texts of a plan that exist, but that its jobs would refuse, each in its log."""
-    files = find_inputs(name for name in plan.corpus.input if os.path.exists(name))
-    texts, advice = f"{plan.file}: corpus.input", "give --input FILE…"
-    for file in files:
-        if file.is_stream:
-            raise UserError(
-                f"{texts}: {file.path}: a pipe or a device, but jobs read texts twice; {advice}", WRONG_ARGUMENTS
-            )
-    if files and not any(os.path.getsize(file.path) for file in files):
-        raise UserError(f"{texts}: {files[0].path}: empty; {advice}", WRONG_ARGUMENTS)
+    for key, given in (("input", plan.corpus.input), ("other", plan.corpus.other)):
+        files = find_inputs(name for name in given if os.path.exists(name))
+        where, advice = f"{plan.file}: corpus.{key}", f"give --{key} FILE…"
+        for file in files:
+            if file.is_stream:
+                fault = "a pipe or a device, but jobs read texts twice"
+                raise UserError(f"{where}: {file.path}: {fault}; {advice}", WRONG_ARGUMENTS)
+        if files and not any(os.path.getsize(file.path) for file in files):
+            raise UserError(f"{where}: {files[0].path}: empty; {advice}", WRONG_ARGUMENTS)
 
 
 def _remarks(experiment: Experiment) -> list[str]:
@@ -497,7 +497,7 @@ def _data_remarks(experiment: Experiment) -> list[str]:
     """Return what the missing runs will say about the division of their data, each line once."""
     by_data = {run.config.data: run.config for run in experiment.missing_runs}
     lines = [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
-    remedy = "; in a plan: shuffle: true under corpus" * bool(experiment.plan.corpus.input)
+    remedy = "; in a plan: shuffle: true under corpus" * (experiment.plan.corpus.shuffle is False)
     return [line + remedy for line in lines]
 
 

@@ -33,7 +33,7 @@ from megatron_ddrp.lab.compare.runs import (
     open_corpus,
 )
 from megatron_ddrp.model import count_parameters, on_meta_device
-from megatron_ddrp.run.metrics import read_rows, stored_level
+from megatron_ddrp.run.metrics import read_rows, stored_gap, stored_level
 from megatron_ddrp.tasks.finetune.command import OWN_TASKS
 from megatron_ddrp.tasks.finetune.runs import RUNS, Cell, Items, RunStore, best_cells
 from megatron_ddrp.tasks.glue import GLUE as GLUE_SUITE
@@ -47,6 +47,7 @@ from megatron_ddrp.tasks.statistics import (
     HEAD_SIMILARITY,
     LOSS,
     MINIMAL_PAIRS,
+    OTHER_LOSS,
     SPACE,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
@@ -234,6 +235,10 @@ WARM_UP = 0.1
 """Share of a run's first steps whose times are left out, because memory, caches and compilers warm up."""
 
 
+VALIDATED = {LOSS: "valid_lm_loss", OTHER_LOSS: "other_lm_loss"}
+"""Loss → its key in metrics.jsonl."""
+
+
 class Recording:
     """Results of the finished jobs of a run."""
 
@@ -246,12 +251,12 @@ class Recording:
         rows = read_rows(run.folder)
         self._consumed = {0: 0} | {row["iteration"]: row["consumed_tokens"] for row in rows if "consumed_tokens" in row}
         self.tokens = max(self._consumed.values())
-        losses = [row["valid_lm_loss"] for row in rows if "valid_lm_loss" in row]
         times = [row["step_time"] for row in rows if row["iteration"] > WARM_UP * run.steps and "step_time" in row]
-        self.values |= {LOSS: losses[-1]} if losses else {}
+        for row in rows:
+            self.values |= {name: row[key] for name, key in VALIDATED.items() if key in row}
         self.values |= {STEP_SECONDS: statistics.median(times)} if times else {}
         self.values[TOKENS] = float(self.tokens)
-        for name, key in ((TRAINING_LOSS, "lm_loss"), (LOSS, "valid_lm_loss")):
+        for name, key in ((TRAINING_LOSS, "lm_loss"), *VALIDATED.items()):
             self.add_curve(name, [(row["iteration"], row[key]) for row in rows if row.get(key)])
 
     def add_curve(self, measure: str, by_step: Sequence[tuple[float, float]]) -> None:
@@ -299,6 +304,7 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
         "seconds": sum(finished[name]["seconds"] for name in jobs),
         "tokens": found.tokens,
         "unigram_loss": stored_level(run.folder) or 0.0,
+        **({} if (gap := stored_gap(run.folder)) is None else {"validation_gap": gap}),
         "values": {
             name: None if value is None or not np.isfinite(value) else value for name, value in found.values.items()
         },

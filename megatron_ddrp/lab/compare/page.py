@@ -22,6 +22,7 @@ from megatron_ddrp.lab.compare.runs import kind_name
 from megatron_ddrp.lab.compare.tables import (
     SAME_TEXT,
     ExperimentValues,
+    basis_of,
     check_places,
     checks_of,
     checks_table,
@@ -47,6 +48,7 @@ from megatron_ddrp.tasks.statistics import (
     FALSE_DISCOVERIES,
     GLUE,
     LOSS,
+    LOSSES,
     MINIMAL_PAIRS,
     ONSET,
     TRAINING_LOSS,
@@ -220,19 +222,19 @@ def draw_onsets(results: ExperimentValues) -> Any:
 
 def draw_budgets(results: ExperimentValues) -> Any:
     """Draw the loss of every arm minus the baseline's over the budgets; None if no arm ran at two budgets."""
-    look, base = styles(results), results.baseline
-    lines = []
+    look, base, lines = styles(results), results.baseline, list[plotting.Line]()
+    loss = next((name for name in LOSSES if name in results.measures), LOSS)
     for arm in look:
         points = []
         for budget, tokens in results.budgets.items():
-            found = pair_by_seed(results.of(LOSS, arm, budget), results.of(LOSS, base, budget))
+            found = pair_by_seed(results.of(loss, arm, budget, base), results.of(loss, base, budget))
             if found and arm != base:
                 points.append((tokens, found.mean, min(found.values), max(found.values)))
         if len(points) > 1:
             lines.append(plotting.Line(points, look[arm], arm.label))
     if not lines:
         return None
-    figure = plotting.draw_curves(_panels(results, lines, "", f"{LOSS}\nminus {base.label} [nats]"), COLUMNS, SIZE)
+    figure = plotting.draw_curves(_panels(results, lines, "", f"{loss}\nminus {base.label} [nats]"), COLUMNS, SIZE)
     ticks, (size, _) = list(results.budgets.values()), unit_of_tokens(results)
     for axis in figure.axes:
         axis.set_xscale("log")
@@ -298,12 +300,13 @@ FIGURES: dict[str, tuple[Callable[[ExperimentValues], Any], str]] = {
     "curves": (
         partial(draw_over_tokens, measure=TRAINING_LOSS),
         "Training masked-LM loss: of the baseline, and of the other models minus the baseline's from the same seeds. "
-        "Below 0 is better. Lines are smoothed means over the seeds, bands reach from the lowest to the highest seed.",
+        "Below 0 is better. Lines are smoothed means over the seeds, bands reach from the lowest to the highest seed. "
+        "Models of other masking rates, dropout or rows do not compare.",
     ),
     "losses": (
         draw_losses,
         "Training masked-LM loss of every model on the largest budget. Lines are smoothed means over the seeds, bands "
-        "reach from the lowest to the highest seed.",
+        "reach from the lowest to the highest seed. Models of other masking rates, dropout or rows do not compare.",
     ),
     "onsets": (
         draw_onsets,
@@ -312,8 +315,8 @@ FIGURES: dict[str, tuple[Callable[[ExperimentValues], Any], str]] = {
     ),
     "budgets": (
         draw_budgets,
-        "Validation masked-LM loss over the budgets: minus the baseline's from the same seeds. Below 0 is better. "
-        "Lines are means over the seeds, bands reach from the lowest to the highest seed.",
+        "Masked-LM loss over the budgets, on the text that the axis names: minus the baseline's from the same seeds. "
+        "Below 0 is better. Lines are means over the seeds, bands reach from the lowest to the highest seed.",
     ),
     "glue-curve": (
         partial(draw_over_tokens, measure=GLUE),
@@ -330,7 +333,7 @@ FIGURES: dict[str, tuple[Callable[[ExperimentValues], Any], str]] = {
 
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
-GROUPS = ("", "-onset", "-glue", "-minimal-pairs", "-tasks", "-inside")
+GROUPS = ("", "-other", "-onset", "-glue", "-minimal-pairs", "-tasks", "-inside")
 """Ends of the names of tables of gains, see `group_of`."""
 SECTIONS = {
     "Claims": [f"claims{group}" for group in GROUPS],
@@ -365,11 +368,11 @@ class Page:
             for (name, claimed), group in itertools.product(by_name.items(), GROUPS):
                 own = [claim for claim in claimed if group_of(claim.measure) == group]
                 self.gains |= {name + group: judged} if (judged := gains(self.results, own)) else {}
-        self.checks = {
-            check: gains(check, [claim for claim in model_claims(check) if claim.measure == LOSS])
-            for check in checks_of(runs)
-        }
-        """Side experiment → its gains by the loss, judged together."""
+        self.checks: dict[ExperimentValues, list[Gain]] = {}
+        """Side experiment → its gains by each loss, those of one loss judged together."""
+        for check in checks_of(runs):
+            by_loss = ([one for one in model_claims(check) if one.measure == loss] for loss in LOSSES)
+            self.checks[check] = [gain for claimed in by_loss for gain in gains(check, claimed)]
 
     @cached_property
     def tables(self) -> dict[str, list[Table]]:
@@ -462,20 +465,21 @@ class Page:
 
     def numbers(self) -> dict[str, Any]:
         """Return the content of results.json."""
-        found = [("", gain) for own in self.gains.values() for gain in own]
-        found += [(check.check, gain) for check, own in self.checks.items() for gain in own]
+        found = [(self.results, gain) for own in self.gains.values() for gain in own]
+        found += [(check, gain) for check, own in self.checks.items() for gain in own]
         return {
             "gains": [
                 {
-                    "check": check,
+                    "check": results.check,
                     "claim": gain.text,
                     "measure": gain.measure,
+                    "measured_on": basis_of(results, gain.measure),
                     "paper": gain.paper,
                     "budget": gain.budget,
                 }
                 | gain.as_json()
                 | {"first": gain.first.label, "second": gain.second.label}
-                for check, gain in found
+                for results, gain in found
             ],
             "values": [
                 {"check": results.check, "budget": budget, "model": arm.label, "measure": measure, "by_seed": by_seed}

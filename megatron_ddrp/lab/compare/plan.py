@@ -41,7 +41,7 @@ DECIDED = {
     "seeds": ("seed",),
     "--output-dir": ("save", "load"),
     "checkpoints": ("save_interval", "keep_last"),
-    "corpus": ("data_path", "train_data_path", "valid_data_path", "vocab_file", "tokenizer_type"),
+    "corpus": ("data_path", "train_data_path", "valid_data_path", "other_data_path", "vocab_file", "tokenizer_type"),
 }
 """Key of a plan → the flags of `megatron-ddrp pretrain` that it determines and that a plan must not have."""
 
@@ -201,9 +201,15 @@ class CorpusPlan:
         "BertWordPieceLowerCase", "tokenizer", choices=("BertWordPieceLowerCase", "BertWordPieceCase")
     )
     workers: int = option(1, "processes of megatron-ddrp preprocess", within=COUNT)
-    shuffle: bool = option(False, "documents of the texts in a random order, so that validation has each kind of text")
+    shuffle: bool | None = option(None, "documents of the texts in a random order (default: true, with texts)")
+    other: tuple[str, ...] = option((), "texts of another kind, on which each run is evaluated too", distinct=True)
+    other_data_path: tuple[str, ...] = option((), "prefixes of indexed datasets of such text")
 
     def __post_init__(self) -> None:
+        if self.shuffle is None and self.input:
+            object.__setattr__(self, "shuffle", True)
+        if self.other and self.other_data_path:
+            refuse("expected other (texts) or other_data_path (prefixes of indexed datasets), not both")
         if self.shuffle and not self.input:
             refuse("shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuffle")
         if bool(self.input) == bool(self.data_path):

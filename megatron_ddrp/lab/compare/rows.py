@@ -16,12 +16,15 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
+from megatron_ddrp.config import OBJECTIVES, concerns
+from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.data.atomic import write_bytes
+from megatron_ddrp.data.batches.word_counts import MIN_SHIFT
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import Name, misfit, reading
 from megatron_ddrp.run.metrics import is_past, onset
 from megatron_ddrp.tasks.jobs import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.statistics import LOSS, ONSET, TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import LIKE_LOSS, LOSS, ONSET, OTHER_LOSS, TRAINING_LOSS
 
 Count = Annotated[int, "[0, 1e15)"]
 Number = Annotated[float, "[-1e15, 1e15)"]
@@ -111,6 +114,8 @@ class RunRow:
     """Number of jobs that shared the machine."""
     unigram_loss: Amount = 0.0
     """Unigram level of the training text in nats, from which the onset is measured."""
+    validation_gap: Value = None
+    """Nats per piece by which the validation text is off the training text (`stored_gap`); None if unknown."""
     curves: Curves = field(default_factory=dict)
     """Measure → its curve over tokens."""
     paradigms: Shares = field(default_factory=dict)
@@ -150,12 +155,12 @@ class RunRow:
             UserError: the losses differ; the line says how far, where most, and how the machines differ.
         """
         old, new = (
-            [(name, *point) for name in (TRAINING_LOSS, LOSS) for point in row.curves.get(name, ())]
+            [(name, *point) for name in (TRAINING_LOSS, LOSS, OTHER_LOSS) for point in row.curves.get(name, ())]
             for row in (self, again)
         )
         apart = [(abs(loss - first[-1]), name, at) for first, (name, at, loss) in zip(old, new, strict=False)]
         equal, total = sum(not far for far, *_ in apart), max(len(old), len(new))
-        was, now = self.values[LOSS], again.values.get(LOSS, np.nan)
+        was, now = self.validation_loss, again.validation_loss
         if equal == total and was == now:
             return f"equal to the last digit: {equal} of {total} points and the validation loss {was}"
         far, name, at = max([*apart, (abs(was - now), LOSS, again.tokens)])
@@ -167,6 +172,34 @@ class RunRow:
             f"{told or 'nothing'}; only this machine has {here or 'nothing'}; another instruction set alone gives 1e-5 "
             "(docs/lab/reproduce.md)"
         )
+
+    @cached_property
+    def validates_alike(self) -> bool:
+        """True if the validation text is known to be of the training text's kind."""
+        return self.validation_gap is not None and self.validation_gap < MIN_SHIFT
+
+    @property
+    def validation_loss(self) -> float:
+        """Loss on the validation text, whatever its kind; nan without one."""
+        name = LIKE_LOSS if self.validates_alike else OTHER_LOSS
+        return self.values.get(LOSS, self.values.get(name, np.nan))
+
+    @cached_property
+    def like_key(self) -> tuple[str, ...]:
+        """Key that two runs share if their losses on like text compare.
+
+        The head that predicts must be alike, the generator's or the encoder's, and the text, held-out or trained on.
+        Losses of training text also depend on the settings `_ALIKE`.
+        """
+        own = {name.replace("-", "_"): value for name, value in {**self.common, **self.flags}.items()}
+        alone = self.objective not in OBJECTIVES or OBJECTIVES.find(self.objective).generates
+        settings = () if self.validates_alike else (_as_text(own.get(name, _DEFAULTS[name])) for name in _ALIKE)
+        return (self.objective * alone, *settings)
+
+
+_ALIKE = ("mask_prob", "masking", "seq_length", "seq_length_phases", "packing", "hidden_dropout", "attention_dropout")
+"""Settings that must be alike where training losses are compared."""
+_DEFAULTS = {name: option.default for name, option in options_of(*concerns().values()).items()}
 
 
 _KEYS: dict[str, Any] = {
@@ -198,12 +231,38 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
             "samples": read_samples(folder, row) if folder else {},
         }
     )
+    run = replace(run, values=losses_by_text(run))
     curve: Any = run.curves.get(TRAINING_LOSS)
     # An arm at half the budget had less time to leave the plateau than the others; trained weights were never on it.
     if run.half or not run.unigram_loss or not curve or is_past(curve, run.unigram_loss):
         return run
     end = run.tokens or curve[-1][0]  # a row need not tell its tokens
     return replace(run, values={**run.values, ONSET: run.onset or end})
+
+
+def losses_by_text(run: RunRow) -> dict[str, float]:
+    """Return the values of a run, with its losses named by their text if the row has the validation gap.
+
+    If the validation text is of another kind, the loss on like text is that of the last tenth of training.
+    """
+    values, name = dict(run.values), LIKE_LOSS if run.validates_alike else OTHER_LOSS
+    if run.validation_gap is None:
+        return values
+    if LOSS in values and name not in values:
+        values[name] = values.pop(LOSS)
+    tail = None if run.validates_alike else last_tenth(run.curves.get(TRAINING_LOSS, ()))
+    return values if tail is None else {LIKE_LOSS: tail} | values
+
+
+def last_tenth(curve: Curve) -> float | None:
+    """Return the mean training loss over the last tenth of a run's tokens; None without tokens.
+
+    Each point counts by the tokens since the point before. In its first epoch a run sees all of this text for the first
+    time.
+    """
+    points = np.array([(0.0, 0.0), *curve])  # [1 + points, 2]
+    spans = np.diff(points[:, 0]) * (points[1:, 0] > 0.9 * points[-1, 0])
+    return float(spans @ points[1:, 1] / spans.sum()) if spans.sum() > 0 else None
 
 
 def samples_file(folder: Path, row: Mapping[str, Any]) -> Path:

@@ -85,6 +85,8 @@ class CorpusFiles:
     """Hash that changes with the data."""
     jobs: tuple[Job, ...]
     """Jobs that build the files; none for existing datasets."""
+    other_data_path: tuple[str, ...] = ()
+    """Datasets of `--other-data-path`; none without text of another kind."""
 
 
 def open_corpus(plan: ComparisonPlan, folder: Path) -> CorpusFiles:
@@ -92,23 +94,18 @@ def open_corpus(plan: ComparisonPlan, folder: Path) -> CorpusFiles:
 
     A corpus is existing indexed datasets, or the jobs that build one from texts.
     """
-    corpus = plan.corpus
-    if corpus.data_path:
-        assert corpus.vocab_file is not None
-        facts = [fingerprint(plan, "vocab_file", corpus.vocab_file)]
-        prefixes = read_blend(corpus.data_path, "corpus.data_path").prefixes
-        for word in corpus.data_path:
-            ends = (".bin", ".idx") if word in prefixes else ()
-            facts += [fingerprint(plan, "data_path", word + end) for end in ends] or [float(word)]
-        return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
-    inputs = [fingerprint(plan, "input", name) for name in corpus.input]
+    corpus, jobs = plan.corpus, list[Job]()
     vocabulary = fingerprint(plan, "vocab_file", corpus.vocab_file) if corpus.vocab_file else corpus.vocab_size
-    key = digest([inputs, vocabulary, corpus.tokenizer_type, *(["shuffled"] * corpus.shuffle)])
+    facts: list[Any] = [vocabulary, *_dataset_facts(plan, "data_path")]
+    if corpus.input:
+        inputs = [fingerprint(plan, "input", name) for name in corpus.input]
+        facts = [inputs, vocabulary, corpus.tokenizer_type, *(["shuffled"] * bool(corpus.shuffle))]
+    if other := [fingerprint(plan, "other", name) for name in corpus.other] + _dataset_facts(plan, "other_data_path"):
+        facts += ["other", other]
+    key = digest(facts)
     folder = folder / "corpus" / key
-    jobs: list[Job] = []
-    vocab_file = corpus.vocab_file
-    if vocab_file is None:
-        vocab_file = str(folder / "vocab.txt")
+    vocab_file = corpus.vocab_file or str(folder / "vocab.txt")
+    if corpus.vocab_size:
         case = ("--cased",) if corpus.tokenizer_type == "BertWordPieceCase" else ()
         command = (
             *("megatron-ddrp", "train-tokenizer", "--input", *corpus.input),
@@ -116,23 +113,36 @@ def open_corpus(plan: ComparisonPlan, folder: Path) -> CorpusFiles:
         )
         title = f"vocabulary of {corpus.vocab_size:,} pieces"
         jobs.append(Job("vocabulary", f"vocabulary-{key}", title, command, Path(vocab_file)))
-    prefix = folder / "corpus"
-    command = (
-        *("megatron-ddrp", "preprocess", "--input", *corpus.input, "--output-prefix", str(prefix)),
-        *("--vocab-file", vocab_file, "--tokenizer-type", corpus.tokenizer_type),
-        *("--workers", str(corpus.workers), "--overwrite"),
-    )
-    title = f"dataset of {len(corpus.input)} text{'s' * (len(corpus.input) > 1)}"
-    data_path = f"{prefix}_text_document"
-    jobs.append(
-        Job("dataset", f"dataset-{key}", title, command, Path(f"{data_path}.idx"), tuple(job.name for job in jobs))
-    )
+    needs = tuple(job.name for job in jobs)
+
+    def dataset_of(texts: tuple[str, ...], name: str, label: str) -> tuple[str, ...]:
+        """Add the job that makes a dataset of texts, and return its prefix."""
+        command = (
+            *("megatron-ddrp", "preprocess", "--input", *texts, "--output-prefix", str(folder / name)),
+            *("--vocab-file", vocab_file, "--tokenizer-type", corpus.tokenizer_type),
+            *("--workers", str(corpus.workers), "--overwrite"),
+        )
+        title, prefix = f"{label} of {len(texts)} text{'s' * (len(texts) > 1)}", f"{folder / name}_text_document"
+        jobs.append(Job("dataset", f"{label}-{key}", title, command, Path(f"{prefix}.idx"), needs))
+        return (prefix,)
+
+    data_path = dataset_of(corpus.input, "corpus", "dataset") if corpus.input else corpus.data_path
     if corpus.shuffle:
-        made, data_path = data_path, str(folder / "shuffled_text_document")
-        command = ("megatron-ddrp", "dataset", "shuffle", made, "--output-prefix", data_path, "--overwrite")
-        output = Path(f"{data_path}.idx")
+        made, data_path = data_path, (str(folder / "shuffled_text_document"),)
+        command = ("megatron-ddrp", "dataset", "shuffle", *made, "--output-prefix", *data_path, "--overwrite")
+        output = Path(f"{data_path[0]}.idx")
         jobs.append(Job("dataset", f"shuffled-{key}", "with its documents shuffled", command, output, (jobs[-1].name,)))
-    return CorpusFiles((data_path,), vocab_file, corpus.tokenizer_type, key, tuple(jobs))
+    other_path = dataset_of(corpus.other, "other", "other-dataset") if corpus.other else corpus.other_data_path
+    return CorpusFiles(data_path, vocab_file, corpus.tokenizer_type, key, tuple(jobs), other_path)
+
+
+def _dataset_facts(plan: ComparisonPlan, key: str) -> list[Any]:
+    """Return what identifies the indexed datasets of a key of the corpus, with their weights."""
+    words = getattr(plan.corpus, key)
+    prefixes, facts = read_blend(words, f"corpus.{key}").prefixes if words else (), list[Any]()
+    for word in words:
+        facts += [fingerprint(plan, key, word + end) for end in (".bin", ".idx")] if word in prefixes else [float(word)]
+    return facts
 
 
 def fingerprint(plan: ComparisonPlan, key: str, name: str) -> Any:
@@ -161,6 +171,8 @@ def fingerprint(plan: ComparisonPlan, key: str, name: str) -> Any:
 _PLACES = {
     "input": ("corpus.input", "--input FILE…"),
     "data_path": ("corpus.data_path", "--data-path PREFIX…"),
+    "other": ("corpus.other", "--other FILE…"),
+    "other_data_path": ("corpus.other_data_path", "--other-data-path PREFIX…"),
     "vocab_file": ("corpus.vocab_file", "--vocab-file FILE"),
     "glue": ("glue", "--glue-dir DIR, or --no-glue"),
     "tasks": ("tasks", "existing files, or --no-tasks"),
@@ -176,7 +188,7 @@ _NO_MATTER = {
     "checkpoint": ("save", "load", "keep_last"),
     "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
     "training": ("num_threads",),
-    "data": ("data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
+    "data": ("data_path", "other_data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
     "parallel": ("decided_by_deepspeed_config", "cuda_graphs"),
 }
 """Settings that do not affect the result of a run; `CorpusFiles.key` identifies the corpus."""
@@ -250,6 +262,7 @@ def all_runs(plan: ComparisonPlan, corpus: CorpusFiles, folder: Path, steps: Map
         label, interval = model.arm(half).label, -(-count // plan.checkpoints)
         settings: dict[str, Any] = {
             "data_path": corpus.data_path,
+            **({"other_data_path": corpus.other_data_path} if corpus.other_data_path else {}),
             "vocab_file": corpus.vocab_file,
             "tokenizer_type": corpus.tokenizer_type,
             **model.system,

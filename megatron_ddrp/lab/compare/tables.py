@@ -29,10 +29,13 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import resampled_interval, standard
 from megatron_ddrp.tasks.statistics import (
     GLUE,
     INSIDE,
+    LIKE_LOSS,
     LOSS,
+    LOSSES,
     MINIMAL_PAIRS,
     NO_MEASURES,
     ONSET,
+    OTHER_LOSS,
     SMALLER_IS_BETTER,
     STEP_SECONDS,
     BySeed,
@@ -164,14 +167,14 @@ class ExperimentValues:
 
     @cached_property
     def measures(self) -> list[str]:
-        """Measures with a value: loss, onset, minimal pairs, tasks, the GLUE average, then those of the inside.
+        """Measures with a value: losses, onset, minimal pairs, tasks, the GLUE average, then those of the inside.
 
         The onset tells nothing if no run has left the plateau.
         """
         known = {GLUE: bool(self.averaged), ONSET: any(ONSET in run.values and run.onset for run in self.runs)}
         found = dict.fromkeys(name for run in self.runs for name in run.values if known.get(name, True))
-        tasks = [name for name in found if name not in (LOSS, ONSET, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
-        return [name for name in (LOSS, ONSET, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
+        tasks = [name for name in found if name not in (*LOSSES, ONSET, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
+        return [name for name in (*LOSSES, ONSET, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
     def at(self, budget: str, arm: Arm) -> Mapping[int, RunRow]:
         """Return seed → run of an arm at a budget."""
@@ -181,16 +184,19 @@ class ExperimentValues:
         """Return the arms with a run at a budget."""
         return [arm for arm in self.arms if (budget, arm) in self._places]
 
-    def of(self, measure: str, arm: Arm, budget: str) -> BySeed:
+    def of(self, measure: str, arm: Arm, budget: str, beside: Arm | None = None) -> BySeed:
         """Return seed → value of an arm at a budget; empty if nothing is measured.
 
-        The GLUE average is computed here from the tasks that all runs share; the one in the rows may be of others.
+        The GLUE average is computed here from the tasks that all runs share; the one in the rows may be of others. The
+        runs whose loss on like text does not compare with that of `beside` (`RunRow.like_key`) are left out.
         """
-        parts = self._parts(measure)
+        parts, others = self._parts(measure), self.at(budget, beside) if beside and measure == LIKE_LOSS else {}
         return {
             seed: statistics.fmean(run.values[part] for part in parts)
             for seed, run in self.at(budget, arm).items()
-            if parts and all(part in run.values for part in parts)
+            if parts
+            and all(part in run.values for part in parts)
+            and (not others or run.like_key == others.get(seed, next(iter(others.values()))).like_key)
         }
 
     def samples(self, measure: str, arm: Arm, budget: str) -> dict[int, np.ndarray]:
@@ -283,7 +289,9 @@ def claims_of(results: ExperimentValues, file: ClaimFile) -> tuple[list[Claim], 
                 continue
             if keys[0] == keys[1]:  # with {encoding}, an arm may meet itself
                 continue
-            names = entry.measures or [name for name in file.measures if name in results.measures] or file.measures
+            stated = {LOSS: [name for name in LOSSES if name in results.measures] or [LOSS]}
+            names = [one for name in entry.measures or file.measures for one in stated.get(name, [name])]
+            names = [name for name in names if entry.measures or name in results.measures] or names
             pairs = list(itertools.product(*(arms[key] for key in keys)))  # several if a model has several names
             for first, second in pairs:
                 one = f"{text} ({first.label} over {second.label})" if len(pairs) > 1 else text
@@ -327,7 +335,7 @@ def _gain(results: ExperimentValues, claim: Claim, budget: str) -> Gain | None:
     seed, nothing is known, and there is no gain.
     """
     arms = (claim.second, claim.first) if claim.measure in SMALLER_IS_BETTER else (claim.first, claim.second)
-    first, second = (results.of(claim.measure, arm, budget) for arm in arms)
+    first, second = (results.of(claim.measure, arm, budget, arms[1]) for arm in arms)
     if claim.measure == ONSET:
         common, pair = first.keys() & second.keys(), [results.at(budget, arm) for arm in arms]
         resting = {seed for seed in common if all(runs[seed].onset is None for runs in pair)}
@@ -399,14 +407,24 @@ def format_budget(budget: str, tokens: int) -> str:
 
 CHANCE = 0.5
 ABOVE_CHANCE = "above chance"
-KINDS = {"onset": [ONSET], "glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "inside": list(INSIDE)}
-"""End of a table's name → its measures. The loss has no ending, and all others have `tasks`."""
+KINDS = {"other": [OTHER_LOSS], "onset": [ONSET], "glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "inside": [*INSIDE]}
+"""End of a table's name → its measures. Other losses have no ending, and all other measures have `tasks`."""
 
 
 def group_of(measure: str) -> str:
-    """Return the end of the name of a measure's table of gains; empty for the loss."""
+    """Return the end of the name of a measure's table of gains; empty for the loss on like text or an unknown kind."""
     found = next((name for name, measures in KINDS.items() if measure in measures), "tasks")
-    return "" if measure == LOSS else f"-{found}"
+    return "" if measure in (LIKE_LOSS, LOSS) else f"-{found}"
+
+
+def basis_of(results: ExperimentValues, measure: str) -> str:
+    """Return what a measure is taken on, in words: the text of a loss, the tasks of the GLUE average; else nothing."""
+    if measure == GLUE:
+        return format_average(results.averaged)
+    alike = [run.validates_alike for run in results.runs if LIKE_LOSS in run.values]
+    like = ["held-out documents"] * any(alike) + ["training text, last tenth of tokens"] * (not all(alike))
+    others = {OTHER_LOSS: "held-out documents of another kind", LOSS: "held-out documents of an unknown kind"}
+    return "; ".join(like) if measure == LIKE_LOSS else others.get(measure, "")
 
 
 def runs_table(results: ExperimentValues) -> Table:
@@ -454,9 +472,9 @@ def claim_table(results: ExperimentValues, found: Sequence[Gain], what: str) -> 
             "seeds needed": format_needed(gain.seeds),
         }
         rows.append(row)
-    named = [f"{name} ({format_average(results.averaged)})" if name == GLUE else name for name in measures]
+    named = [f"{name} ({basis})" if (basis := basis_of(results, name)) else name for name in measures]
     resting = "a run that never left counts with all of its own, two of a seed as equal"
-    own = {LOSS: "Gains in nats", ONSET: f"Gains in million tokens; {resting}"}
+    own = {**dict.fromkeys(LOSSES, "Gains in nats"), ONSET: f"Gains in million tokens; {resting}"}
     unit = own[measures[0]] if len(measures) == 1 and measures[0] in own else "Gains as in the tables of values"
     return table_of(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
@@ -471,8 +489,12 @@ def score_table(results: ExperimentValues, budget: str, is_inside: bool = False)
         {"model": arm.label, **values, "seeds": str(len(results.at(budget, arm)))} for arm, values in found if values
     ]
     caption = f"{format_budget(budget, results.budgets[budget])}: mean ± standard deviation over the seeds."
-    average = f" GLUE average: {format_average(results.averaged)}." if GLUE in measures else ""
-    return table_of(rows, caption + average)
+    return table_of(rows, " ".join([caption, *bases_of(results, measures)]))
+
+
+def bases_of(results: ExperimentValues, measures: Iterable[str]) -> list[str]:
+    """Return a sentence for each measure about what it is taken on."""
+    return [f"{name[0].upper()}{name[1:]}: {basis}." for name in measures if (basis := basis_of(results, name))]
 
 
 def checks_table(checks: Mapping[ExperimentValues, Sequence[Gain]]) -> Table:
@@ -481,16 +503,18 @@ def checks_table(checks: Mapping[ExperimentValues, Sequence[Gain]]) -> Table:
     for check, gains in checks.items():
         measures = [name for name in check.measures if name not in INSIDE]
         for budget, tokens in check.budgets.items():
-            own = {gain.first: gain for gain in gains if gain.budget == budget}
+            own = {gain.first: gain for gain in reversed(gains) if gain.budget == budget}  # by the first loss
             for arm in check.arms_at(budget):
                 row = {"check": check.check, "budget": format_budget(budget, tokens), "model": arm.label}
                 row |= _values(check, measures, arm, budget) | {"gain": "", "95 % over seeds": "", "judgement": ""}
                 if gain := own.get(arm):
-                    row["gain"] = f"{format_value(LOSS, gain.seeds.mean, '+')} over {check.baseline.label}"
+                    text = {LIKE_LOSS: " (like text)", OTHER_LOSS: " (other text)"}.get(gain.measure, "")
+                    row["gain"] = f"{format_value(LOSS, gain.seeds.mean, '+')} over {check.baseline.label}{text}"
                     row |= {"95 % over seeds": format_interval(LOSS, gain.seeds.interval), "judgement": gain.word}
                 rows.append(row | {"seeds": str(len(check.at(budget, arm)))})
-    caption = "Mean ± standard deviation over the seeds; gains by the loss, judged per check."
-    return table_of(rows, caption, ("budget", "model", "gain", "judgement"))
+    caption = "Mean ± standard deviation over the seeds; gains by the first loss that compares, judged per check."
+    bases = dict.fromkeys(basis for check in checks for basis in bases_of(check, check.measures))
+    return table_of(rows, " ".join([caption, *bases]), ("budget", "model", "gain", "judgement"))
 
 
 def _values(results: ExperimentValues, measures: Sequence[str], arm: Arm, budget: str) -> dict[str, str]:
@@ -499,10 +523,10 @@ def _values(results: ExperimentValues, measures: Sequence[str], arm: Arm, budget
     Undefined fine-tuning runs, which count as 0, are numbered, and so are the seeds if some have no value. Empty if
     nothing is measured.
     """
-    runs = list(results.at(budget, arm).values())
-    cells = {}
+    runs, cells = list(results.at(budget, arm).values()), {}
+    beside = results.baseline if results.at(budget, results.baseline) else results.arms_at(budget)[0]
     for measure in measures:
-        values = results.of(measure, arm, budget)
+        values = results.of(measure, arm, budget, beside)
         undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
         cells[measure] = format_spread(measure, values)
         cells[measure] += f" ({undefined} undefined)" * bool(values and undefined)

@@ -21,7 +21,8 @@ from megatron_ddrp.lab.compare.measures import Recording
 from megatron_ddrp.lab.compare.plan import make_config, read_plans
 from megatron_ddrp.lab.compare.rows import open_rows
 from megatron_ddrp.lab.compare.runs import Job, facts_of, job_name, open_store, start_of
-from megatron_ddrp.tasks.statistics import LOSS, TRAINING_LOSS
+from megatron_ddrp.run.metrics import store_level
+from megatron_ddrp.tasks.statistics import LOSS, OTHER_LOSS, TRAINING_LOSS
 from tests.refusals import refused
 from tests.unit.lab.compare.conftest import finish_run, finish_similarity, read_plan
 
@@ -375,9 +376,17 @@ def test_jobs_stand_in_the_order_of_the_rungs_each_once_and_a_run_before_its_mea
 
 def test_a_row_has_everything_about_a_run(rungs, open_ladder):
     ladder = open_ladder(rungs)
+    work = ladder.works[0]
+    run = work.runs[0]
+    finish_run(work, run, 5.0 + run.seed / 1e4)
+    store_level(run.folder, 7.0, 0.47)
+    with (run.folder / "metrics.jsonl").open("a") as stream:
+        stream.write(f'{{"iteration": {run.steps}, "other_lm_loss": 6.75}}\n')
     finish(ladder)
     rows = ladder.rows.rows
     assert len(rows) == 10 and not ladder.jobs()
+    told = {row["run"]: (row.get("validation_gap"), row["values"].get(OTHER_LOSS)) for row in rows}
+    assert told.pop(run.job.name) == (0.47, 6.75) and {*told.values()} == {(None, None)}
     lines = ladder.rows.path.read_text(encoding="utf-8").splitlines()
     assert len([json.loads(line)["crc32"] for line in lines]) == 10
     (row,) = [row for row in rows if row["half"] and row["seed"] == 1235]

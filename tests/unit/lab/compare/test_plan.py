@@ -52,6 +52,11 @@ def changed(values, path, value):
         ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
         ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
         ("corpus.shuffle", True, "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuf"),
+        (
+            "corpus",
+            {"data_path": ["a"], "vocab_file": "v", "other": ["b"], "other_data_path": ["c"]},
+            "corpus: expected other (texts) or other_data_path (prefixes of indexed datasets), not both",
+        ),
         ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
         ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
         ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
@@ -95,6 +100,8 @@ def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, writ
         ("training", {"bf16": True, "fp16": True}, r"plan\.yaml: BERT \(MLM\): .*--bf16 and --fp16"),
         ("corpus", {"input": ["no.jsonl"], "data_path": [], "vocab_file": None, "vocab_size": 500},
          r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"),
+        ("corpus", {"other": ["no.jsonl"]}, r"corpus\.other: no\.jsonl: No such file or directory; give --other FILE"),
+        ("corpus", {"other_data_path": ["no"]}, r"corpus\.other_data_path: no\.bin: No such file.*--other-data-path"),
         ("minimal_pairs", {"data_dir": "nowhere"}, r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of "
          r"\.jsonl files.*--no-minimal-pairs"),
     ],
@@ -105,9 +112,9 @@ def test_what_a_job_would_refuse_is_refused_before_anything_runs(values, open_wo
 
 def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_work, tiny_corpus):
     values["corpus"] = {"input": [str(tiny_corpus.text_file)], "vocab_size": 500}
-    plain = open_work(values).corpus
-    values["corpus"]["shuffle"] = True
+    plain = open_work(values | {"corpus": values["corpus"] | {"shuffle": False}}).corpus
     work = open_work(values)
+    assert work.corpus == open_work(values | {"corpus": values["corpus"] | {"shuffle": True}}).corpus
     vocabulary, dataset, shuffled = work.corpus.jobs
     assert work.corpus.key != plain.key and len(plain.jobs) == 2
     made = str(dataset.output).removesuffix(".idx")
@@ -116,6 +123,29 @@ def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_
     command = ("megatron-ddrp", "dataset", "shuffle", made, "--output-prefix", *work.corpus.data_path)
     assert shuffled.command[:6] == command
     assert set(work.runs[0].job.needs) == {vocabulary.name, dataset.name, shuffled.name}
+
+
+def test_every_run_is_evaluated_on_the_other_text_whose_content_is_in_its_name(values, open_work, tmp_path):
+    def runs(**corpus):
+        work = open_work(values | {"corpus": values["corpus"] | corpus})
+        return work, [run.job.name for run in work.runs]
+
+    work, alone = runs()
+    assert not any("--other-data-path" in run.job.command for run in work.runs) and not work.corpus.jobs
+    for name, text in (("one.txt", "a b"), ("moved.txt", "a b"), ("another.txt", "b a")):
+        (tmp_path / name).write_text(text)
+    work, named = runs(other=[str(tmp_path / "one.txt")])
+    (dataset,) = work.corpus.jobs
+    assert dataset.command[3] == str(tmp_path / "one.txt") and work.corpus.vocab_file in dataset.command
+    made = str(dataset.output).removesuffix(".idx")
+    for run in work.runs:
+        assert run.config.data.other_data_path == (made,) and run.job.needs == (dataset.name,)
+        assert run.job.command[run.job.command.index("--other-data-path") + 1] == made
+    assert named == runs(other=[str(tmp_path / "moved.txt")])[1] != alone
+    assert named != runs(other=[str(tmp_path / "another.txt")])[1]
+    datasets = values["corpus"]["data_path"]
+    work, names = runs(other_data_path=datasets)
+    assert [run.config.data.other_data_path for run in work.runs] == [tuple(datasets)] * len(names) and names != alone
 
 
 def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_corpus, tmp_path, monkeypatch):
@@ -131,12 +161,14 @@ def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_co
 
 def test_the_command_line_replaces_values(values, write, tmp_path):
     text = tmp_path / "a.jsonl"
-    words = ["plan.yaml", "--output-dir", str(tmp_path), "--input", str(text), "--workers", "3"]
+    words = ["plan.yaml", "--output-dir", str(tmp_path), "--input", str(text), "--workers", "3", "--other", "b"]
     plan = read_plan(write(values), parse_arguments(words).given)
+    assert plan.corpus.other == ("b",) and plan.corpus.shuffle
     assert plan.corpus.input == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
     of_texts = values | {"corpus": {"input": [str(text)], "vocab_size": 500, "shuffle": True}}
     words = ["plan.yaml", "--output-dir", str(tmp_path), "--data-path", "made", "--vocab-file", "vocab.txt"]
-    corpus = read_plan(write(of_texts), parse_arguments(words).given).corpus
+    corpus = read_plan(write(of_texts), parse_arguments([*words, "--other-data-path", "b"]).given).corpus
+    assert corpus.other_data_path == ("b",)
     assert corpus.data_path == ("made",) and not (corpus.input or corpus.vocab_size or corpus.shuffle)
 
 

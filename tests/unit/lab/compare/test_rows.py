@@ -10,10 +10,10 @@ import pytest
 
 from megatron_ddrp.config.training import parse_phases
 from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
-from megatron_ddrp.lab.compare.rows import as_run, read_run_rows, samples_file, write_samples
+from megatron_ddrp.lab.compare.rows import as_run, last_tenth, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
-from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims
-from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS
+from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims, score_table
+from megatron_ddrp.tasks.statistics import LIKE_LOSS, ONSET, OTHER_LOSS, TRAINING_LOSS
 from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
@@ -213,6 +213,56 @@ def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_ch
     for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
         found = ExperimentValues(runs, name).runs
         assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
+
+
+TRAINED = {TRAINING_LOSS: [[10, 9.0], [50, 8.0], [90, 7.0], [92, 6.0], [100, 5.0]]}
+
+
+@pytest.mark.parametrize(
+    ("gap", "stored", "expected"),
+    [
+        (None, {LOSS: 6.0}, {LOSS: 6.0}),
+        (-0.01, {LOSS: 6.0}, {LIKE_LOSS: 6.0}),
+        (0.19, {LOSS: 6.0, OTHER_LOSS: 6.5}, {LIKE_LOSS: 6.0, OTHER_LOSS: 6.5}),
+        (0.2, {LOSS: 6.0}, {OTHER_LOSS: 6.0, LIKE_LOSS: (2 * 6.0 + 8 * 5.0) / 10}),
+        (0.47, {LOSS: 6.0, OTHER_LOSS: 6.5}, {LOSS: 6.0, OTHER_LOSS: 6.5, LIKE_LOSS: 5.2}),
+        (0.47, {LOSS: None}, {LIKE_LOSS: 5.2}),
+    ],
+)
+def test_a_loss_has_the_name_of_its_text_if_its_kind_is_told(gap, stored, expected):
+    told = {} if gap is None else {"validation_gap": gap}
+    assert as_run(make_row("ddrp", 1, RUNGS[0], stored, curves=TRAINED, **told)).values == pytest.approx(expected)
+
+
+def test_a_run_without_tokens_has_no_last_tenth():
+    assert last_tenth([]) is last_tenth([(0.0, 9.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "compares"),
+    [
+        ({"flags": {"layernorm-position": "pre", "lr": 0.1}}, True),
+        ({"flags": {"mask-prob": 0.15, "packing": False}}, True),  # the defaults
+        ({"flags": {"mask-prob": "0.4:0.25"}}, False),
+        ({"flags": {"hidden-dropout": 0}}, False),
+        ({"flags": {"seq_length_phases": ["32:0.5"]}}, False),
+        ({"flags": {"packing": True}}, False),
+        ({"flags": {"masking": "ngram"}}, False),
+        ({"objective": "mth"}, True),
+        ({"objective": "electra"}, False),  # its loss is the generator's
+        ({"objective": "of-a-plug-in"}, False),
+        ({"validation_gap": 0.1}, False),  # held-out text beside training text
+    ],
+)
+def test_training_losses_compare_where_training_makes_the_same_of_a_text(own, compares):
+    told = {"curves": TRAINED, "validation_gap": 0.47}
+    rows = [row(seed=seed, **told) for seed in (1, 2)] + [row("ddrp", seed=seed, **told | own) for seed in (1, 2)]
+    results = results_of(rows)
+    measures = {gain.measure for gain in gains(results, model_claims(results))}
+    assert (LIKE_LOSS in measures) == compares and (OTHER_LOSS in measures) == ("validation_gap" not in own)
+    table = score_table(results, results.runs[0].budget)
+    cells = {cell[0]: dict(zip(table.header, cell, strict=True)) for cell in table.rows}
+    assert cells["absolute"][LIKE_LOSS] and bool(cells.get("ddrp", {}).get(LIKE_LOSS)) == compares
 
 
 def test_a_run_that_never_left_the_plateau_counts_with_all_its_tokens_also_if_its_row_does_not_tell_them():
