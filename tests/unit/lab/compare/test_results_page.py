@@ -218,6 +218,8 @@ def test_gains_on_like_text_are_those_that_a_referee_computed(rows, first, secon
     assert interval is None or tuple(round(end, 3) for end in gain.seeds.interval) == interval
     assert "(training text, last tenth of tokens). Gains in nats" in page.blocks["claims"]
     assert "(held-out documents of another kind). Gains in nats" in page.blocks["claims-other"]
+    on = {one["measure"]: one["measured_on"] for one in page.numbers()["gains"] if one["measure"] in (LIKE_LOSS, ONSET)}
+    assert on == {LIKE_LOSS: "training text, last tenth of tokens", ONSET: ""}
 
 
 def test_every_value_is_the_same(first_page):
