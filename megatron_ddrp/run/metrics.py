@@ -196,11 +196,18 @@ def is_past(curve: Iterable[Point], level: float) -> bool:
 
 
 def smoothed(curve: Iterable[Point]) -> Iterator[Point]:
-    """Yield the tokens of each point with the mean loss of the points in the last `WINDOW` tokens."""
-    recent: list[Point] = []
-    for point in curve:
-        recent = [*(one for one in recent if one[0] > point[0] - WINDOW), point]
-        yield point[0], sum(loss for _, loss in recent) / len(recent)
+    """Yield the tokens of each point with the mean loss of the points in the last `WINDOW` tokens.
+
+    Each point weighs as much as the tokens since the point before, the first one at most `WINDOW`: a branch counts its
+    tokens from the run before.
+    """
+    recent: list[tuple[float, float, float]] = []
+    before = 0.0
+    for tokens, loss in curve:
+        weight = max(1.0, min(tokens - before, WINDOW))
+        recent = [*(one for one in recent if one[0] > tokens - WINDOW), (tokens, loss, weight)]
+        before = tokens
+        yield tokens, sum(loss * weight for _, loss, weight in recent) / sum(weight for *_, weight in recent)
 
 
 def curve_of(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
@@ -238,7 +245,9 @@ class PlateauWatch(Callback):
 
     def __init__(self, level: float) -> None:
         self.level = level
-        self._recent: list[Point] = []
+        self._new: list[Point] = []
+        self._smoothed = smoothed(iter(self._new.pop, None))
+        """The smoothed curve, which takes its points from `_new`."""
         self._place: int | None = None
 
     def on_start(self, config: Config, iteration: int, model: nn.Module) -> None:
@@ -253,11 +262,10 @@ class PlateauWatch(Callback):
 
     def line(self, row: Mapping[str, Any]) -> str:
         """Return the line for a logged row; none for the first, at which a trained model may be anywhere."""
-        curve = [*self._recent, *curve_of([row])]
-        if not curve:
+        self._new += curve_of([row])
+        if not self._new:
             return ""
-        *_, (tokens, loss) = smoothed(curve)
-        self._recent = [one for one in curve if one[0] > tokens - WINDOW]
+        tokens, loss = next(self._smoothed)
         before, self._place = self._place, self._place_of(loss)
         words = {
             _ON: f"the loss is down to the unigram level, {self.level:.2f}: the plateau, on which a run rests until "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from megatron_ddrp.run.metrics import (
     curve_of,
     onset,
     read_rows,
+    smoothed,
     store_level,
     stored_gap,
     stored_level,
@@ -279,12 +281,13 @@ def curve(*losses):
 def onset_in_loops(points, level):
     """The definition: the first tokens from which on no mean of the last `WINDOW` tokens lies above the bound.
 
-    The very first tokens are no onset.
+    Each loss counts once per token since the point before. The very first tokens are no onset.
     """
+    starts = {end: start for (start, _), (end, _) in itertools.pairwise([(0, 0.0), *points])}
 
     def mean(end):
-        inside = [loss for tokens, loss in points if end - WINDOW < tokens <= end]
-        return sum(inside) / len(inside)
+        inside = [(tokens - starts[tokens], loss) for tokens, loss in points if end - WINDOW < tokens <= end]
+        return sum(weight * loss for weight, loss in inside) / sum(weight for weight, _ in inside)
 
     for tokens, _ in points:
         if all(mean(end) <= level - BELOW for end, _ in points if end >= tokens):
@@ -308,6 +311,17 @@ def onset_in_loops(points, level):
 def test_the_onset_is_the_first_smoothed_loss_that_stays_below(losses, rows):
     points = curve(*losses)
     assert onset(points, LEVEL) == (rows and rows * STEP) == onset_in_loops(points, LEVEL)
+
+
+def test_a_point_weighs_as_much_as_the_tokens_that_it_is_a_mean_of():
+    """A run that logs its first steps one by one, and then more rarely, leaves when its tokens do."""
+    points = [(1_000 * n, 9.0) for n in range(1, 51)] + [(60_000, 5.0), (120_000, 5.0), (180_000, 5.0)]
+    assert [loss for _, loss in smoothed(points)][-1] == pytest.approx((50 * 9 + 130 * 5) / 180)
+    assert onset(points, LEVEL + 0.2) == 180_000 == onset_in_loops(points, LEVEL + 0.2)
+    watch = PlateauWatch(LEVEL + 0.2)
+    assert "has left the plateau after 180,000 tokens" in lines_of(watch, points)[-1]
+    branch = [(5_000_000, 9.0), (5_150_000, 5.0), (5_210_000, 5.0)]
+    assert [loss for _, loss in smoothed(branch)] == [9.0, pytest.approx((4 * 9 + 3 * 5) / 7), 5.0]
 
 
 def ladder():
