@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.errors import need_packages
 from megatron_ddrp.pages import plotting
 from megatron_ddrp.pages.markdown import Table
 
@@ -89,9 +90,11 @@ def format_interval(measure: str, interval: Interval | None) -> str:
 EQUAL_SEEDS = "equal seeds: no spread"
 """Remark on a difference without an interval."""
 
-BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
+BETTER, WORSE, NOT_TOLD_APART, EXPLORATORY = "better", "worse", "not told apart", "exploratory"
 FALSE_DISCOVERIES = 0.05
 """Expected share of false ones among the words "better" and "worse" of a table, at most."""
+FEWEST_SEEDS = 3
+"""Number of seeds from which on a difference is judged: a deviation of two seeds is itself a guess."""
 
 SMALLEST_SHARE = 1e-9
 """Means, deviations and slopes below this share of the values behind them are rounding errors and count as 0."""
@@ -105,7 +108,8 @@ BySeed = Mapping[int, float]
 
 
 def student_interval(values: Sequence[float]) -> Interval:
-    """Return Student's 95 % interval of the mean of two or more values."""
+    """Return Student's 95 % interval of the mean of two or more values. Raises `UserError` without scipy."""
+    need_packages("a 95 % interval", "scipy")
     from scipy.stats import t
 
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
@@ -131,7 +135,7 @@ def seeds_needed(mean: float, deviation: float, most: int = 100_000) -> int | No
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two arms, paired by seed: one value per common seed."""
+    """Difference of two arms, paired by seed or by test item: one value per common seed, paradigm or pair."""
 
     values: tuple[float, ...]
     size: float = 0.0
@@ -200,9 +204,9 @@ class Gain(NamedTuple):
     seeds: Difference
     """Gains paired by seed, with Student's 95 % interval; a single one if the arms have no seeds."""
     items: Interval | None
-    """95 % interval of the mean gain on resampled test items; None if nothing is stored per item."""
+    """95 % interval of the mean gain for other test items; None if nothing is stored per item."""
     word: str = ""
-    """"better", "worse" or "not told apart"; empty without a p value."""
+    """"better", "worse", "not told apart" or "exploratory"; empty without a p value."""
     tasks: Sequence[str] = ()
     """Tasks whose mean is the measure."""
     text: str = ""
@@ -227,18 +231,42 @@ class Gain(NamedTuple):
         }
 
 
-def judge(gains: Sequence[Gain]) -> list[Gain]:
-    """Return the gains of one table with their words: `BETTER`, `WORSE` or `NOT_TOLD_APART`; none without a p value.
+class Test(NamedTuple):
+    """Test of a difference of two arms."""
 
-    Positive gains are better. The words hold for the table as a whole, see `benjamini_hochberg`; intervals do not.
+    seeds: int
+    """Number of seeds of the arm that has fewer."""
+    p_value: float | None
+    side: float
+    """Sign of the difference."""
+
+
+def verdicts(tests: Sequence[Test], words: tuple[str, str] = (BETTER, WORSE)) -> list[str]:
+    """Return the word of each test of one table: the first of `words` for a positive side, or the second.
+
+    Fewer than `FEWEST_SEEDS` seeds are `EXPLORATORY`, whatever their p value; no p value has no word. The other tests
+    are judged together by `benjamini_hochberg`, and those that do not pass are `NOT_TOLD_APART`.
     """
-    p_values = [gain.seeds.p_value for gain in gains]
-    told = iter(benjamini_hochberg([p_value for p_value in p_values if p_value is not None]))
-    words = [
-        "" if p_value is None else (BETTER if gain.seeds.mean > 0 else WORSE) if next(told) else NOT_TOLD_APART
-        for gain, p_value in zip(gains, p_values, strict=True)
-    ]
-    return [gain._replace(word=word) for gain, word in zip(gains, words, strict=True)]
+    judged = [test.p_value for test in tests if test.seeds >= FEWEST_SEEDS and test.p_value is not None]
+    passed = iter(benjamini_hochberg(judged))
+
+    def word(test: Test) -> str:
+        if test.seeds < FEWEST_SEEDS:
+            return EXPLORATORY
+        if test.p_value is None:
+            return ""
+        return words[test.side < 0] if next(passed) else NOT_TOLD_APART
+
+    return [word(test) for test in tests]
+
+
+def judge(gains: Sequence[Gain]) -> list[Gain]:
+    """Return the gains of one table with their words. Positive gains are better.
+
+    The words hold for the table as a whole, see `verdicts`; intervals do not.
+    """
+    tests = [Test(len(gain.seeds.values), gain.seeds.p_value, gain.seeds.mean) for gain in gains]
+    return [gain._replace(word=word) for gain, word in zip(gains, verdicts(tests), strict=True)]
 
 
 def table_of(rows: Sequence[Mapping[str, str]], caption: str = "", wordy: Sequence[str] = ()) -> Table:

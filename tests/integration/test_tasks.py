@@ -280,7 +280,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         row for row in results_of(out) if row["measure"] == "minimal pairs" and row["first"] == "DDRP (MTH)"
     ]
     assert difference["over_seeds"] is None and difference["over_items"] is not None
-    assert difference["n"] == 1 and difference["judgement"] is None and -1 <= difference["mean"] <= 1
+    assert difference["n"] == 1 and difference["judgement"] == "exploratory" and -1 <= difference["mean"] <= 1
     assert len((out / "rows.jsonl").read_text().splitlines()) == 2
 
     seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}

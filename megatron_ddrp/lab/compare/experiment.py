@@ -412,7 +412,7 @@ def run_here(options: argparse.Namespace) -> int:
     if options.reproduce is not None:
         return _reproduce(options)
     if not options.dry_run:
-        need_packages("the page", "markdown", "matplotlib")  # before hours of jobs, not after them
+        need_packages("the page", "markdown", "matplotlib", "scipy")  # before hours of jobs, not after them
     if options.is_rows:
         return _page_of_rows(options)
     experiment = plan_experiment(options)

@@ -45,7 +45,9 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.minimal_pairs.pairs import phenomenon
 from megatron_ddrp.tasks.statistics import (
     BOOTSTRAP_SAMPLES,
+    EXPLORATORY,
     FALSE_DISCOVERIES,
+    FEWEST_SEEDS,
     GLUE,
     LOSS,
     LOSSES,
@@ -105,15 +107,16 @@ def _claim(gain: Gain) -> tuple[str, Arm, Arm]:
 
 
 def _draw_gain(axis: Any, gain: Gain, height: float, look: Mapping[str, Any]) -> None:
-    """Draw a gain in a row, in the look of its first arm."""
-    factor, color = factor_of(gain.measure), look["color"]
+    """Draw a gain in a row, in the look of its first arm, and a pale one if it is exploratory."""
+    factor = factor_of(gain.measure)
+    pale = {"color": look["color"], "alpha": 0.35 if gain.word == EXPLORATORY else 1.0}
     for interval, width, below in ((gain.seeds.interval, 3.5, 0.0), (gain.items, 1.5, 0.25)):
         if interval:
             place = [height + below] * 2
-            axis.plot(np.multiply(interval, factor), place, color=color, linewidth=width, solid_capstyle="butt")
-    axis.plot(np.multiply(gain.seeds.values, factor), [height] * len(gain.seeds.values), "|", markersize=9, color=color)
+            axis.plot(np.multiply(interval, factor), place, linewidth=width, solid_capstyle="butt", **pale)
+    axis.plot(np.multiply(gain.seeds.values, factor), [height] * len(gain.seeds.values), "|", markersize=9, **pale)
     mean = {"marker": look["marker"], "markersize": 8, "markeredgecolor": "white"}
-    axis.plot([factor * gain.seeds.mean], [height], color=color, **mean)
+    axis.plot([factor * gain.seeds.mean], [height], **mean, **pale)
 
 
 def draw_pairs(results: ExperimentValues) -> Any:
@@ -440,6 +443,7 @@ class Page:
             intervals=sum(gain.seeds.interval is not None for found in self.gains.values() for gain in found),
             samples=BOOTSTRAP_SAMPLES,
             rate=FALSE_DISCOVERIES,
+            fewest=FEWEST_SEEDS,
             paper=paper_table() if GLUE in self.results.measures else "",
             maps={run.arm.label: run.maps for run in self.runs if run.maps and (self.folder / run.maps).is_file()},
         )

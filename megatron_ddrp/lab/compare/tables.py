@@ -25,7 +25,7 @@ from megatron_ddrp.lab.compare.rows import Arm, RunRow
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.glue import PAPER_TASKS, averaged_tasks, paper_rows
-from megatron_ddrp.tasks.minimal_pairs.pairs import resampled_interval, standard_error
+from megatron_ddrp.tasks.minimal_pairs.pairs import standard_error
 from megatron_ddrp.tasks.statistics import (
     GLUE,
     INSIDE,
@@ -358,8 +358,8 @@ def _over_items(
     if claim.measure == MINIMAL_PAIRS:
         both = [(first[seed].paradigms, second[seed].paradigms) for seed in seeds]
         names = sorted(set.intersection(*(set(run) for pair in both for run in pair)))
-        means = [statistics.fmean(one[name] - other[name] for one, other in both) for name in names]
-        if interval := resampled_interval(np.array(means)):
+        means = tuple(statistics.fmean(one[name] - other[name] for one, other in both) for name in names)
+        if means and (interval := Difference(means).interval):
             return interval
     ours, theirs = (results.samples(claim.measure, arm, budget) for arm in arms)
     if not ours.keys() & theirs.keys() >= set(seeds):

@@ -29,8 +29,6 @@ from megatron_ddrp.tasks.statistics import (
     MINIMAL_PAIRS,
     Difference,
     Gain,
-    Interval,
-    percentile_interval,
 )
 
 SENTENCES = ("sentence_good", "sentence_bad")
@@ -264,9 +262,6 @@ def masked_rows(
 TIE = 2e-5
 """Largest difference of a tie, in nats. Rounding makes equal scores differ for two orders of the same pieces: a model
 without positions (2 layers x 128, scores of about -100) gave 2,427 permuted pairs differences of up to 1e-5."""
-DRAWS = 10_000
-"""Number of bootstrap draws of an interval of the command."""
-_SEED = 0
 _BLOCK = 2**20
 """Number of values that are drawn at once."""
 
@@ -423,33 +418,19 @@ class Result:
 
 
 def difference(first: Result, second: Result) -> Gain:
-    """Return the gain of the macro average on the same pairs, with the 95 % interval of `DRAWS` bootstrap draws.
+    """Return the gain of the macro average on the same pairs, with Student's 95 % interval over the paradigms.
 
-    The draws are of whole paradigms, whose means already contain the spread of their pairs. For a single paradigm they
-    are of its pairs; no interval for a single pair.
+    The means of the paradigms already contain the spread of their pairs. For a single paradigm the interval is over its
+    pairs. None for a single pair, and for equal differences that are not 0.
     """
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
-    means = np.array([gain.mean() for gain in gains])  # [paradigms]
-    over_items = resampled_interval(gains[0] if len(gains) == 1 else means)
-    return Gain(first.name, second.name, MINIMAL_PAIRS, Difference((float(means.mean()),)), over_items)
+    means = [float(gain.mean()) for gain in gains]
+    over_items = Difference(tuple(gains[0].tolist() if len(gains) == 1 else means)).interval
+    return Gain(first.name, second.name, MINIMAL_PAIRS, Difference((statistics.fmean(means),)), over_items)
 
 
-def resampled_interval(values: np.ndarray) -> Interval | None:
-    """Return the 95 % interval, within −1 and 1, of the mean of n differences from resampling them; None for n < 2.
-
-    `values` has the difference of each paradigm, or of each pair of one paradigm, `[n]`.
-    """
-    means = resampled_means(values, DRAWS, _SEED)
-    if means is None:
-        return None
-    low, high = np.clip(percentile_interval(means), -1, 1).tolist()
-    return low, high
-
-
-def resampled_means(
-    values: np.ndarray, draws: int = BOOTSTRAP_SAMPLES, seed: int = BOOTSTRAP_SEED
-) -> np.ndarray | None:
-    """Return the mean of n values on bootstrap samples, `[draws]`, its deviations times √(n/(n − 1)); None for n < 2.
+def resampled_means(values: np.ndarray) -> np.ndarray | None:
+    """Return the mean of n values on bootstrap samples, `[samples]`, its deviations times √(n/(n − 1)); None for n < 2.
 
     `values` are `[n]`, such as True for each pair of a paradigm that is right. Models with the same n have the same
     samples, so that their differences are paired.
@@ -460,8 +441,8 @@ def resampled_means(
     count = len(values)
     if count < 2:
         return None
-    generator, rows = np.random.default_rng(seed), max(1, _BLOCK // count)
-    sizes = (min(rows, draws - first) for first in range(0, draws, rows))
+    generator, rows = np.random.default_rng(BOOTSTRAP_SEED), max(1, _BLOCK // count)
+    sizes = (min(rows, BOOTSTRAP_SAMPLES - first) for first in range(0, BOOTSTRAP_SAMPLES, rows))
     means = np.concatenate([values[generator.integers(count, size=(size, count))].mean(axis=1) for size in sizes])
     mean = float(values.mean())
     return mean + math.sqrt(count / (count - 1)) * (means - mean)

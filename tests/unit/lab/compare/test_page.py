@@ -14,7 +14,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.lab.compare import measures
 from megatron_ddrp.lab.compare.command import main
 from megatron_ddrp.lab.compare.experiment import Runner
-from megatron_ddrp.lab.compare.page import NAMES, Page
+from megatron_ddrp.lab.compare.page import NAMES, Page, draw_gains
 from megatron_ddrp.lab.compare.rows import read_run_rows
 from megatron_ddrp.lab.compare.runs import log_file
 from megatron_ddrp.pages.markdown import Table, code, paragraph, to_html
@@ -136,6 +136,11 @@ def judgements_of(work):
 def test_the_judgements_come_from_the_data(work):
     claim = "MTH is better than MLM with BERT"
     word, gain = judgements_of(work)[claim]
+    assert word == "exploratory" and gain == pytest.approx(0.25)  # of two seeds
+    last = next(run for run in work.runs if run.job.name not in work.store)
+    finish_run(work, last, LOSSES["BERT (MTH)"] + 0.02)
+    finish_similarity(work, last, 0.12, 0.51)
+    word, gain = judgements_of(work)[claim]
     assert word is None and gain == pytest.approx(0.25)  # equal gains have no spread
     vary(work)
     found = judgements_of(work)
@@ -213,7 +218,7 @@ def test_text_is_escaped_and_markdown_tables_keep_their_columns(tmp_path):
     assert "<em>so</em> it <code>is</code> &amp; was" in html and "<p>a <code>x|y</code> of &lt;b&gt;</p>" in html
 
 
-@pytest.mark.parametrize("package", ["markdown", "matplotlib"])
+@pytest.mark.parametrize("package", ["markdown", "matplotlib", "scipy"])
 def test_a_missing_package_is_named_before_anything_runs(values, write, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     words = [str(write(values)), "--output-dir", str(tmp_path / "out")]
@@ -324,9 +329,7 @@ def test_sections_stand_in_the_order_of_a_reader_and_those_without_data_are_left
     assert titles == ["Claims", "Models over the baseline", "Scores", "Inside the models", "Checks"]
     assert "| 4,194,304 tokens | 4,194,304 | 2,048 | 7 | 2 | 14 | 1,468,160 |" in text
     assert "`--num-layers 2 --hidden-size 128 --bf16 --lr 0.002`" in text
-    assert (
-        "| learning rate | 4.19 M tokens | absolute+0.002 | 6.0000 | 2.00 | +0.1000 over absolute+0.001 | 1 |" in text
-    )
+    assert "| absolute+0.002 | 6.0000 | 2.00 | +0.1000 over absolute+0.001 | exploratory | 1 |" in text
     assert "no benchmark" in text and page.tables["cost"] == []  # two jobs shared the machine
     page = page_of(gain_rows({"rope": (0.05, 0.05)}))
     assert {name for name in NAMES if page.blocks[name]} == {"runs", "models", "scores"}
@@ -341,10 +344,16 @@ def test_training_texts_that_differ_by_seed_are_told(page_of):
     assert told in text_of(page_of(rows))
 
 
-def test_one_seed_has_no_word(page_of):
-    page = page_of(full_rows(num_rungs=1, num_seeds=1))
-    words = {gain.word for found in page.gains.values() for gain in found}
-    assert words == {""} and "judgement |" not in text_of(page) and "| budget |" not in page.blocks["claims"]
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_one_and_two_seeds_are_exploratory_in_tables_results_and_figures(page_of, seeds):
+    page = page_of(full_rows(num_rungs=1, num_seeds=seeds))
+    assert {gain["judgement"] for gain in page.numbers()["gains"]} == {"exploratory"}
+    assert "exploratory" in page.blocks["claims"] and "| budget |" not in page.blocks["claims"]
+    pytest.importorskip("matplotlib")
+    judged = [gain._replace(word="") for gain in page.gains["claims"]]
+    (pale,), (full,) = (draw_gains(page.results, found).axes for found in (page.gains["claims"], judged))
+    both = zip(pale.lines, full.lines, strict=True)
+    assert all(one.get_alpha() < 1 == other.get_alpha() for one, other in both if one.get_color() != "black")
 
 
 @pytest.mark.parametrize(("gain", "word"), [(0.05, "better"), (-0.05, "worse"), (0.0, "not told apart")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron_ddrp.lab.compare.page import draw_over_tokens
 from megatron_ddrp.lab.compare.tables import Claim, above_chance, cost_table, format_spread, gains
 from megatron_ddrp.tasks import statistics
 from megatron_ddrp.tasks.minimal_pairs.pairs import ParadigmScore, Result, difference, standard_error
+from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import RUNGS, make_row, results_of
 
 FIRST = {1: 0.61, 2: 0.58, 3: 0.66, 4: 0.60}
@@ -32,6 +34,13 @@ def test_a_difference_is_paired_by_seed_as_in_scipy():
     assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
     assert found.p_value == pytest.approx(expected.pvalue, rel=1e-12)
     assert found.by_seed == {seed: FIRST[seed] - SECOND[seed] for seed in common}
+
+
+def test_an_interval_without_scipy_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    refused(
+        "a 95 % interval needs scipy, not installed here: pip install scipy", statistics.student_interval, [1.0, 2.0]
+    )
 
 
 def test_differences_by_hand():
@@ -95,9 +104,19 @@ def test_a_gain_is_judged_with_the_other_gains_of_its_table():
         return [gain.word for gain in statistics.judge(found)]
 
     assert words(weak) == [statistics.BETTER]
-    assert words(clear, statistics.Difference((1.0,)), worse) == [statistics.BETTER, "", statistics.WORSE]
+    assert words(clear, statistics.Difference((1.0,)), worse) == [
+        statistics.BETTER,
+        statistics.EXPLORATORY,
+        statistics.WORSE,
+    ]
     assert words(weak, *nothing) == [statistics.NOT_TOLD_APART] * 21, "one of 21 looks like this by chance"
+    assert words(statistics.Difference((0.3, 0.3, 0.3))) == [""], "equal gains: no spread to test against"
     assert words() == []
+    beside = [statistics.Difference((1.0, 1.001 + number / 1e6)) for number in range(20)]
+    middle = statistics.Difference((0.1, 0.16, 0.31))  # p is 0.095
+    assert middle.p_value > 0.05 > max(gain.p_value for gain in beside)
+    found = words(middle, *beside)
+    assert found == [statistics.NOT_TOLD_APART, *[statistics.EXPLORATORY] * 20], "two seeds help no other gain to pass"
 
 
 def pairs_row(model, seed, accuracies, pairs=4):

@@ -316,7 +316,7 @@ def test_encoders_with_other_files_are_not_compared_in_silence():
     unlike = [one | {"data": "b"} for one in alike]
     assert len(differences(best_cells(rows + alike), Items(GLUE))) == 1
     assert "are not comparable" not in table(rows + alike)
-    assert "| base | new | 1 | 2 | -10.00 | equal seeds: no spread |\n" in table(rows + alike)
+    assert "| base | new | 1 | 2 | -10.00 | equal seeds: no spread | exploratory |\n" in table(rows + alike)
     assert not differences(best_cells(rows + unlike), Items(GLUE))
     assert "RTE: new had other files, labels or another metric than base" in table(rows + unlike)
 
