@@ -22,8 +22,6 @@ LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "
 LIKE_LOSS, OTHER_LOSS = "masked-LM loss on like text", "masked-LM loss on other text"
 LOSSES = (LIKE_LOSS, OTHER_LOSS, LOSS)
 """Losses on text of the training text's kind, on text of another kind, and on validation text of an unknown kind."""
-ONSET = "onset"
-"""Tokens until a run left the plateau (`run/metrics.py`); of a run that did not, all of its tokens."""
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
 FIRST_COMPONENT = "first component"
 MINIMAL_PAIRS = "minimal pairs"
@@ -50,12 +48,11 @@ INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
 """Measures of the tables about the inside of the models; all others are scores."""
 NO_MEASURES = (TOKENS, STEP_SECONDS)
 """Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
-SMALLER_IS_BETTER = (*LOSSES, ONSET, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
+SMALLER_IS_BETTER = (*LOSSES, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
 _SHOWN = {
     **dict.fromkeys((*LOSSES, TRAINING_LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
     **dict.fromkeys(DIRECTION, (1, 3)),
     "effective rank": (1, 1),
-    ONSET: (1e-6, 2),
     TRIANGLE: (100, 1),
 }
 """Measure → factor and digits; other measures are shares in points."""
@@ -78,7 +75,7 @@ def factor_of(measure: str) -> float:
 
 def unit_of(measure: str) -> str:
     """Return the unit of a gain in brackets, with a space before it; empty for one without a unit."""
-    units = {**dict.fromkeys((*LOSSES, TRAINING_LOSS), " [nats]"), ONSET: " [million tokens]"}
+    units = dict.fromkeys((*LOSSES, TRAINING_LOSS), " [nats]")
     return units.get(measure, " [points]" if factor_of(measure) == 100 else "")
 
 
@@ -231,17 +228,15 @@ class Gain(NamedTuple):
         }
 
 
-class Test(NamedTuple):
-    """Test of a difference of two arms."""
+class Outcome(NamedTuple):
+    """Outcome of a test of two arms: seeds of the arm that has fewer, p value, and the sign of the difference."""
 
     seeds: int
-    """Number of seeds of the arm that has fewer."""
     p_value: float | None
     side: float
-    """Sign of the difference."""
 
 
-def verdicts(tests: Sequence[Test], words: tuple[str, str] = (BETTER, WORSE)) -> list[str]:
+def verdicts(tests: Sequence[Outcome], words: tuple[str, str] = (BETTER, WORSE)) -> list[str]:
     """Return the word of each test of one table: the first of `words` for a positive side, or the second.
 
     Fewer than `FEWEST_SEEDS` seeds are `EXPLORATORY`, whatever their p value; no p value has no word. The other tests
@@ -250,7 +245,7 @@ def verdicts(tests: Sequence[Test], words: tuple[str, str] = (BETTER, WORSE)) ->
     judged = [test.p_value for test in tests if test.seeds >= FEWEST_SEEDS and test.p_value is not None]
     passed = iter(benjamini_hochberg(judged))
 
-    def word(test: Test) -> str:
+    def word(test: Outcome) -> str:
         if test.seeds < FEWEST_SEEDS:
             return EXPLORATORY
         if test.p_value is None:
@@ -265,7 +260,7 @@ def judge(gains: Sequence[Gain]) -> list[Gain]:
 
     The words hold for the table as a whole, see `verdicts`; intervals do not.
     """
-    tests = [Test(len(gain.seeds.values), gain.seeds.p_value, gain.seeds.mean) for gain in gains]
+    tests = [Outcome(len(gain.seeds.values), gain.seeds.p_value, gain.seeds.mean) for gain in gains]
     return [gain._replace(word=word) for gain, word in zip(gains, verdicts(tests), strict=True)]
 
 
@@ -310,6 +305,47 @@ def percentile_interval(samples: np.ndarray) -> Interval:
     """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
+
+
+Times = Sequence[tuple[float, bool]]
+"""Time of each run, and whether it left the plateau then; if not, it is only known that it did not leave before."""
+
+
+def _censored(times: Times) -> Any:
+    from scipy.stats import CensoredData
+
+    return CensoredData([time for time, left in times if left], right=[time for time, left in times if not left])
+
+
+def share_resting(times: Times) -> list[tuple[float, float]]:
+    """Return points (time, share of the runs on the plateau after it), from (0, 1) on.
+
+    The estimate is Kaplan and Meier's (Nonparametric estimation from incomplete observations, 1958).
+    """
+    from scipy.stats import ecdf
+
+    curve = ecdf(_censored(times)).sf
+    return [(0.0, 1.0), *zip(curve.quantiles.tolist(), curve.probabilities.tolist(), strict=True)]
+
+
+def format_median(times: Times, digits: int) -> str:
+    """Return the time at which half of the runs have left, or "> last" if fewer left; "" without runs."""
+    curve = share_resting(times) if times else []
+    reached = [time for time, share in curve if share < 0.5 + 1e-9]  # 0.5 may be off by rounding
+    return f"{reached[0]:,.{digits}f}" if reached else f"> {curve[-1][0]:,.{digits}f}" if curve else ""
+
+
+def log_rank(first: Times, second: Times) -> Outcome:
+    """Return the log-rank test of two arms, positive if the first leaves sooner; no p value if no run left.
+
+    It takes all runs as independent (Mantel, Evaluation of survival data, 1966).
+    """
+    from scipy.stats import logrank
+
+    with np.errstate(invalid="ignore"):  # 0/0 if no run left
+        found = logrank(_censored(first), _censored(second))
+    p_value = None if math.isnan(found.pvalue) else float(found.pvalue)
+    return Outcome(min(len(first), len(second)), p_value, float(found.statistic))
 
 
 CURVES = "learning_curves.png"

@@ -235,7 +235,8 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     pairs.mkdir()
     words = [word for word in tiny_corpus.vocab_file.read_text().split() if word.isalpha()][-40:]
     rows = [{"sentence_good": " ".join(words[i:][:4]), "sentence_bad": " ".join(words[i::-1][:4])} for i in range(18)]
-    (pairs / "order.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for part in range(3):  # paradigms
+        (pairs / f"order-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[part::3]))
     values = {
         "models": [
             {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},

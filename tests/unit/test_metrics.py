@@ -17,7 +17,6 @@ import torch
 from megatron_ddrp.checkpoint import tag, write_state
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.checkpoint import Progress, Resumed
-from megatron_ddrp.lab.compare.rows import as_run
 from megatron_ddrp.run.callbacks import TensorBoard
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.metrics import (
@@ -35,7 +34,7 @@ from megatron_ddrp.run.metrics import (
     stored_gap,
     stored_level,
 )
-from megatron_ddrp.tasks.statistics import ONSET, TRAINING_LOSS, Score, curves_of, draw_learning_curves
+from megatron_ddrp.tasks.statistics import Score, curves_of, draw_learning_curves
 from megatron_ddrp.train import open_log
 from tests.refusals import refused
 
@@ -345,17 +344,6 @@ def test_the_onsets_of_the_ladder_tell_the_encodings_apart():
     assert set(found["absolute", middle]) == {None}
     assert all(25_000_000 < one < 35_000_000 for one in found["absolute", highest])
     assert max(found["ddrp", highest]) < 5_000_000
-
-
-def test_a_row_counts_a_run_that_never_left_with_all_its_tokens_and_no_arm_at_half_the_budget():
-    row = {"run": "r", "model": "m", "encoding": "ddrp", "objective": "mlm", "seed": 1, "planned_tokens": 10**6}
-    row |= {"values": {}, "tokens": 900_000, "curves": {TRAINING_LOSS: curve(9, 7, 5, 5, 5, 5)}}
-    left, resting = as_run(row | {"unigram_loss": LEVEL}), as_run(row | {"unigram_loss": 4.0})
-    assert (left.onset, left.values[ONSET]) == (5 * STEP, 5 * STEP)
-    assert (resting.onset, resting.values[ONSET]) == (None, 900_000)
-    assert ONSET not in as_run(row).values  # written by an earlier version
-    assert ONSET not in as_run(row | {"unigram_loss": LEVEL, "half": True}).values
-    assert ONSET not in as_run(row | {"unigram_loss": 11.0}).values  # trained weights, which were never on the plateau
 
 
 def rows_of(points):

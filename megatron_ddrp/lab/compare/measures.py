@@ -39,8 +39,7 @@ from megatron_ddrp.tasks.finetune.runs import RUNS, Cell, Items, RunStore, best_
 from megatron_ddrp.tasks.glue import GLUE as GLUE_SUITE
 from megatron_ddrp.tasks.glue import averaged_tasks
 from megatron_ddrp.tasks.jobs import Row, Store, digest
-from megatron_ddrp.tasks.minimal_pairs.pairs import SCORES_FILE, PairStore, read_pairs, resampled_means
-from megatron_ddrp.tasks.minimal_pairs.pairs import cell as cell_of_pairs
+from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 from megatron_ddrp.tasks.statistics import (
     DIRECTION,
     GLUE,
@@ -314,26 +313,12 @@ def make_row(work: PlanJobs, run: PlannedRun) -> Row:
 
 def draw_samples(work: PlanJobs, run: PlannedRun) -> Samples:
     """Return the values on bootstrap samples of a run's test items, as far as outputs of jobs are there."""
-    found = {}
-    for measure in (one for one in work.measures if one.run == run):
-        folder = measure.job.output.parent
-        if measure.job.name not in work.store or not folder.is_dir():
-            continue
-        if measure.job.kind == "minimal-pairs":
-            found[MINIMAL_PAIRS] = _pair_samples(folder)
-        elif measure.job.kind in ("glue", "finetune"):
+    found: dict[str, np.ndarray | None] = {}
+    for measure in (one for one in work.measures if one.run == run and one.job.kind in ("glue", "finetune")):
+        if measure.job.name in work.store and measure.job.output.parent.is_dir():
             items = Items(GLUE_SUITE if measure.job.kind == "glue" else OWN_TASKS)
             found |= {name: items.samples(cell) for name, cell in _cells(work, measure)}
     return {name: samples for name, samples in found.items() if samples is not None}
-
-
-def _pair_samples(folder: Path) -> np.ndarray | None:
-    """Return the accuracy on resampled pairs of a single paradigm; None for several, which are resampled themselves.
-
-    `folder` is the output of `megatron-ddrp minimal-pairs` with one encoder.
-    """
-    rows = list(PairStore(folder / SCORES_FILE))
-    return resampled_means(cell_of_pairs(rows[0]).right) if len(rows) == 1 else None
 
 
 def planned_tokens(work: PlanJobs, run: PlannedRun) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.config import flag_words
-from megatron_ddrp.lab.compare.rows import Arm, RunRow, samples_file
+from megatron_ddrp.lab.compare.rows import UNITS, Arm, RunRow, samples_file, times_on_plateau
 from megatron_ddrp.lab.compare.runs import kind_name
 from megatron_ddrp.lab.compare.tables import (
     SAME_TEXT,
@@ -28,6 +28,7 @@ from megatron_ddrp.lab.compare.tables import (
     checks_table,
     claim_table,
     claims_of,
+    compared_arms,
     cost_table,
     format_budget,
     gains,
@@ -52,13 +53,17 @@ from megatron_ddrp.tasks.statistics import (
     LOSS,
     LOSSES,
     MINIMAL_PAIRS,
-    ONSET,
     TRAINING_LOSS,
     Gain,
     draw_heat,
     factor_of,
+    format_median,
+    log_rank,
     pair_by_seed,
+    share_resting,
+    table_of,
     unit_of,
+    verdicts,
 )
 
 ROW = 0.36
@@ -205,22 +210,38 @@ def draw_losses(results: ExperimentValues) -> Any:
 def draw_onsets(results: ExperimentValues) -> Any:
     """Draw the share of each arm's runs that are still on the plateau over tokens, a panel per budget and few arms.
 
-    A line ends where the runs end: all runs of an arm and budget are equally long, so none is lost on the way. None if
-    no run left the plateau.
+    None if no run left the plateau.
     """
     look, panels = styles(results), []
     for budget, tokens in results.budgets.items():
-        lines = []
-        for arm in look:
-            runs = [run for run in results.at(budget, arm).values() if ONSET in run.values]
-            end = max((run.tokens for run in runs), default=0) or tokens
-            bounds = [0.0, *sorted(run.onset for run in runs if run.onset is not None), float(end)]
-            shares = [100 * (1 - number / max(1, len(runs))) for number in range(len(bounds) - 1)]
-            steps = [(x, y) for y, pair in zip(shares, itertools.pairwise(bounds), strict=True) for x in pair]
-            lines += [plotting.Line(steps, look[arm], arm.label)] if runs else []
+        curves = {arm: share_resting(times) for arm in look if (times := times_on_plateau(results.at(budget, arm)))}
+        lines = [
+            plotting.Line(np.multiply(curve, (1e6, 100)).tolist(), look[arm] | {"drawstyle": "steps-post"}, arm.label)
+            for arm, curve in curves.items()
+        ]
         panels += _panels(results, lines, format_budget(budget, tokens), "runs on the plateau [%]")
-    left = any(run.onset for run in results.runs if ONSET in run.values)
-    return plotting.draw_curves(panels, COLUMNS, SIZE) if left else None
+    return plotting.draw_curves(panels, COLUMNS, SIZE) if any(r.rested and r.onset for r in results.runs) else None
+
+
+def onset_table(results: ExperimentValues) -> Table:
+    """Return the table of the onsets of all arms, tested against those of `compared_arms` and judged together."""
+    places = list(itertools.product(results.budgets, results.arms))
+    times = {place: found for place in places if (found := times_on_plateau(results.at(*place)))}
+    rows: dict[tuple[str, Arm], dict[str, str]] = {}
+    for (budget, arm), found in times.items():
+        row = {"budget": format_budget(budget, results.budgets[budget]), "model": arm.label}
+        rows[budget, arm] = row | {"runs": str(len(found)), "left": str(sum(left for _, left in found))}
+        for unit, digits in UNITS.items():
+            own = times_on_plateau(results.at(budget, arm), unit)
+            rows[budget, arm][f"median [{unit}]"] = format_median(own, digits)
+    pairs = list(itertools.product(results.budgets, compared_arms(results)))
+    asked = [(budget, *pair) for budget, pair in pairs if all((budget, arm) in times for arm in pair)]
+    tests = [log_rank(times[budget, arm], times[budget, other]) for budget, arm, other in asked]
+    for (budget, arm, other), test, word in zip(asked, tests, verdicts(tests, ("sooner", "later")), strict=True):
+        told = word if test.p_value is None else f"{word}, p = {test.p_value:.2g}"
+        rows[budget, arm][f"against {other.label}"] = told
+    caption = "Kaplan and Meier's medians, and log-rank tests, which do not use that runs are paired by seed."
+    return table_of(list(rows.values()), caption, ("budget", "model"))
 
 
 def draw_budgets(results: ExperimentValues) -> Any:
@@ -313,8 +334,8 @@ FIGURES: dict[str, tuple[Callable[[ExperimentValues], Any], str]] = {
     ),
     "onsets": (
         draw_onsets,
-        "Runs that are still on the plateau: share of each model's seeds whose training loss has not yet come down for "
-        "good to 1 nat below the unigram level. A line that ends above 0 has runs that never left.",
+        "Runs that are still on the plateau: share of each model's runs whose training loss has not yet come down "
+        "for good to 1 nat below the unigram level (Kaplan and Meier). Where a line ends above 0, runs never left.",
     ),
     "budgets": (
         draw_budgets,
@@ -336,12 +357,13 @@ FIGURES: dict[str, tuple[Callable[[ExperimentValues], Any], str]] = {
 
 BLOCK = "compare "
 """Begin of the names of our blocks in documents."""
-GROUPS = ("", "-other", "-onset", "-glue", "-minimal-pairs", "-tasks", "-inside")
+GROUPS = ("", "-other", "-glue", "-minimal-pairs", "-tasks", "-inside")
 """Ends of the names of tables of gains, see `group_of`."""
 SECTIONS = {
     "Claims": [f"claims{group}" for group in GROUPS],
     "Models over the baseline": [f"models{group}" for group in GROUPS[:-1]],
-    "Curves": ["losses", "curves", "onsets", "budgets", "glue-curve"],
+    "Plateau": ["onsets", "plateau"],
+    "Curves": ["losses", "curves", "budgets", "glue-curve"],
     "Scores": ["scores", "minimal-pairs"],
     "Inside the models": ["inside"],
     "Checks": ["checks"],
@@ -386,6 +408,7 @@ class Page:
         if results.runs:
             found |= {
                 "runs": [runs_table(results)],
+                "plateau": [onset_table(results)],
                 "scores": [score_table(results, budget) for budget in budgets],
                 "inside": [score_table(results, budget, is_inside=True) for budget in budgets],
                 "cost": [cost_table(results)] if max(run.workers for run in results.runs) < 2 else [],
@@ -493,6 +516,9 @@ class Page:
                 for measure in results.measures
                 if (by_seed := results.of(measure, arm, budget))
             ],
+            "onsets": [
+                dict(zip(table.header, row, strict=True)) for table in self.tables["plateau"] for row in table.rows
+            ],
         }
 
     def replace_tables(self, path: Path) -> str:
@@ -538,7 +564,7 @@ def facts(runs: Sequence[RunRow]) -> list[str]:
     versions = dict.fromkeys(", ".join(map(" ".join, run.versions.items())) for run in runs)
     lines += [f"Versions: {line}." for line in versions if line]
     if (workers := max((run.workers for run in runs), default=1)) > 1:
-        lines.append(f"Up to {workers} jobs shared the machine, so times of steps are no benchmark and have no table.")
+        lines.append(f"Up to {workers} jobs shared the machine, so times of steps are no benchmark.")
     undefined = [f"{', '.join(run.undefined)} of {run.run}" for run in runs if run.undefined]
     return lines + [f"Values that are not finite are left out: {'; '.join(undefined)}."] * bool(undefined)
 

@@ -18,14 +18,17 @@ import numpy as np
 
 from megatron_ddrp.config import OBJECTIVES, concerns
 from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.config.training import MaskRates
 from megatron_ddrp.data.atomic import write_bytes
 from megatron_ddrp.data.batches.word_counts import MIN_SHIFT
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.foreign import Name, misfit, reading
 from megatron_ddrp.run.metrics import is_past, onset
 from megatron_ddrp.tasks.jobs import Damaged, Row, Store, digest
-from megatron_ddrp.tasks.statistics import LIKE_LOSS, LOSS, ONSET, OTHER_LOSS, TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import LIKE_LOSS, LOSS, OTHER_LOSS, STEP_SECONDS, TRAINING_LOSS, Times
 
+UNITS = {"million tokens": 2, "steps": 0, "million predictions": 2, "seconds": 0}
+"""Unit of a time on the plateau → digits."""
 Count = Annotated[int, "[0, 1e15)"]
 Number = Annotated[float, "[-1e15, 1e15)"]
 Amount = Annotated[float, "[0, 1e15)"]
@@ -196,10 +199,41 @@ class RunRow:
         settings = () if self.validates_alike else (_as_text(own.get(name, _DEFAULTS[name])) for name in _ALIKE)
         return (self.objective * alone, *settings)
 
+    @cached_property
+    def rested(self) -> float | None:
+        """Tokens on the plateau: up to the onset, or all of the run's if it never left; None if that is unknown.
+
+        It is for an arm at half the budget, which had less time than the others; trained weights were never there.
+        """
+        curve: Any = self.curves.get(TRAINING_LOSS)
+        if self.half or not self.unigram_loss or not curve or is_past(curve, self.unigram_loss):
+            return None
+        return self.onset or self.tokens or curve[-1][0]  # a row need not tell its tokens
+
+    @cached_property
+    def spent(self) -> Mapping[str, float]:
+        """Unit → what the run had spent at its onset, or at its end; without the units that its row does not tell.
+
+        Predictions are tokens times the mean mask rate up to then; the rate changes in equal steps.
+        """
+        tokens, flags = self.rested or 0.0, {**self.common, **dict(self.arm.flags)}
+        share = tokens / self.tokens if self.tokens else 0.0
+        rates = MaskRates.parse(str(flags.get("mask_prob", _DEFAULTS["mask_prob"])))
+        rate = rates.start + (rates.end - rates.start) * share / 2 if flags and share else 0.0
+        seconds = self.steps * share * self.values.get(STEP_SECONDS, 0.0)
+        found = zip(UNITS, (tokens / 1e6, self.steps * share, tokens / 1e6 * rate, seconds), strict=True)
+        return {unit: amount for unit, amount in found if amount}
+
 
 _ALIKE = ("mask_prob", "masking", "seq_length", "seq_length_phases", "packing", "hidden_dropout", "attention_dropout")
 """Settings that must be alike where training losses are compared."""
 _DEFAULTS = {name: option.default for name, option in options_of(*concerns().values()).items()}
+
+
+def times_on_plateau(runs: Mapping[int, RunRow], unit: str = "million tokens") -> Times:
+    """Return the times of the runs of an arm, by seed, on the plateau; none if a row does not tell its own."""
+    times: Any = [(run.spent.get(unit), run.onset is not None) for run in runs.values() if run.rested]
+    return times if all(time for time, _ in times) else []
 
 
 _KEYS: dict[str, Any] = {
@@ -231,13 +265,7 @@ def as_run(row: Mapping[str, Any], folder: Path | None = None) -> RunRow:
             "samples": read_samples(folder, row) if folder else {},
         }
     )
-    run = replace(run, values=losses_by_text(run))
-    curve: Any = run.curves.get(TRAINING_LOSS)
-    # An arm at half the budget had less time to leave the plateau than the others; trained weights were never on it.
-    if run.half or not run.unigram_loss or not curve or is_past(curve, run.unigram_loss):
-        return run
-    end = run.tokens or curve[-1][0]  # a row need not tell its tokens
-    return replace(run, values={**run.values, ONSET: run.onset or end})
+    return replace(run, values=losses_by_text(run))
 
 
 def losses_by_text(run: RunRow) -> dict[str, float]:

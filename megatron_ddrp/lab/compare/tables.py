@@ -21,7 +21,7 @@ import numpy as np
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.reading import SHOWN, Place, load_values, option, read_section
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.lab.compare.rows import Arm, RunRow
+from megatron_ddrp.lab.compare.rows import Arm, RunRow, times_on_plateau
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.glue import PAPER_TASKS, averaged_tasks, paper_rows
@@ -34,7 +34,6 @@ from megatron_ddrp.tasks.statistics import (
     LOSSES,
     MINIMAL_PAIRS,
     NO_MEASURES,
-    ONSET,
     OTHER_LOSS,
     SMALLER_IS_BETTER,
     STEP_SECONDS,
@@ -43,13 +42,13 @@ from megatron_ddrp.tasks.statistics import (
     Gain,
     Interval,
     format_interval,
+    format_median,
     format_value,
     judge,
     pair_by_seed,
     percentile_interval,
     seeds_needed,
     table_of,
-    unit_of,
 )
 
 SAME_TEXT = 0.05
@@ -167,14 +166,10 @@ class ExperimentValues:
 
     @cached_property
     def measures(self) -> list[str]:
-        """Measures with a value: losses, onset, minimal pairs, tasks, the GLUE average, then those of the inside.
-
-        The onset tells nothing if no run has left the plateau.
-        """
-        known = {GLUE: bool(self.averaged), ONSET: any(ONSET in run.values and run.onset for run in self.runs)}
-        found = dict.fromkeys(name for run in self.runs for name in run.values if known.get(name, True))
-        tasks = [name for name in found if name not in (*LOSSES, ONSET, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
-        return [name for name in (*LOSSES, ONSET, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
+        """Measures with a value: losses, minimal pairs, tasks, the GLUE average, then those of the inside."""
+        found = dict.fromkeys(name for run in self.runs for name in run.values if name != GLUE or self.averaged)
+        tasks = [name for name in found if name not in (*LOSSES, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
+        return [name for name in (*LOSSES, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
     def at(self, budget: str, arm: Arm) -> Mapping[int, RunRow]:
         """Return seed → run of an arm at a budget."""
@@ -300,25 +295,29 @@ def claims_of(results: ExperimentValues, file: ClaimFile) -> tuple[list[Claim], 
     return [claim for measure in results.measures for claim in claims if claim.measure == measure], others
 
 
-def model_claims(results: ExperimentValues, known: Iterable[Claim] = ()) -> list[Claim]:
-    """Return claims that every arm gains over the baseline, and over masked LM with its encoding, by every score.
-
-    In a check they are over the baseline alone. Those of single GLUE tasks, and those about the arms of a claim that is
-    `known`, are left out.
-    """
-    base, pairs = results.baseline, {(claim.measure, claim.first, claim.second) for claim in known}
+def compared_arms(results: ExperimentValues) -> list[tuple[Arm, Arm]]:
+    """Return every arm with the baseline, and with masked LM with its encoding; in a check with the baseline alone."""
+    base = results.baseline
     plain = {arm.encoding: arm for arm in results.arms if arm.key == f"{arm.encoding} mlm"}
-    compared = [
+    return [
         (arm, reference)
         for arm in results.arms
         for reference in dict.fromkeys((base, base if arm.half or results.check else plain.get(arm.encoding, base)))
         if arm != reference
     ]
+
+
+def model_claims(results: ExperimentValues, known: Iterable[Claim] = ()) -> list[Claim]:
+    """Return claims that every arm gains over those of `compared_arms`, by every score.
+
+    Those of single GLUE tasks, and those about the arms of a claim that is `known`, are left out.
+    """
+    pairs = {(claim.measure, claim.first, claim.second) for claim in known}
     return [
         Claim(f"{arm.label} over {reference.label}", measure, arm, reference)
         for measure in results.measures
         if measure not in INSIDE and measure not in results.averaged
-        for arm, reference in compared
+        for arm, reference in compared_arms(results)
         if (measure, arm, reference) not in pairs
     ]
 
@@ -329,19 +328,9 @@ def gains(results: ExperimentValues, claims: Iterable[Claim]) -> list[Gain]:
 
 
 def _gain(results: ExperimentValues, claim: Claim, budget: str) -> Gain | None:
-    """Return the gain of a claim at a budget; None without a common seed.
-
-    Two runs of a seed that both rested on the plateau to their end count as equal by the onset. If that holds at every
-    seed, nothing is known, and there is no gain.
-    """
+    """Return the gain of a claim at a budget; None without a common seed."""
     arms = (claim.second, claim.first) if claim.measure in SMALLER_IS_BETTER else (claim.first, claim.second)
     first, second = (results.of(claim.measure, arm, budget, arms[1]) for arm in arms)
-    if claim.measure == ONSET:
-        common, pair = first.keys() & second.keys(), [results.at(budget, arm) for arm in arms]
-        resting = {seed for seed in common if all(runs[seed].onset is None for runs in pair)}
-        if resting == common:
-            return None
-        first = {**first, **{seed: second[seed] for seed in resting}}
     by_seed = pair_by_seed(first, second)
     if by_seed is None:
         return None
@@ -407,7 +396,7 @@ def format_budget(budget: str, tokens: int) -> str:
 
 CHANCE = 0.5
 ABOVE_CHANCE = "above chance"
-KINDS = {"other": [OTHER_LOSS], "onset": [ONSET], "glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "inside": [*INSIDE]}
+KINDS = {"other": [OTHER_LOSS], "glue": [GLUE], "minimal-pairs": [MINIMAL_PAIRS], "inside": list(INSIDE)}
 """End of a table's name → its measures. Other losses have no ending, and all other measures have `tasks`."""
 
 
@@ -473,9 +462,7 @@ def claim_table(results: ExperimentValues, found: Sequence[Gain], what: str) -> 
         }
         rows.append(row)
     named = [f"{name} ({basis})" if (basis := basis_of(results, name)) else name for name in measures]
-    resting = "a run that never left counts with all of its own, two of a seed as equal"
-    own = {**dict.fromkeys(LOSSES, "Gains in nats"), ONSET: f"Gains in million tokens; {resting}"}
-    unit = own[measures[0]] if len(measures) == 1 and measures[0] in own else "Gains as in the tables of values"
+    unit = "Gains in nats" if set(measures) <= set(LOSSES) else "Gains as in the tables of values"
     return table_of(
         rows, f"{', '.join(named)}. {unit}, paired by seed." if named else "", ("measure", "budget", "judgement")
     )
@@ -525,18 +512,19 @@ def _values(results: ExperimentValues, measures: Sequence[str], arm: Arm, budget
     """
     runs, cells = list(results.at(budget, arm).values()), {}
     beside = results.baseline if results.at(budget, results.baseline) else results.arms_at(budget)[0]
+    last_loss = [name for name in measures if name in LOSSES][-1:]
     for measure in measures:
         values = results.of(measure, arm, budget, beside)
         undefined = sum(run.tasks.get(measure, {}).get("undefined", 0) for run in runs)
         cells[measure] = format_spread(measure, values)
         cells[measure] += f" ({undefined} undefined)" * bool(values and undefined)
         cells[measure] += f" ({len(values)} of {len(runs)} seeds)" * bool(values and len(values) < len(runs))
-    if cells.get(ONSET) and (resting := sum(run.onset is None for run in runs if ONSET in run.values)):
-        cells[ONSET] = f"≥ {cells[ONSET]} ({resting} never)"
+        if [measure] == last_loss and (times := times_on_plateau(results.at(budget, arm))):
+            left = sum(left for _, left in times)
+            cells["median onset [million tokens] (left)"] = f"{format_median(times, 2)} ({left}/{len(times)})"
     if not any(cells.values()):
         return {}
     above = above_chance(runs) if MINIMAL_PAIRS in measures else None
-    cells = {f"{name}{unit_of(name)}" if name == ONSET else name: cell for name, cell in cells.items()}
     return cells | {ABOVE_CHANCE: "" if above is None else f"{above:+.1f}"}
 
 

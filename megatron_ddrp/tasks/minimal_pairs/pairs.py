@@ -24,8 +24,6 @@ from megatron_ddrp.foreign import Name, misfit, parse_json, reading
 from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.jobs import Store, digest
 from megatron_ddrp.tasks.statistics import (
-    BOOTSTRAP_SAMPLES,
-    BOOTSTRAP_SEED,
     MINIMAL_PAIRS,
     Difference,
     Gain,
@@ -262,8 +260,6 @@ def masked_rows(
 TIE = 2e-5
 """Largest difference of a tie, in nats. Rounding makes equal scores differ for two orders of the same pieces: a model
 without positions (2 layers x 128, scores of about -100) gave 2,427 permuted pairs differences of up to 1e-5."""
-_BLOCK = 2**20
-"""Number of values that are drawn at once."""
 
 
 SCORES_FILE = "scores.jsonl"
@@ -427,22 +423,3 @@ def difference(first: Result, second: Result) -> Gain:
     means = [float(gain.mean()) for gain in gains]
     over_items = Difference(tuple(gains[0].tolist() if len(gains) == 1 else means)).interval
     return Gain(first.name, second.name, MINIMAL_PAIRS, Difference((statistics.fmean(means),)), over_items)
-
-
-def resampled_means(values: np.ndarray) -> np.ndarray | None:
-    """Return the mean of n values on bootstrap samples, `[samples]`, its deviations times √(n/(n − 1)); None for n < 2.
-
-    `values` are `[n]`, such as True for each pair of a paradigm that is right. Models with the same n have the same
-    samples, so that their differences are paired.
-
-    A mean of n values drawn anew from n values varies (n − 1)/n times as much as the mean of n other values, so
-    deviations are multiplied by √(n/(n − 1)). One value tells nothing about others.
-    """
-    count = len(values)
-    if count < 2:
-        return None
-    generator, rows = np.random.default_rng(BOOTSTRAP_SEED), max(1, _BLOCK // count)
-    sizes = (min(rows, BOOTSTRAP_SAMPLES - first) for first in range(0, BOOTSTRAP_SAMPLES, rows))
-    means = np.concatenate([values[generator.integers(count, size=(size, count))].mean(axis=1) for size in sizes])
-    mean = float(values.mean())
-    return mean + math.sqrt(count / (count - 1)) * (means - mean)

@@ -17,7 +17,7 @@ from megatron_ddrp.lab.compare.page import Page
 from megatron_ddrp.lab.compare.plan import read_plans
 from megatron_ddrp.lab.compare.rows import read_run_rows
 from megatron_ddrp.lab.compare.tables import above_chance, format_budget
-from megatron_ddrp.tasks.statistics import DIRECTION, LIKE_LOSS, LOSS, ONSET, OTHER_LOSS, seeds_needed
+from megatron_ddrp.tasks.statistics import DIRECTION, LIKE_LOSS, LOSS, OTHER_LOSS, seeds_needed
 
 ROOT = Path(__file__).resolve().parents[4]
 LADDER = ROOT / "docs" / "ladder"
@@ -40,14 +40,15 @@ def test_the_tables_are_those_of_the_rows(tables, tmp_path):
     assert written.read_text() == document.read_text(), "stale tables: run make ladder"
 
 
-LENGTHS = {"claims": 30, "claims-glue": 30, "claims-minimal-pairs": 30, "claims-inside": 31, "models": 25}
-LENGTHS |= {"models-onset": 32, "models-glue": 25, "models-minimal-pairs": 25}
+LENGTHS = {"claims": 30, "claims-other": 30, "claims-glue": 30, "claims-minimal-pairs": 30, "claims-inside": 31}
+LENGTHS |= {"models": 24, "models-other": 25, "models-glue": 25, "models-minimal-pairs": 25}
 """Table of the ladder's gains → number of its rows."""
-LESS_IS_BETTER = ("validation masked-LM loss", "f(S)", "f(H)", "first component", "onset")
-DIGITS = {"validation masked-LM loss": 4, "onset": 2, "triangle share": 1, "effective rank": 1, "minimal pairs": 2}
+LESS_IS_BETTER = (LIKE_LOSS, OTHER_LOSS, "f(S)", "f(H)", "first component")
+DIGITS = {"triangle share": 1, "effective rank": 1, "minimal pairs": 2}
 DIGITS |= dict.fromkeys(("STS-B", "CoLA", "GLUE average"), 2) | dict.fromkeys(DIRECTION, 3)
 """Measure → digits in tables; others have 4."""
-FACTORS = {"onset": 1e-6} | dict.fromkeys(("triangle share", "minimal pairs", "STS-B", "CoLA", "GLUE average"), 100)
+FACTORS = dict.fromkeys(("triangle share", "minimal pairs", "STS-B", "CoLA", "GLUE average"), 100)
+ONSET = "median onset [million tokens] (left)"
 
 COUNTS = np.arange(2, 100_001)
 HALVES = stats.t.ppf(0.975, COUNTS - 1) / np.sqrt(COUNTS)
@@ -68,31 +69,41 @@ def value_of(run, measure):
     return None if None in found else sum(found) / len(found)
 
 
+def compares(measure, one, other):
+    """Return whether the values of two runs compare: training losses only under equal masks."""
+    return measure != LIKE_LOSS or [dict(run.arm.flags).get("mask_prob") for run in (one, other)].count(None) != 1
+
+
 def differences(results, gain):
-    """Return the gain at each common seed. A run that never left the plateau has all of its tokens as onset."""
+    """Return the gain at each common seed."""
     first, second = results.at(gain.budget, gain.first), results.at(gain.budget, gain.second)
-    sign, pairs = -1 if gain.measure in LESS_IS_BETTER else 1, [(first[s], second[s]) for s in first if s in second]
-    tied = [gain.measure == "onset" and one.onset is other.onset is None for one, other in pairs]
-    values = [sign * (value_of(one, gain.measure) - value_of(other, gain.measure)) for one, other in pairs]
-    return np.where(tied, 0.0, values)
+    pairs = [(first[seed], second[seed]) for seed in first if seed in second]
+    values = [
+        value_of(one, gain.measure) - value_of(other, gain.measure)
+        for one, other in pairs
+        if compares(gain.measure, one, other)
+    ]
+    return (-1 if gain.measure in LESS_IS_BETTER else 1) * np.array(values)
 
 
 def judged(results, gains):
-    """Yield what SciPy says of each gain of a table, as its cells; a single seed has no interval and no word."""
+    """Yield what SciPy says of each gain of a table, as its cells; fewer than three seeds are exploratory."""
     found = [differences(results, gain) for gain in gains]
     tests = [stats.ttest_1samp(values, 0) if len(values) > 1 and any(values) else None for values in found]
-    told = stats.false_discovery_control([test.pvalue if test else 1.0 for test in tests]) <= 0.05
-    for gain, values, test, is_told in zip(gains, found, tests, told, strict=True):
+    several = [number for number, values in enumerate(found) if len(values) > 2]
+    p_values = [tests[number].pvalue if tests[number] else 1.0 for number in several]
+    told = dict(zip(several, stats.false_discovery_control(p_values) <= 0.05 if several else (), strict=True))
+    for number, (gain, values, test) in enumerate(zip(gains, found, tests, strict=True)):
         low, high = test.confidence_interval() if test else (0.0, 0.0)
         enough = COUNTS[HALVES * (values.std(ddof=1) if test else 0) < abs(values.mean())]
         needed = f"{enough[0]:,}" if len(enough) else "over 100,000"
-        several = len(values) > 1
-        word = ("better" if values.mean() > 0 else "worse") if is_told else "not told apart"
+        word = ("better" if values.mean() > 0 else "worse") if told.get(number) else "not told apart"
         yield {
             "gain": shown(gain.measure, values.mean(), "+"),
-            "95 % over seeds": f"{shown(gain.measure, low, '+')} to {shown(gain.measure, high, '+')}" * several,
+            "95 % over seeds": f"{shown(gain.measure, low, '+')} to {shown(gain.measure, high, '+')}"
+            * (len(values) > 1),
             "n": str(len(values)),
-            "judgement": word * several,
+            "judgement": word if number in told else "exploratory",
             "seeds needed": needed if test and low <= 0 <= high else "",
         }
 
@@ -108,14 +119,24 @@ def test_every_gain_of_the_ladder_is_judged_as_by_scipy(name, page):
         assert (row.get("measure", gain.measure), row.get("the paper", "")) == (gain.measure, gain.paper)
 
 
-def spread(measure, runs, results):
-    """Return the cell of a measure; empty without values, and for onsets if no run of the experiment has left."""
-    values = [value for run in runs if (value := value_of(run, measure)) is not None]
-    if not values or (measure == "onset" and not any(run.onset for run in results.runs)):
+def spread(measure, runs, beside):
+    """Return the cell of a measure; empty without values that compare with the run `beside`."""
+    values = [value for run in runs if (value := value_of(run, measure)) is not None and compares(measure, run, beside)]
+    if not values:
         return ""
-    cell = shown(measure, np.mean(values)) + (f" ± {shown(measure, np.std(values, ddof=1))}" if len(values) > 1 else "")
-    resting = sum(run.onset is None for run in runs) if measure == "onset" else 0
-    return f"≥ {cell} ({resting} never)" if resting else cell
+    return shown(measure, np.mean(values)) + (f" ± {shown(measure, np.std(values, ddof=1))}" if len(values) > 1 else "")
+
+
+def median_onset(runs):
+    """Return the cell of the onset, by the product of shares of the runs that stay at each time."""
+    times = sorted(((run.onset or run.tokens) / 1e6, run.onset is None) for run in runs)
+    share, median = 1.0, f"> {times[-1][0]:.2f}"
+    for place, (time, rests) in enumerate(times):
+        share *= 1 if rests else 1 - 1 / (len(times) - place)
+        if share < 0.5 + 1e-9:
+            median = f"{time:.2f}"
+            break
+    return f"{median} ({sum(not rests for _, rests in times)}/{len(times)})"
 
 
 def chance_of(runs):
@@ -127,23 +148,31 @@ def chance_of(runs):
 @pytest.mark.parametrize("name", ["scores", "inside", "checks"])
 def test_every_spread_of_the_ladder_is_that_of_the_rows(name, page):
     experiments = page.checks if name == "checks" else [page.results]
-    places = [(results, arm, list(results.at(budget, arm).values())) for results in experiments
-              for budget in results.budgets for arm in results.arms_at(budget)]  # fmt: skip
+    places = [(results.at(budget, results.baseline) or results.at(budget, results.arms_at(budget)[0]), arm,
+               list(results.at(budget, arm).values()))
+              for results in experiments for budget in results.budgets for arm in results.arms_at(budget)]  # fmt: skip
     places = [place for place in places if name != "inside" or "f(S)" in place[2][0].values]
     other = {"model", "seeds", "check", "budget", "gain", "95 % over seeds", "judgement", "above chance"}
-    for row, (results, arm, runs) in zip(rows_of(page, name), places, strict=True):
+    for row, (beside, arm, runs) in zip(rows_of(page, name), places, strict=True):
         assert (row["model"], row["seeds"]) == (arm.label, str(len(runs)))
-        for column in row.keys() - other:
-            assert row[column] == spread(column.split(" [")[0], runs, results), (arm.label, column)
+        for column in row.keys() - other - {ONSET}:
+            assert row[column] == spread(column, runs, next(iter(beside.values()))), (arm.label, column)
+        assert row.get(ONSET, "") == (median_onset(runs) if name != "inside" and not arm.half else "")
         assert "above chance" not in row or row["above chance"] == chance_of(runs)
 
 
 def test_every_check_of_the_ladder_is_judged_as_by_scipy(page):
     found = {(row["check"], row["model"]): row for row in rows_of(page, "checks")}
-    for check, gains in page.checks.items():
-        for gain, expected in zip(gains, judged(check, gains), strict=True):
-            row = found.pop((check.check, gain.first.label))
-            assert row["gain"] == f"{expected['gain']} over {check.baseline.label}"
+    for check, own in page.checks.items():
+        shown_gains = {}
+        for measure in (OTHER_LOSS, LIKE_LOSS):  # the latter, where two runs compare by it
+            gains = [gain for gain in own if gain.measure == measure]
+            shown_gains |= {
+                gain.first.label: (gain, cells) for gain, cells in zip(gains, judged(check, gains), strict=True)
+            }
+        for label, (gain, expected) in shown_gains.items():
+            row, text = found.pop((check.check, label)), gain.measure.removeprefix("masked-LM loss on ")
+            assert row["gain"] == f"{expected['gain']} over {check.baseline.label} ({text})"
             assert [row["95 % over seeds"], row["judgement"]] == [expected["95 % over seeds"], expected["judgement"]]
     assert len(found) == 9 and not any(row["gain"] + row["judgement"] for row in found.values()), "baselines"
 
@@ -164,7 +193,12 @@ def test_the_runs_of_the_ladder_are_counted_and_captions_say_what_is_averaged(pa
     ]
     average = "the mean of STS-B and CoLA; the paper's average has eight tasks"
     assert page.tables["claims-glue"][0].caption.startswith(f"GLUE average ({average}). Gains as in the tables of")
-    assert page.tables["scores"][2].caption.endswith(f"over the seeds. GLUE average: {average}.")
+    like, other = (
+        f"{LIKE_LOSS.capitalize()[0]}{LIKE_LOSS[1:]}: training text, last tenth of tokens",
+        f"{OTHER_LOSS}: held-out",
+    )
+    caption = page.tables["scores"][2].caption
+    assert caption.endswith(f"GLUE average: {average}.") and like in caption and other.lower() in caption.lower()
 
 
 def test_gains_of_two_seeds_are_exploratory_also_those_that_were_judged_before(page):
@@ -174,7 +208,7 @@ def test_gains_of_two_seeds_are_exploratory_also_those_that_were_judged_before(p
     assert {gain.word for gain in few} == {"exploratory"} and all(
         g.word != "exploratory" for g in judged if g not in few
     )
-    (gain,) = [g for g in few if (g.text, g.measure, g.budget[:2]) == ("BERT-R is better than BERT", LOSS, "67")]
+    (gain,) = [g for g in few if (g.text, g.measure, g.budget[:2]) == ("BERT-R is better than BERT", OTHER_LOSS, "67")]
     assert gain.seeds.p_value == pytest.approx(0.012, abs=5e-4) and gain.seeds.interval[0] > 0
 
 
@@ -229,15 +263,17 @@ def test_gains_on_like_text_are_those_that_a_referee_computed(rows, first, secon
     assert interval is None or tuple(round(end, 3) for end in gain.seeds.interval) == interval
     assert "(training text, last tenth of tokens). Gains in nats" in page.blocks["claims"]
     assert "(held-out documents of another kind). Gains in nats" in page.blocks["claims-other"]
-    on = {one["measure"]: one["measured_on"] for one in page.numbers()["gains"] if one["measure"] in (LIKE_LOSS, ONSET)}
-    assert on == {LIKE_LOSS: "training text, last tenth of tokens", ONSET: ""}
+    on = {
+        one["measure"]: one["measured_on"] for one in page.numbers()["gains"] if one["measure"] in (LIKE_LOSS, "f(S)")
+    }
+    assert on == {LIKE_LOSS: "training text, last tenth of tokens", "f(S)": ""}
 
 
 def test_every_value_is_the_same(first_page):
     found = {
         f"{one['check']} | {one['budget']} | {one['measure']} | {one['model']}": one["by_seed"]
         for one in json.loads(json.dumps(first_page.numbers()["values"]))
-        if one["measure"] not in (ONSET, LIKE_LOSS)
+        if one["measure"] != LIKE_LOSS
     }
     golden = {as_today(key): value for key, value in GOLDEN["values"].items() if "| above chance |" not in key}
     assert found == golden and sum(map(len, golden.values())) == 2405

@@ -13,7 +13,7 @@ from megatron_ddrp.lab.compare.page import by_phenomenon, missing_samples
 from megatron_ddrp.lab.compare.rows import as_run, last_tenth, read_run_rows, samples_file, write_samples
 from megatron_ddrp.lab.compare.runs import LOGGED
 from megatron_ddrp.lab.compare.tables import ExperimentValues, check_places, gains, model_claims, score_table
-from megatron_ddrp.tasks.statistics import LIKE_LOSS, ONSET, OTHER_LOSS, TRAINING_LOSS
+from megatron_ddrp.tasks.statistics import LIKE_LOSS, OTHER_LOSS, TRAINING_LOSS
 from tests.refusals import refused
 from tests.unit.lab.compare.made_rows import LOSS, RUNGS, full_row, make_row, results_of
 
@@ -265,24 +265,12 @@ def test_training_losses_compare_where_training_makes_the_same_of_a_text(own, co
     assert cells["absolute"][LIKE_LOSS] and bool(cells.get("ddrp", {}).get(LIKE_LOSS)) == compares
 
 
-def test_a_run_that_never_left_the_plateau_counts_with_all_its_tokens_also_if_its_row_does_not_tell_them():
+def test_a_run_rested_up_to_its_onset_or_all_of_its_tokens_also_if_its_row_does_not_tell_them():
     curve = {TRAINING_LOSS: [[1e6, 7.0], [4e6, 7.0]]}
     told, untold = (as_run(row(curves=curve, unigram_loss=7.0) | {"tokens": tokens}) for tokens in (4_194_304, None))
-    assert (told.values[ONSET], untold.values[ONSET], told.onset) == (4_194_304, 4e6, None)
-
-
-def test_two_runs_that_never_left_the_plateau_have_no_gain_by_the_onset():
-    """Nobody knows how long they would have rested; their own lengths differ by padding alone."""
-
-    def curve(left):
-        return {TRAINING_LOSS: [[n * 1e5, 5.0 if n > left else 7.0] for n in range(1, 41)]}
-
-    def runs(model, lefts):
-        length = {"unigram_loss": 7.0, "tokens": 4_000_000 + len(model)}
-        return [row(model, seed=seed, curves=curve(left), **length) for seed, left in enumerate(lefts)]
-
-    results = results_of(runs("absolute", [99, 99, 99]) + runs("t5", [99, 99, 99]) + runs("rope", [99, 10, 20]))
-    found = [gain for gain in gains(results, model_claims(results)) if gain.measure == ONSET]
-    assert [gain.first.name for gain in found] == ["rope"]
-    unknown, larger, smaller = found[0].seeds.values
-    assert unknown == 0 and larger > smaller + 0.9e6 > 1.9e6
+    assert (told.rested, untold.rested, told.onset) == (4_194_304, 4e6, None)
+    left = as_run(row(curves={TRAINING_LOSS: [*curve[TRAINING_LOSS], [4.1e6, 1.0]]}, unigram_loss=7.0))
+    assert left.rested == left.onset == 4.1e6
+    assert as_run(row(curves=curve)).rested is None  # written by an earlier version
+    assert as_run(row(curves=curve, unigram_loss=7.0, half=True)).rested is None
+    assert as_run(row(curves=curve, unigram_loss=11.0)).rested is None  # trained weights, which were never there

@@ -162,13 +162,6 @@ def test_equal_differences_and_single_pairs_have_no_interval():
     assert difference(one, other).items is not None
 
 
-def test_many_pairs_are_drawn_in_blocks_and_every_sample_is_the_same(monkeypatch):
-    values = np.arange(100) < 30
-    whole = pairs.resampled_means(values)
-    monkeypatch.setattr(pairs, "_BLOCK", 700)
-    assert pairs.resampled_means(values).tolist() == whole.tolist() and len(whole) == 2000
-
-
 def test_the_table_and_the_heat_map_have_one_unit():
     paradigms = {uid: Paradigm(uid, Path("pairs.jsonl")) for uid in ("p0", "p1")}
     report = scoring.Report(paradigms, [encoder("e", 0.7, 0.4)], {}, "l2r")
