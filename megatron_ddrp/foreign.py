@@ -229,6 +229,10 @@ def misfit(value: Any, hint: Any) -> str:
     return ""
 
 
+hints_of = functools.cache(typing.get_type_hints)
+"""Return field → type of a dataclass. To evaluate its annotations takes longer than to parse a command line."""
+
+
 def show(value: Any) -> str:
     """Return a value as text for an error, at most 80 characters long."""
     text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from megatron_ddrp.config.registry import PLUGINS, load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, nearest
-from megatron_ddrp.foreign import LARGEST_YAML, GivenTwice, misfit, parse_yaml, read_bytes
+from megatron_ddrp.foreign import LARGEST_YAML, GivenTwice, hints_of, misfit, parse_yaml, read_bytes
 
 COUNT = "[1, 2147483648)"
 """Range of sizes and numbers of steps. A product of two of them is exact in 64 bits."""
@@ -182,13 +182,12 @@ class Option(NamedTuple):
 
 def options_of(*sections: Any) -> dict[str, Option]:
     """Return name → option for every field of these dataclasses that `option(...)` made."""
-    found = {}
-    for section in sections:
-        hints = typing.get_type_hints(section)
-        for f in dataclasses.fields(section):
-            if "help" in f.metadata:
-                found[f.name] = Option(hints[f.name], f.metadata, f.default)
-    return found
+    return {
+        f.name: Option(hints_of(section)[f.name], f.metadata, f.default)
+        for section in sections
+        for f in dataclasses.fields(section)
+        if "help" in f.metadata
+    }
 
 
 def load_plugins(files: Any, place: Place, source: Path, is_of_a_run: bool = False) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatron_ddrp.config.training import (
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import misfit, parse_json, show
+from megatron_ddrp.foreign import hints_of, misfit, parse_json, show
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ class Config:
             given = values.get(concern, {})
             if concern == "objective" and given.get("objective") == "electra":
                 given = {"generator_embeddings": "own", **given}  # as before the setting existed
-            hints = typing.get_type_hints(section)
+            hints = hints_of(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             unset = {field.name for field in dataclasses.fields(section) if field.default is None}
             for name, value in given.items():
