@@ -20,12 +20,15 @@ from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_text
 from megatron_ddrp.pages.plotting import save_figures
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
@@ -212,13 +215,19 @@ _FILTERS = {"name": escape, "marked": paragraph, "code": code}
 
 def render_page(template: str, **values: Any) -> str:
     """Return a template's text with these values and one final line break."""
+    return _environment().get_template(template).render(values).strip() + "\n"
+
+
+@lru_cache
+def _environment() -> Environment:
+    """Return the environment of the templates, which compiles each of them once per process."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("megatron_ddrp.pages"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= _FILTERS
-    return environment.get_template(template).render(values).strip() + "\n"
+    return environment
 
 
 def write_page(
