@@ -41,16 +41,14 @@ OF_THE_MACHINE = ("tokens_per_second", "step_time", "mfu", "peak_memory_gib")
 """Keys of metrics.jsonl that differ between two equal runs."""
 
 PRELOADED = [
+    "tests.integration.before_the_imports",
     "torch._dynamo",
-    "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
     "numpy.ma",
     "tokenizers",
     "deepspeed",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.runtime.zero.muon.original_muon",
     "megatron_ddrp.train",
     "megatron_ddrp.arguments",
     "transformers.models.bert.modeling_bert",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.integration.launch import OF_THE_MACHINE, read_rows, start_ranks, tra
 from tests.unit.model.tiny import encode, named_sums
 
 Flags = Callable[..., list[str]]
+COMPILER = "torch._inductor.compile_fx"
 
 
 KEYS = [
@@ -59,6 +61,15 @@ def assert_complete(folder: Path, corpus: TinyCorpus) -> None:
 
 
 COMPLETE = {"log_interval": 2, "eval_interval": 3, "eval_iters": 1, "peak_tflops": 0.01}
+
+
+def without_compiler() -> None:
+    """Let this rank fail if it loads torch's compiler, which takes a sixth of the start of a run."""
+    assert sys.modules.setdefault(COMPILER, None) is None  # type: ignore[arg-type]
+
+
+def test_a_run_loads_no_compiler(flags: Flags) -> None:
+    start_ranks(flags(train_iters=1), before=without_compiler).check()
 
 
 def test_a_run_leaves_all_that_others_read(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
