@@ -22,8 +22,9 @@ BIN   := .venv/bin
 # One stamp for each value of TORCH and LOCK: another value is another set-up, the same one does nothing.
 STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)$(LOCK)' | cksum | cut -d ' ' -f 1)
 VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
-# One thread each: tests start ranks of their own, and more threads only get in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# One thread each: tests start ranks of their own, and more threads only get in each other's way. Bytecode, also where the
+# caller wants none: tests start some hundred processes, each of which would compile the package anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart lint docs test test-times check lock floors docker-steps endurance cluster ladder gpu-report
