@@ -8,6 +8,7 @@ can be started in the same way: `python` alone takes 2 to 8 s to import what the
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import functools
 import json
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_bert.py"
 TIMEOUT = 400.0
 """Seconds until a test gives up on its ranks, well before they would give up on each other (10 minutes)."""
+GRACE = 20.0
+"""Seconds for a process that is given up to write its stacks."""
 
 OF_THE_MACHINE = ("tokens_per_second", "step_time", "mfu", "peak_memory_gib")
 """Keys of metrics.jsonl that differ between two equal runs."""
@@ -109,16 +113,21 @@ def start_ranks(
     return Result(exit_codes, stdout, stderr)
 
 
-def armed(points: str, rank: int | None = None) -> Callable[[], None]:
-    """Return what arms points of `megatron_ddrp/data/points.py` before a rank starts, on all ranks or one of them."""
-    return functools.partial(_arm, points, rank)
+def armed(points: str, rank: int | None = None, then: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Return what arms points of `megatron_ddrp/data/points.py` before a rank starts, on all ranks or one of them.
+
+    `then` is a module's function that it calls afterwards.
+    """
+    return functools.partial(_arm, points, rank, then)
 
 
-def _arm(points: str, rank: int | None) -> None:
+def _arm(points: str, rank: int | None, then: Callable[[], None] | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background, or by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if rank is None or os.environ["RANK"] == str(rank):
         os.environ[VARIABLE] = points
+    if then:
+        then()
 
 
 class Hold:
@@ -144,7 +153,10 @@ class Hold:
 def exit_codes_of(
     processes: Sequence[Any], timeout: float, during: Callable[[list[Any]], None] | None = None
 ) -> list[int | None]:
-    """Start processes and wait for them together; None for one that had to be killed after `timeout` seconds."""
+    """Start processes and wait for them together; None for one that had to be killed after `timeout` seconds.
+
+    Such a one writes the stacks of its threads to standard error first.
+    """
     for process in processes:
         process.start()  # the first waits for the fork server's imports
     began = time.monotonic()
@@ -155,6 +167,8 @@ def exit_codes_of(
     exit_codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
+            os.kill(process.pid, signal.SIGABRT)
+            process.join(GRACE)
             process.kill()
             process.join()
     return exit_codes
@@ -195,6 +209,11 @@ def _run(
     torch.set_num_threads(1)
     if before:
         before()
+    _be(program, words)
+
+
+def _be(program: str, words: Sequence[str]) -> None:
+    """Run a script of this repository, or a module, as this process's program."""
     sys.argv = [str(ROOT / program), *words]
     if program.endswith(".py"):
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -202,11 +221,64 @@ def _run(
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def redirect_streams(stdout: Path, stderr: Path) -> None:
-    """Send what this process writes, C++ libraries included, into two files."""
+def redirect_streams(stdout: Path, stderr: Path, begin: int = os.O_TRUNC) -> None:
+    """Send what this process writes, C++ libraries included, into files; a `begin` of 0 keeps their content."""
     for number, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | begin), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    faulthandler.enable()
+
+
+def fork_jobs() -> None:
+    """Let this process fork the jobs of a comparison and the workers of a sweep from the fork server.
+
+    They are processes of their own, as a user's are, but need not import torch again. Tests that start them for real
+    remain.
+    """
+    from megatron_ddrp.lab.compare import experiment
+    from megatron_ddrp.tasks import jobs
+
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is our parent
+    experiment.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob})  # type: ignore[attr-defined]
+    jobs.SPAWN = SimpleNamespace(Process=_forked_worker)  # type: ignore[assignment]
+
+
+class ForkedJob:
+    """What `Runner` needs of a `subprocess.Popen` of `python -m MODULE WORDS`."""
+
+    def __init__(self, command: Sequence[str], stdout: Any, env: dict[str, str], **_: Any) -> None:
+        _python, _dash_m, module, *words = command
+        streams = [Path(stdout.name)] * 2
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_work, args=(env, streams, _be, (module, words))
+        )
+        self._process.start()
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a job", timeout or 0.0)
+
+
+def _forked_worker(target: Callable[..., None], args: tuple[Any, ...], **named: Any) -> Any:
+    streams = [Path(f"/proc/self/fd/{number}").readlink() for number in (1, 2)]
+    return multiprocessing.get_context("forkserver").Process(
+        target=_work, args=(dict(os.environ), streams, target, args), **named
+    )
+
+
+def _work(variables: dict[str, str], streams: list[Path], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    redirect_streams(*streams, begin=0)
+    os.environ.update(variables)
+    target(*args)
 
 
 def run_program(program: str, *words: object) -> subprocess.CompletedProcess[str]:

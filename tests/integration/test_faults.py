@@ -114,6 +114,18 @@ def test_a_silent_rank_ends_the_others_within_the_timeout(flags: Flags, tmp_path
     assert len(lines(result.stderr[1])) == 1
 
 
+def test_a_rank_that_hangs_ends_with_its_stacks(flags: Flags, tmp_path: Path) -> None:
+    hold = Hold(tmp_path / "pipe")
+
+    def wait_until_it_hangs(ranks: list[Any]) -> None:
+        hold.next_process(ranks[0].sentinel)
+
+    hung = start_ranks(flags(), 1, armed(f"step.logged={hold.action}@3"), wait_until_it_hangs, timeout=0.0)
+    hold.release()
+    assert hung.exit_codes == [None]
+    assert "Fatal Python error: Aborted" in hung.stderr[0] and "megatron_ddrp/data/points.py" in hung.stderr[0]
+
+
 def small_files() -> None:
     """As on a disk that is full but for a few kilobytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

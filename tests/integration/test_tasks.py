@@ -24,7 +24,7 @@ from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS
-from tests.integration.launch import ROOT, Hold, Result, armed, run_command, start_ranks
+from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, run_command, start_ranks
 from tests.refusals import refused
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
 
@@ -139,7 +139,7 @@ def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours
         hold.release()
 
     words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
-    points = armed(f"job.leased={hold.action}")
+    points = armed(f"job.leased={hold.action}", then=fork_jobs)
     start_ranks(words, None, points, kill_a_worker, program="tasks.glue").check()
     assert rows(out) == rows(ours_alone)
     assert (out / "table.md").is_file()
@@ -157,7 +157,7 @@ def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
             hold.next_process(commands[0].sentinel)
             commands[0].kill()
 
-        killed = start_ranks(words, None, armed(f"{point}={hold.action}"), kill, program="tasks.glue")
+        killed = start_ranks(words, None, armed(f"{point}={hold.action}", then=fork_jobs), kill, program="tasks.glue")
         assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
         hold.release()
     run(words)
@@ -264,7 +264,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
 
-    compare(plan, out).check()
+    compare(plan, out, before=fork_jobs).check()
     rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
     assert len({row["job"] for row in rows}) == len(rows) == 2 + 2 + 2 + 2
     assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
@@ -305,7 +305,7 @@ def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder_and_are_repr
         "workers": 2,
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
-    compare(plan, tmp_path / "out", "--rows", rows).check()
+    compare(plan, tmp_path / "out", "--rows", rows, before=fork_jobs).check()
     lower, higher = sorted(map(json.loads, rows.read_text().splitlines()), key=lambda row: row["steps"])
     assert (lower["steps"], higher["steps"]) == (8, 32) and lower["planned_tokens"] == 1024
     assert higher["values"]["validation masked-LM loss"] < lower["values"]["validation masked-LM loss"]

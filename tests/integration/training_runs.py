@@ -148,6 +148,7 @@ def _rank(
     os.environ.update(variables)
     torch.set_num_threads(1)
     error = Path(folder) / f"error{rank}"
+    faulthandler.enable(error.open("a", encoding="utf-8"))
     try:
         process_group.start(ParallelConfig(distributed_timeout_minutes=2))
         given = work(command_lines, error)
