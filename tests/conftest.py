@@ -44,10 +44,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests of integration, then with the files of few tests, which tend to be long ones: at the end all
-    workers but one would be idle."""
-    count = Counter(item.path for item in items)
-    items.sort(key=lambda item: ("integration" not in item.path.parts, count[item.path]))
+    """Begin with the files that have slow tests, then with those of few tests, which tend to be long ones: at the end
+    all workers but one would be idle."""
+    count, slow = Counter(item.path for item in items), {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, count[item.path]))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,18 +95,18 @@ def write_corpus(folder: Path) -> TinyCorpus:
     return TinyCorpus(text_file, vocab_file, Path(preprocess(config).prefixes[0]))
 
 
+def coarse_figure(figure: Any, ending: str, render: Callable[..., bytes] = plotting.render) -> bytes:
+    """Return a figure's .png with few dots, and a line in place of its other files."""
+    return render(figure, ending, 50) if ending == ".png" else f"a figure as {ending}".encode()
+
+
 @pytest.fixture(autouse=True)
 def coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw each figure into its .png, with few dots: text and fonts of three full files cost a second a figure.
 
     `tests/unit/pages/test_markdown.py` writes them as a user's command does.
     """
-    render = plotting.render
-
-    def coarse(figure: Any, ending: str) -> bytes:
-        return render(figure, ending, 50) if ending == ".png" else f"a figure as {ending}".encode()
-
-    monkeypatch.setattr(plotting, "render", coarse)
+    monkeypatch.setattr(plotting, "render", coarse_figure)
 
 
 @pytest.fixture

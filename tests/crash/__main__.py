@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.pages import write_table
+from megatron_ddrp.pages import plotting
 from megatron_ddrp.pages.markdown import Table
+from tests.conftest import coarse_figure
 from tests.crash import disks, recording
 from tests.crash.checking import PROTOCOLS, Bench, Effort, Report
 from tests.crash.states import MODELS
@@ -116,6 +118,8 @@ def main() -> int:
 def check(bench: Bench, names: Sequence[str], kinds: Sequence[str], given: argparse.Namespace) -> int:
     """Do the checks that the recorder is needed for; return the number of bad states and faults."""
     bad = 0
+    if given.quick:
+        plotting.render = coarse_figure
     if "states" in kinds:
         bad += check_states(bench, names, QUICK if given.quick else Effort(), given.reports, given.write)
     if "failures" in kinds:
