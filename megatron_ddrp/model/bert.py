@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
@@ -186,8 +187,15 @@ def build_model(
 
 def on_meta_device(config: ModelConfig, objective: ObjectiveConfig | None = None) -> Encoder:
     """Return the model on torch's meta device: it has shapes and takes no memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutDraws():
         return build_model(config, objective=objective)
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Mode without random weights: on the meta device to draw nothing takes as long as all else."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function in (Tensor.normal_, Tensor.uniform_) else function(*args, **(kwargs or {}))
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
