@@ -167,7 +167,8 @@ def exit_codes_of(
     exit_codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
-            os.kill(process.pid, signal.SIGABRT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGABRT)
             process.join(GRACE)
             process.kill()
             process.join()
