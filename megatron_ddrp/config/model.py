@@ -74,7 +74,7 @@ class ModelConfig(Section):
         "normal",
         "start of attention: normal draws queries and keys like all else; with offsets each head also attends to one "
         "place beside its own, -1, 1, -2, 2, ..., which ends the plateau of absolute positions early "
-        "(docs/lab/plateau.md); heads narrower than 32 hardly find it, and under electra and rtd only the "
+        "(docs/lab/plateau.md); narrow heads find it worse, and under electra and rtd only the "
         "discriminator starts so",
         choices=("normal", "offsets"),
     )
