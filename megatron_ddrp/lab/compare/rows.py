@@ -354,7 +354,7 @@ def read_run_rows(paths: Iterable[Path]) -> list[RunRow]:
 
 def row_of(file: Path, name: str) -> RunRow:
     """Return the row of the run with this name, or with the only one that starts so. Raises `UserError`."""
-    rows = [row for row in read_run_rows([file]) if LOSS in row.values]
+    rows = [row for row in read_run_rows([file]) if np.isfinite(row.validation_loss)]
     found = [row for row in rows if row.run == name] or [row for row in rows if row.run.startswith(name)]
     if len(found) != 1:
         names = ", ".join(row.run for row in (found or rows)[:3])
