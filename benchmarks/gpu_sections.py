@@ -32,9 +32,8 @@ COMPARED = 2
 """Heads in HCD, as in the recipe."""
 TRITON_PRODUCTS = {
     "forward_kernel": 2.0,  # Q·Kᵀ, P·V
-    "query_gradient_kernel": 3.0,  # Q·Kᵀ again, dO·Vᵀ, dA·K
-    "key_gradient_kernel": 4.0,  # both again, dAᵀ·Q, Pᵀ·dO
-    "bias_gradient_kernel": 2.0,  # both again
+    "key_gradient_kernel": 4.0,  # Q·Kᵀ again, dO·Vᵀ, dAᵀ·Q, Pᵀ·dO
+    "query_gradient_kernel": 1.0,  # dA·K
 }
 """Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]` per head."""
 

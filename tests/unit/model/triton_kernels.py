@@ -9,6 +9,7 @@ must stand before the first import of triton, and nothing compiled can be used b
 import dataclasses
 import os
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ CASES = {
     "whole tiles in each bin": ([[1] * 130], (-4, 3), {"tables": "qk"}),
     "lopsided band": ([[1] * 130], (-40, 70), {"tables": "qk"}),
     "long packed": ([[1] * 70 + [2] * 60], (-4, 3), {"tables": "qk", "bias_batch": 1}),
+    "documents in any order, whole tiles": ([[3] * 32 + [1] * 32 + [3] * 32 + [2] * 32], (-4, 3), {"tables": "qk"}),
     "window, content": (PADDED, (0, 0), {"heads": 2, "window": 3}),
     "window, itself alone": (PACKED, (-4, 3), {"tables": "qk", "window": 0}),
     "window beside the band": (PACKED, (-2, 1), {"tables": "qKV", "heads": 2, "window": 4}),
@@ -127,6 +129,51 @@ CASES = {
 def test_equals_eager_in_float64(document_ids, bounds, options):
     case = make_case(document_ids, *bounds, **options)
     assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{"tables": "qk"}, {"tables": "V"}, {"bias_batch": 1}, {}], ids=str)
+def test_full_rows_need_no_documents(options):
+    """Of rows that are known to be full and consist of whole tiles, the kernels do not read the documents."""
+    case = make_case([[1] * 64], -20, 13, **options)
+
+    def full(attending):
+        attending = attending._replace(layout=SimpleNamespace(full=True))
+        assert plan_of(Facts.of(attending)).full
+        return triton_attention(attending._replace(document_ids=attending.document_ids * 0))
+
+    answers = []
+    for backend in (triton_attention, full):
+        torch.manual_seed(3)
+        context, gradients = answer(case, backend, 0.2)
+        answers.append((context, *gradients))
+    assert all(map(torch.equal, *answers))
+    ragged = make_case([[1] * 80], -4, 3).attending()._replace(layout=SimpleNamespace(full=True))
+    assert not plan_of(Facts.of(ragged)).full
+
+
+TILINGS = [
+    Tiles(Tile(128, 64, 4, 1), Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+    Tiles(Tile(64, 64, 4, 1), Tile(128, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+]
+
+
+@pytest.mark.parametrize("chosen", TILINGS, ids=["hopper", "ampere"])
+@pytest.mark.parametrize("distance", [16, 32, 64, 128])
+def test_every_distance_with_every_tile(distance, chosen, monkeypatch):
+    monkeypatch.setattr(module, "tiles", lambda *_: chosen)
+    case = make_case([[1] * 200 + [2] * 72], -distance, distance - 1, tables="qk", scale=0.25)
+    got, expected = answer(case, triton_attention), reference(case)
+    for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+
+
+@pytest.mark.parametrize("options", [{"tables": "qkV", "bias_batch": 1}, {"bias_batch": 2}], ids=str)
+def test_the_gradient_of_the_logits_is_stored_in_parts(options, monkeypatch):
+    case = make_case(PADDED, -4, 3, heads=3, **options)
+    _, whole = answer(case, triton_attention)
+    monkeypatch.setattr(module, "PART_BYTES", 2 * 2 * 32 * 32 * 4)  # two heads of two rows of 32 tokens in fp32
+    _, parts = answer(case, triton_attention)
+    assert all(map(torch.equal, whole, parts))
 
 
 def test_a_window_of_hundreds_of_places_reaches_both_its_ends(monkeypatch):
@@ -228,7 +275,7 @@ def test_dropout_drops_its_share_and_every_entry_for_itself():
     exact = round(0.1 * DROPOUT_STEPS) / DROPOUT_STEPS
     dropped = torch.stack([dropped_probabilities(case, 0.1, seed)[0, 0] == 0 for seed in range(8)])  # [8, 64, 64]
     assert abs(dropped.double().mean().item() - exact) < 4 * (0.1 * 0.9 / dropped.numel()) ** 0.5
-    for lag in (1, 2, 3, 8):  # neighbours in a row, the two columns of one hash among them, and in a column
+    for lag in (1, 2, 3, 8, 16):  # in a row, the two columns of one hash among them, and in a column
         for both in (dropped[..., lag:] & dropped[..., :-lag], dropped[:, lag:] & dropped[:, :-lag]):
             deviation = (exact**2 * (1 - exact**2) / both.numel()) ** 0.5
             assert abs(both.double().mean().item() - exact**2) < 4.5 * deviation, lag

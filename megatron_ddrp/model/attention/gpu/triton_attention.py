@@ -1,14 +1,16 @@
 """Attention for GPUs without stored logits: flash attention with learned position terms, in Triton.
 
 It computes the formula of `megatron_ddrp.model.attention.logits`. Torch computes P^q = Q·T^qᵀ and P^k = K·T^kᵀ outside
-the kernels (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients T^q′ = P^q′ᵀQ, Q′ +=
-P^q′·T^q; P is recomputed in the backward pass. The kernels read v `[h, rows]` in fp32. If v is learned, they also write
-P^q′ when there is no table, since v′ = Σ P^q′/scale. Results repeat to the last bit.
+the kernels (`[8, h, b·s/8, cells]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients T^q′ = P^q′ᵀQ and
+Q′ += P^q′·T^q. P is recomputed in the backward pass. The kernels read v `[8, h, cells]` in fp32. If v is learned, they
+also write P^q′ when there is no table, since v′ = Σ P^q′/scale. The backward pass stores the gradient of the logits, of
+some heads at a time (`PART_BYTES`). Results repeat to the last bit.
 
-Triton is imported at the first call, so the package works without it. Queries that may attend to nothing (padding)
-output 0 and get no gradient.
+Rows are padded to a multiple of 16 tokens; those of training on GPUs already are. Triton is imported at the first call,
+so the package works without it. Queries that may attend to nothing (padding) output 0 and get no gradient.
 
-Names: b = batch, h = heads, s = sequence, d = head size, n = offsets of the encoding, rows = n plus the rows of zeros.
+Names: b = batch, h = heads, s = sequence, d = head size, n = offsets of the encoding, cells = n and those beside them
+(see `triton_kernels.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers of a thread, so that more programs run at a time; None: as many as the compiler likes."""
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """Tile as keyword arguments of a launch."""
-        return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+    def of(self, kernel: Any) -> dict[str, int]:
+        """Return the constants that a kernel takes from its tile, and the options of its launch."""
+        constants = {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        options = {"num_warps": self.warps, "num_stages": self.stages, **limit}
+        return {name: value for name, value in constants.items() if name in kernel.arg_names} | options
 
 
 class Tiles(NamedTuple):
@@ -52,7 +58,6 @@ class Tiles(NamedTuple):
 
     forward: Tile
     query_gradient: Tile
-    """Tile of the kernels for the gradients of queries and of the bias."""
     key_gradient: Tile
     heads: Tile
     """Tile of HCD's kernels."""
@@ -63,36 +68,37 @@ class Tiles(NamedTuple):
         return max(max(tile.queries, tile.keys) for tile in self)
 
     @property
-    def smallest(self) -> int:
-        """Smallest number of queries or keys per tile."""
-        return min(min(tile.queries, tile.keys) for tile in self)
+    def step(self) -> int:
+        """Multiple of all numbers of places by which the kernels of attention walk over a row."""
+        return max(self.forward.keys, self.query_gradient.keys, self.key_gradient.queries)
 
 
 IN_FP32 = {
     64: Tiles(*(Tile(32, 32, 4, 1),) * 4),
-    128: Tiles(Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+    128: Tiles(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
 }
 """Widest head → tiles for fp32, whose numbers take twice the memory."""
 AMPERE = {
-    64: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
-    128: Tiles(Tile(128, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 2)),
+    64: Tiles(Tile(128, 32, 8, 2, 128), Tile(128, 32, 8, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
+    128: Tiles(Tile(128, 32, 8, 1), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 2)),
 }
 """Widest head → tiles for compute capability 8.0 and newer, except 9.0."""
 HOPPER = {
-    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
-    128: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2)),
+    64: Tiles(Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    128: Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
 }
-"""Widest head → tiles for compute capability 9.0, where tiles of 64 queries or keys use Hopper's matrix instruction."""
+"""Widest head → tiles for compute capability 9.0, where 64 queries or keys are multiplied by Hopper's instruction."""
 WITH_KEY_TABLE = {
-    "ampere": {128: {"forward": Tile(128, 16, 8, 2)}},
+    "ampere": {
+        64: {"forward": Tile(64, 32, 4, 2), "key_gradient": Tile(32, 64, 4, 1)},
+        128: {"forward": Tile(128, 16, 8, 2)},
+    },
     "hopper": {
-        64: {"key_gradient": Tile(32, 32, 4, 2)},
-        128: {"forward": Tile(128, 16, 8, 2), "key_gradient": Tile(32, 32, 8, 1)},
+        64: {"forward": Tile(64, 64, 4, 2), "key_gradient": Tile(32, 64, 4, 2)},
+        128: {"forward": Tile(64, 64, 4, 2), "key_gradient": Tile(16, 64, 4, 1)},
     },
 }
 """Device → widest head → changes for encodings with a key table, whose kernels need more registers and memory."""
-IN_ONE_RUN = {"ampere": {64: {"heads": Tile(64, 32, 8, 2)}}, "hopper": {}}
-"""Device → widest head → further changes if that table has an offset for every pair: 4 warps would spill."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -100,23 +106,14 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-def tiles(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], has_key_table: bool, cover_all: bool
-) -> Tiles:
-    """Return the tiles for queries of a head size and type on a device.
-
-    `cover_all` is true if every pair has an offset of its own.
-    """
+def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], has_key_table: bool) -> Tiles:
+    """Return the tiles for queries of a head size and type on a device."""
     width = 64 if head_dim <= 64 else 128
     if dtype == torch.float32:
         return IN_FP32[width]
     device = "hopper" if capability[0] == 9 else "ampere"
-    changes: dict[str, Tile] = {}
-    if has_key_table:
-        changes |= WITH_KEY_TABLE[device].get(width, {})
-        if cover_all:
-            changes |= IN_ONE_RUN[device].get(width, {})
-    return {"ampere": AMPERE, "hopper": HOPPER}[device][width]._replace(**changes)
+    chosen = {"ampere": AMPERE, "hopper": HOPPER}[device][width]
+    return chosen._replace(**WITH_KEY_TABLE[device].get(width, {})) if has_key_table else chosen
 
 
 def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -127,74 +124,101 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: di
 
 LENGTHS = 128
 """Number of consecutive lengths that share their offsets, for encodings whose offsets grow with the length."""
+MULTIPLE = 16
+"""Rows are padded to a multiple of this many tokens, so that neighbours are read in groups of 16 bytes."""
+PART_BYTES = 2**28
+"""Largest size of the stored gradient of the logits, unless one head's is larger."""
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """Return a view of `[b, s, h, d]` as `[h, b·s, d]`."""
-    return x.flatten(0, 1).transpose(0, 1)
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _by_residue(x: Tensor) -> Tensor:
+    """Return a view of `[b, s, h, d]` as `[8·h, b·s/8, d]`: all rows whose places are equal modulo 8, per head."""
+    batch, seq, num_heads, head_dim = x.shape
+    return x.view(batch * seq // 8, 8 * num_heads, head_dim).transpose(0, 1)
+
+
+@lru_cache(maxsize=64)
+def _offset_of_cell(center: int, cells: int, device: torch.device) -> Tensor:
+    """Return own place − other place of each cell in rows of P with a place equal to 0 … 7 modulo 8: `[8, cells]`."""
+    return center + torch.arange(8, device=device)[:, None] - torch.arange(cells, device=device)
 
 
 class Offsets:
-    """Offsets of an encoding as the kernels see them, and the tensors with one row per offset.
+    """Offsets of an encoding as the kernels see them, and the tensors with one cell per offset.
 
-    The tensors are P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their gradients. The offsets are compile-time constants of the
-    kernels. Encodings with an offset for every pair of the row (ALiBi, DeBERTa's buckets) would need a new compilation
-    for each length. So rows of zeros, which no pair reads, give all lengths up to the next multiple of 128 the same
-    offsets.
+    The tensors are P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their gradients. Their cells run from the largest offset of
+    the own place (the query's in P^q and v, the key's in P^k) to the smallest, and one place later for each place
+    modulo 8. The offsets are compile-time constants of the kernels. Encodings with an offset for every pair of the row
+    (ALiBi, DeBERTa's buckets) would need a new compilation for each length. So cells that no pair reads give all
+    lengths up to the next multiple of 128 the same offsets.
     """
 
     def __init__(self, lowest: int, highest: int, seq: int) -> None:
         """Choose the offsets for rows of `seq` tokens; `lowest` and `highest` are those of `PositionTerms`."""
-        self.cover_all = 0 < seq - 1 == highest == -lowest
-        """True if every pair of the row has an offset of its own, so that no two share the first or the last."""
-        before = -seq % LENGTHS if self.cover_all else 0
+        cover_all = 0 < seq - 1 == highest == -lowest
+        self.own = (lowest, highest)
+        before = -seq % LENGTHS if cover_all else 0
         self.lowest, self.highest = lowest - before, highest + before
-        own = highest - lowest + 1
-        self.rows = -(-(own + 2 * before) // 8) * 8  # rows of P begin at multiples of 16 bytes
-        self.filling = (before, self.rows - own - before)
-        self.own = slice(before, before + own)
+        reach = max(self.highest, -self.lowest)
+        self.center = _round_up(reach + 7, 8)  # the first eight cells serve offsets from `reach` on
+        self.cells = _round_up(self.center + 15 + reach, 8)
 
-    def fill(self, table: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Pad T `[1 | h, n, d]` with zeros: `[1 | h, rows, d]` in the dtype of the queries."""
-        return None if table is None else F.pad(table.to(dtype), (0, 0, *self.filling))
+    def spread(self, table: Tensor, by_key: bool = False) -> Tensor:
+        """Copy the rows of `[1 | h, n, ..]` to their cells: `[8, 1 | h, cells, ..]`. The key's offset is j − i."""
+        offset = _offset_of_cell(self.center, self.cells, table.device)
+        lowest, highest = self.own
+        return table[:, (-offset if by_key else offset).clamp(lowest, highest) - lowest].transpose(0, 1)
 
-    @staticmethod
-    def products(vectors: Tensor, filled: Tensor | None) -> Tensor | None:
-        """Return P: `[b, s, h, d]`, `[1 | h, rows, d]` → `[h, b·s, rows]`."""
-        if filled is None:
-            return None
-        return torch.bmm(_by_head(vectors), filled.expand(vectors.shape[2], -1, -1).transpose(1, 2))
+    def collect(self, d_cells: Tensor, by_key: bool = False) -> Tensor:
+        """Return the gradient of `spread`'s table: fp32 `[8, h, cells, ..]` → `[h, n, ..]`.
 
-    def offset_bias(self, bias: Tensor | None, scale: float, num_heads: int) -> Tensor | None:
-        """Return v/scale `[h, rows]` in fp32 for v `[1 | h, n]`: the kernels multiply by the scale."""
+        Of the cells beyond the offsets the kernels write only the first and the last, the sums of all pairs there.
+        """
+        lowest, highest = self.own
+        largest = -lowest if by_key else highest
+        (_, num_heads, _, *rest), (by_residue, by_head, by_cell, *strides) = d_cells.shape, d_cells.stride()
+        size = (8, num_heads, highest - lowest + 1, *rest)
+        first = d_cells.storage_offset() + (self.center - largest) * by_cell
+        gradient = d_cells.as_strided(size, (by_residue + by_cell, by_head, by_cell, *strides), first).sum(0)
+        gradient[:, 0] += d_cells[:, :, 0].sum(0)
+        gradient[:, -1] += d_cells[:, :, -1].sum(0)
+        return gradient if by_key else gradient.flip(1)
+
+    def products(self, vectors: Tensor, table: Tensor | None, by_key: bool = False) -> tuple[Tensor | None, ...]:
+        """Return P `[8·h, b·s/8, cells]` and the table's cells `[8·h, cells, d]` for vectors `[b, s, h, d]`."""
+        if table is None:
+            return None, None
+        cells = self.spread(table, by_key).expand(-1, vectors.shape[2], -1, -1).flatten(0, 1)
+        return torch.bmm(_by_residue(vectors), cells.transpose(1, 2)), cells
+
+    def offset_bias(self, bias: Tensor | None, scale: float, num_heads: int, by_key: bool = False) -> Tensor | None:
+        """Return v/scale `[8, h, cells]` in fp32 for v `[1 | h, n]`: the kernels multiply by the scale."""
         if bias is None:
             return None
-        return F.pad(bias.float() / scale, self.filling).expand(num_heads, -1).contiguous()
+        return self.spread(bias.float() / scale, by_key).expand(-1, num_heads, -1).contiguous()
 
     def empty(self, vectors: Tensor) -> Tensor:
-        """Allocate the gradient of P, `[h, b·s, rows]`, for queries or keys `[b, s, h, d]`."""
+        """Allocate the gradient of P, `[8·h, b·s/8, cells]`, for queries or keys `[b, s, h, d]`."""
         batch, seq, num_heads, _ = vectors.shape
-        return vectors.new_empty(num_heads, batch * seq, self.rows)
+        return vectors.new_empty(8 * num_heads, batch * seq // 8, self.cells)
 
     def through_table(
-        self, d_vectors: Tensor, vectors: Tensor, d_products: Tensor | None, filled: Tensor | None
-    ) -> Tensor | None:
-        """Add P's gradient times the table to `d_vectors`; return the table's gradient, summed over heads in fp32.
+        self, d_vectors: Tensor, vectors: Tensor, d_products: Tensor, cells: Tensor, by_key: bool = False
+    ) -> Tensor:
+        """Add P's gradient times the table to `d_vectors`; return the gradient of each head's table, fp32 `[h, n, d]`.
 
-        `filled` is the table padded by `fill`.
+        `cells` are those of `products`.
         """
-        if d_products is None or filled is None:
-            return None
-        _by_head(d_vectors).baddbmm_(d_products, filled.expand(len(d_products), -1, -1))
-        per_head = torch.bmm(d_products.transpose(1, 2), _by_head(vectors))[:, self.own]
-        return per_head.sum(0, keepdim=True, dtype=torch.float32) if filled.shape[0] == 1 else per_head
+        _by_residue(d_vectors).baddbmm_(d_products, cells)
+        d_cells = torch.bmm(d_products.transpose(1, 2), _by_residue(vectors))
+        return self.collect(d_cells.unflatten(0, (8, -1)).float(), by_key)
 
-    def through_offset_bias(self, d_products: Tensor | None, bias: Tensor | None, scale: float) -> Tensor | None:
-        """Return the gradient of v: the gradient of P^q, summed over the queries in fp32."""
-        if d_products is None or bias is None:
-            return None
-        per_head = d_products[..., self.own].sum(1, dtype=torch.float32) / scale
-        return per_head.sum_to_size(bias.shape).to(bias.dtype)
+    def through_offset_bias(self, d_products: Tensor, scale: float) -> Tensor:
+        """Return the gradient of each head's v, fp32 `[h, n]`: the gradient of P^q, summed over the queries."""
+        return self.collect(d_products.sum(1, dtype=torch.float32).unflatten(0, (8, -1)) / scale)
 
 
 DROPOUT_STEPS = 65536
@@ -209,7 +233,10 @@ class KernelPlan(NamedTuple):
     tiles: Tiles
     numbers: tuple[float, int]
     sizes: tuple[int, int, int]
+    """Sequences, heads, and tokens per row after padding."""
     constants: dict[str, Any]
+    full: bool
+    """True if every token attends to all of its row and the rows consist of whole tiles: the kernels read no ids."""
 
 
 class Facts(NamedTuple):
@@ -228,6 +255,8 @@ class Facts(NamedTuple):
     dropout: float
     compared: int
     """Number of heads that HCD compares."""
+    full: bool
+    """Same as `Attending.full`."""
 
     @classmethod
     def of(cls, attending: Attending) -> Facts:
@@ -237,30 +266,29 @@ class Facts(NamedTuple):
         of_query = ((batch, seq, num_heads, head_dim), query.dtype, capability_of(query.device))
         of_terms = tuple(None if x is None else x.shape for x in terms.tensors)
         bounds = (terms.scale, terms.lowest, terms.highest)
-        return cls(*of_query, *bounds, of_terms, attending.window, attending.dropout, len(attending.heads))
+        compared, full = len(attending.heads), attending.full
+        return cls(*of_query, *bounds, of_terms, attending.window, attending.dropout, compared, full)
 
 
 @lru_cache(maxsize=1024)
 def plan_of(facts: Facts) -> KernelPlan:
     """Return the plan of a call. Its parts cost more time than a launch, so calls of one shape share it."""
     batch, seq, num_heads, head_dim = facts.shape
-    has_query_table, has_key_table, has_bias, has_offset_bias = (shape is not None for shape in facts.of_terms)
-    bias_shape = facts.of_terms[2]
+    _, key_table_shape, bias_shape, _ = facts.of_terms
     window = None if facts.window is None or facts.window >= seq - 1 else facts.window
     offsets = Offsets(facts.lowest, facts.highest, seq)
-    chosen = tiles(head_dim, facts.dtype, facts.capability, has_key_table, offsets.cover_all)
+    chosen = tiles(head_dim, facts.dtype, facts.capability, key_table_shape is not None)
+    assert chosen.key_gradient.keys % chosen.query_gradient.keys == 0, chosen
     reach = seq if window is None else chosen.largest + 2 * window
-    leaves_band = window is None or window - min(-facts.lowest, facts.highest) >= chosen.smallest
-    has_bins = (has_query_table or has_key_table or has_offset_bias) and not offsets.cover_all
     constants = {
         "D": head_dim,
         "D_PAD": max(16, _next_power_of_2(head_dim)),
         "S_PAD": max(512, _next_power_of_2(reach)),
-        "TABLE_ROWS": offsets.rows,
+        "CENTER": offsets.center,
+        "CELLS": offsets.cells,
         "LOWEST": offsets.lowest,
         "HIGHEST": offsets.highest,
         "WINDOW": window,
-        "RUNS": 3 if has_bins and leaves_band else 1,
         "BIAS_BATCHED": bias_shape is not None and bias_shape[0] > 1,
         "COUNT": facts.compared,
         "COUNT_PAD": max(2, _next_power_of_2(facts.compared)),
@@ -268,7 +296,8 @@ def plan_of(facts: Facts) -> KernelPlan:
         "PRECISION": "tf32x3" if facts.dtype == torch.float32 else "tf32",
     }
     drop_below = min(max(round(facts.dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
-    return KernelPlan(offsets, chosen, (facts.scale, drop_below), (batch, num_heads, seq), constants)
+    numbers, sizes = (facts.scale, drop_below), (batch, num_heads, _round_up(seq, MULTIPLE))
+    return KernelPlan(offsets, chosen, numbers, sizes, constants, facts.full and seq % chosen.step == 0)
 
 
 def _next_power_of_2(number: int) -> int:
@@ -322,12 +351,13 @@ class Given(NamedTuple):
     key: Tensor
     value: Tensor
     query_table: Tensor | None
-    """T^q padded by `Offsets.fill`, `[1 | h, rows, d]`."""
+    """T^q `[1 | h, n, d]`, in the dtype of the queries."""
     key_table: Tensor | None
     bias: Tensor | None
     """B `[1 | b, h, s, s]`."""
     offset_bias: Tensor | None
     document_ids: Tensor
+    """int32 `[b, s]`."""
     heads: Tensor
     seed: Tensor | None
 
@@ -336,32 +366,42 @@ class _Problem:
     """Arguments that all kernels share, and the launches of the kernels."""
 
     def __init__(self, plan: KernelPlan, given: Given) -> None:
-        query, key, value, query_table, key_table, bias, offset_bias, document_ids, heads, seed = given
-        self.offsets, self.tiles, self.numbers, self.sizes, self.constants = plan
+        query, key, value, query_table, key_table, bias, offset_bias, self.ids, heads, seed = given
+        self.offsets, self.tiles, self.numbers, self.sizes, self.constants, full = plan
         self.given, self.query = given, query
         self.heads = heads if len(heads) else None
-        self.by_query, self.by_key = Offsets.products(query, query_table), Offsets.products(key, key_table)
+        self.by_query, self.query_cells = self.offsets.products(query, query_table)
+        self.by_key, self.key_cells = self.offsets.products(key, key_table, by_key=True)
         self.bias = None if bias is None else bias.contiguous()
-        of_offsets = self.offsets.offset_bias(offset_bias, self.numbers[0], self.sizes[1])
+        self.read_ids = None if full else self.ids
+
+    def inputs(self, by_key: bool = False) -> tuple[Any, ...]:
+        """Return the arguments that the kernels of the logits share; v is read by query or by key."""
+        query, key, value, *_, offset_bias, _, _, seed = self.given
+        of_offsets = self.offsets.offset_bias(offset_bias, self.numbers[0], self.sizes[1], by_key)
         of_terms = (self.by_query, self.by_key, of_offsets, self.bias)
-        self.inputs = (query, key, value, *of_terms, document_ids.contiguous(), seed)
+        return (query, key, value, *of_terms, self.read_ids, seed, *self.numbers)
 
     def statistics(self) -> Tensor:
         """Allocate one fp32 number per query: `[h, b, s]`."""
         batch, num_heads, seq = self.sizes
         return self.query.new_empty(num_heads, batch, seq, dtype=torch.float32)
 
-    def launch(self, kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], tile: Tile) -> None:
-        """Run an attention kernel; `tensors` follow the arguments that all kernels share."""
-        launch(kernel, programs, (*self.inputs, *self.numbers, *tensors, *self.sizes), self.constants | tile.constants)
+    def launch(self, kernel: Any, programs: int, tensors: tuple[Any, ...], tile: Tile) -> None:
+        """Run an attention kernel; `tensors` are its arguments before the sizes."""
+        launch(kernel, programs, (*tensors, *self.sizes), self._constants(kernel, tile))
+
+    def _constants(self, kernel: Any, tile: Tile) -> dict[str, Any]:
+        """Return the constants that a kernel takes, and the options of its launch."""
+        given = self.constants | {"BLOCK_K": self.tiles.key_gradient.keys}
+        return {name: value for name, value in given.items() if name in kernel.arg_names} | tile.of(kernel)
 
     def launch_compare(self, kernel: Any, tensors: tuple[Tensor, ...], counted: Tensor) -> None:
         """Run a kernel of HCD, which has no values and no dropout."""
-        query, key, _, *of_terms, ids, _ = self.inputs
-        inputs, tile = (query, key, *of_terms, ids, self.numbers[0], self.heads), self.tiles.heads
+        query, key, _, *of_terms, _, _, scale, _ = self.inputs()
+        inputs, tile = (query, key, *of_terms, self.ids, scale, self.heads), self.tiles.heads
         programs = self.sizes[0] * -(-self.sizes[2] // tile.queries)
-        constants = self.constants | tile.constants
-        launch(kernel, programs, (*inputs, *tensors, *self.sizes, counted.shape[1]), constants)
+        launch(kernel, programs, (*inputs, *tensors, *self.sizes, counted.shape[1]), self._constants(kernel, tile))
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the context `[b, s, h, d]`, the base-2 log-sum-exp `[h, b, s]`, and the sums of squares of each
@@ -371,9 +411,8 @@ class _Problem:
         tile = self.tiles.forward
         context, lse = torch.empty_like(self.query), self.statistics()
         squares = None if self.heads is None else self.statistics()
-        self.launch(
-            triton_kernels.forward_kernel, self._blocks(tile.queries), (context, lse, squares, self.heads), tile
-        )
+        outputs = (context, lse, squares, self.heads)
+        self.launch(triton_kernels.forward_kernel, self._blocks(tile.queries), (*self.inputs(), *outputs), tile)
         return context, lse, squares
 
     def compare(self, squares: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -405,30 +444,66 @@ class _Problem:
 
         `wants` maps the name of each of the terms' tensors to true if it needs a gradient.
         """
-        from megatron_ddrp.model.attention.gpu import triton_kernels
-
-        delta = self.statistics()
-        d_query, d_key, d_value = (torch.empty_like(self.query) for _ in range(3))
-        offsets, given = self.offsets, self.given
+        offsets, given, scale = self.offsets, self.given, self.numbers[0]
+        d_vectors = tuple(torch.empty_like(self.query) for _ in range(3))
+        d_query, d_key, _ = d_vectors
         d_by_query = offsets.empty(given.query) if self.by_query is not None or wants["offset_bias"] else None
         d_by_key = None if self.by_key is None else offsets.empty(given.key)
-        outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query, self.heads, *pulls)
-        tile = self.tiles.query_gradient
-        self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile.queries), outputs, tile)
-        outputs, tile = (d_context, lse, delta, d_key, d_value, d_by_key, self.heads, *pulls), self.tiles.key_gradient
-        self.launch(triton_kernels.key_gradient_kernel, self._blocks(tile.keys), outputs, tile)
-        d_query_table = offsets.through_table(d_query, given.query, d_by_query, given.query_table)
-        d_key_table = offsets.through_table(d_key, given.key, d_by_key, given.key_table)
-        d_bias = None
-        if self.bias is not None and wants["bias"]:
-            d_bias = torch.empty_like(self.bias)
-            seq, tile = self.sizes[2], self.tiles.query_gradient
-            programs = self.bias.shape[:2].numel() * -(-seq // tile.queries) * -(-seq // tile.keys)
-            outputs = (d_context, lse, delta, d_bias, self.heads, *pulls)
-            self.launch(triton_kernels.bias_gradient_kernel, programs, outputs, tile)
-        of_queries = d_by_query if wants["offset_bias"] else None
-        d_offset_bias = offsets.through_offset_bias(of_queries, given.offset_bias, self.numbers[0])
-        return d_query, d_key, d_value, d_query_table, d_key_table, d_bias, d_offset_bias
+        d_bias = torch.empty_like(self.bias) if self.bias is not None and wants["bias"] else None
+        self._through_logits(context, d_context, lse, (*d_vectors, d_by_query, d_by_key, d_bias), pulls)
+        gradients: list[Tensor | None] = [None, None, d_bias, None]
+        if d_by_query is not None and self.query_cells is not None:
+            gradients[0] = offsets.through_table(d_query, given.query, d_by_query, self.query_cells)
+        if d_by_key is not None and self.key_cells is not None:
+            gradients[1] = offsets.through_table(d_key, given.key, d_by_key, self.key_cells, by_key=True)
+        if d_by_query is not None and wants["offset_bias"]:
+            gradients[3] = offsets.through_offset_bias(d_by_query, scale)
+        pairs = zip(gradients, given[3:7], strict=True)
+        return *d_vectors, *(None if x is None or like is None else x.sum_to_size(like.shape) for x, like in pairs)
+
+    def _through_logits(
+        self,
+        context: Tensor,
+        d_context: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor | None, ...],
+        pulls: tuple[Tensor | None, ...],
+    ) -> None:
+        """Write the gradients of query, key, value, P^q, P^k and B through that of the logits, some heads at a time."""
+        from megatron_ddrp.model.attention.gpu import triton_kernels
+
+        (batch, num_heads, seq), (scale, drop_below) = self.sizes, self.numbers
+        d_query, d_key, d_value, d_by_query, d_by_key, d_bias = gradients
+        tile_q, tile_k, inputs, ids = (
+            self.tiles.query_gradient,
+            self.tiles.key_gradient,
+            self.inputs(True),
+            self.read_ids,
+        )
+        seed = self.given.seed
+        shift, delta = self.statistics(), self.statistics()
+        keys = None if seed is None else shift.new_empty(2, *shift.shape, dtype=torch.int32)
+        tensors: tuple[Any, ...] = (context, d_context, lse, seed, shift, delta, keys, scale, drop_below)
+        self.launch(triton_kernels.rows_kernel, self._blocks(tile_q.queries), tensors, tile_q)
+        bytes_of_head = batch * seq * seq * self.query.element_size()
+        parts = min(num_heads, -(-num_heads * bytes_of_head // PART_BYTES))
+        count = -(-num_heads // parts)
+        reach = None if ids is None else ids.new_empty(batch, -(-seq // tile_k.keys), 2)
+        for first in range(0, num_heads, count):
+            pairs = batch * min(count, num_heads - first)
+            d_logits = self.query.new_empty(pairs, seq, seq)
+            if d_bias is not None and ids is not None:
+                d_logits.zero_()  # tiles of two documents are not written
+            tensors = (d_context, shift, delta, keys, d_key, d_value, d_by_key, d_logits, reach, self.heads, *pulls)
+            programs = -(-seq // tile_k.keys) * pairs
+            tensors = (*inputs, *tensors, first * batch)
+            self.launch(triton_kernels.key_gradient_kernel, programs, tensors, tile_k)
+            programs, tensors = -(-seq // tile_q.queries) * pairs, (d_logits, reach, d_query, d_by_query, first * batch)
+            self.launch(triton_kernels.query_gradient_kernel, programs, (self.given.key, ids, *tensors), tile_q)
+            if d_bias is not None:
+                by_head = d_logits.unflatten(0, (-1, batch)).transpose(0, 1)  # [b, heads of this part, s, s]
+                total = by_head if len(d_bias) > 1 else by_head.sum(0, keepdim=True, dtype=torch.float32)
+                torch.div(total, scale, out=d_bias[:, first : first + count])
 
     def _blocks(self, block: int) -> int:
         batch, num_heads, seq = self.sizes
@@ -437,11 +512,12 @@ class _Problem:
 
 class _TritonAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, attending: Attending, seed: Tensor | None, query, key, value, *tensors):  # type: ignore[override]
-        plan, (query_table, key_table, bias, offset_bias) = plan_of(Facts.of(attending)), tensors
+    def forward(ctx, plan: KernelPlan, attending: Attending, seed: Tensor | None, *tensors):  # type: ignore[override]
+        query, key, value, query_table, key_table, bias, offset_bias = tensors
         vectors = (_by_token(query), _by_token(key), _by_token(value))
-        filled = (plan.offsets.fill(query_table, query.dtype), plan.offsets.fill(key_table, query.dtype))
-        given = Given(*vectors, *filled, bias, offset_bias, attending.document_ids, attending.heads, seed)
+        query_table, key_table = (None if x is None else x.to(query.dtype) for x in (query_table, key_table))
+        ids = attending.document_ids.int().contiguous()
+        given = Given(*vectors, query_table, key_table, bias, offset_bias, ids, attending.heads, seed)
         problem = _Problem(plan, given)
         context, lse, squares = problem.forward()
         cosine = None
@@ -461,9 +537,21 @@ class _TritonAttention(torch.autograd.Function):
         context, lse, *of_heads = saved[count:]
         problem = _Problem(ctx.plan, Given(*saved[:count]))
         pulls = problem.pull(of_heads, d_cosine) if of_heads else (None, None)
-        wants = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))
+        wants = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[6:], strict=True))
         gradients = problem.backward(context, _by_token(d_context), lse, wants, pulls)
-        return (None, None, *(None if x is None else x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
+        return (None, None, None, *(None if x is None else x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
+
+
+def _padded(attending: Attending, seq: int) -> Attending:
+    """Return the call with rows of `seq` tokens, the last of them padding."""
+    missing = seq - attending.query.shape[2]
+    if not missing:
+        return attending
+    query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in attending[:3])
+    terms, ids = attending.terms, F.pad(attending.document_ids, (0, missing))
+    if terms.bias is not None:
+        terms = replace(terms, bias=F.pad(terms.bias, (0, missing, 0, missing)))
+    return attending._replace(query=query, key=key, value=value, terms=terms, document_ids=ids)
 
 
 def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
@@ -482,7 +570,9 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     if terms.bias is not None:  # the kernels read one bias per head
         terms = replace(terms, bias=terms.bias.expand(-1, num_heads, -1, -1))
     attending = attending._replace(terms=terms)
-    query, key, value, _, _, _, dropout, *_ = attending
-    seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
-    context, of_kernels = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
-    return context, of_kernels if cosine is None else cosine
+    seq, plan = attending.query.shape[2], plan_of(Facts.of(attending))
+    attending = _padded(attending, plan.sizes[2])
+    seed = torch.randint(2**31, (1,), device=attending.query.device) if attending.dropout else None
+    tensors = (*attending[:3], *attending.terms.tensors)
+    context, of_kernels = _TritonAttention.apply(plan, attending, seed, *tensors)
+    return context[:, :, :seq], of_kernels if cosine is None else cosine

@@ -19,10 +19,10 @@ from megatron_ddrp.model.attention.gpu.triton_kernels import (
     LOG2_E,
     jit_kernel,
     load_ids,
+    load_own_ids,
     load_rows,
     logits_tile,
     partners,
-    run_of_tiles,
 )
 
 SMALLEST_SQUARE: tl.constexpr = tl.constexpr(1e-24)
@@ -49,39 +49,36 @@ def column_of(matrix, a, COUNT_PAD: tl.constexpr):
 @triton.jit
 def logits_of(
     a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, WHERE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, CENTER: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr,
+    BIAS_BATCHED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of the logits of the `a`-th compared head in base 2, with 0 at forbidden pairs."""
     h = tl.load(heads + a)
     origin = (b * S * H + h) * D
-    if offset_bias is not None:
-        offset_bias += h * TABLE_ROWS
     if bias is not None:
         bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
     q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     logits = logits_tile(
-        q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, (h * B + b) * S, offset_bias,
-        bias, scale, S, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, WHERE, PRECISION,
+        q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, offset_bias, bias, h, b, scale,
+        B, H, S, CENTER, CELLS, WINDOW, False, PRECISION,
     )  # fmt: skip
-    return tl.where(logits == float("-inf"), 0.0, logits)
+    return tl.where(logits == float("-inf"), 0.0, logits * (scale * LOG2_E))
 
 
 @triton.jit
 def sum_tile(
     inverse, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr,
-    COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHERE: tl.constexpr, PRECISION: tl.constexpr,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, CENTER: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr,
+    BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of T; `inverse` is 1/‖A_a‖ of each query's document, `[BLOCK_M, COUNT_PAD]`."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for a in range(COUNT):
         logits = logits_of(
             a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
-            B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, WHERE, PRECISION,
+            B, H, S, D, D_PAD, CENTER, CELLS, WINDOW, BIAS_BATCHED, PRECISION,
         )  # fmt: skip
         total += column_of(inverse, a, COUNT_PAD)[:, None] * logits
     return total
@@ -91,9 +88,8 @@ def sum_tile(
 def compare_kernel(
     query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, squares, counted,
     inverse, inner, shares,
-    B, H, S, documents, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
+    B, H, S, documents, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, CENTER: tl.constexpr,
+    CELLS: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write each query's share of HCD's sum, `[B, S]`, and its 1/‖A_a‖ and part of ⟨Â_a, T⟩, `[COUNT, B, S]` each."""
@@ -101,7 +97,7 @@ def compare_kernel(
     first_row = tl.program_id(0) % tl.cdiv(S, BLOCK_M) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     ids += b * S
-    row_ids = load_ids(ids, rows, S)
+    row_ids = load_own_ids(ids, rows, S)
     slots = tl.arange(0, COUNT_PAD)[None, :]
     inverses = tl.zeros((BLOCK_M, COUNT_PAD), tl.float32)
     own = tl.zeros((BLOCK_M, COUNT_PAD), tl.float32)  # this query's part of ⟨Â_a, Â_a⟩ = 1
@@ -115,24 +111,21 @@ def compare_kernel(
     products = tl.zeros((BLOCK_M, COUNT_PAD), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
-    for where in tl.static_range(RUNS):
-        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
-        for first_column in range(low, high, BLOCK_N):
-            columns = first_column + tl.arange(0, BLOCK_N)
-            total = sum_tile(
-                inverses, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
-                B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M,
-                BLOCK_N, where, PRECISION,
-            )  # fmt: skip
-            norm += tl.sum(total * total, 1)
-            if COUNT > 2:
-                for a in range(COUNT):
-                    logits = logits_of(
-                        a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids,
-                        columns, B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, where, PRECISION,
-                    )  # fmt: skip
-                    product = column_of(inverses, a, COUNT_PAD) * tl.sum(logits * total, 1)
-                    products += tl.where(slots == a, product[:, None], 0.0)
+    for first_column in range(start, end, BLOCK_N):
+        columns = tl.multiple_of(first_column, BLOCK_N) + tl.arange(0, BLOCK_N)
+        total = sum_tile(
+            inverses, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
+            B, H, S, D, D_PAD, CENTER, CELLS, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        norm += tl.sum(total * total, 1)
+        if COUNT > 2:
+            for a in range(COUNT):
+                logits = logits_of(
+                    a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
+                    B, H, S, D, D_PAD, CENTER, CELLS, WINDOW, BIAS_BATCHED, PRECISION,
+                )  # fmt: skip
+                product = column_of(inverses, a, COUNT_PAD) * tl.sum(logits * total, 1)
+                products += tl.where(slots == a, product[:, None], 0.0)
     between = norm - tl.sum(own, 1)  # Σ_{a≠b} ⟨Â_a, Â_b⟩
     if COUNT == 2:
         products = own + 0.5 * between[:, None]
@@ -148,9 +141,8 @@ def compare_kernel(
 def pull_kernel(
     query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, counted, inverse, inner, d_sum,
     total, pulls,
-    B, H, S, documents, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
+    B, H, S, documents, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, CENTER: tl.constexpr,
+    CELLS: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write T `[B, S, S]`, and the factors of T and of A in each query's gradient of A, `[2, COUNT, B, S]`."""
@@ -158,7 +150,7 @@ def pull_kernel(
     first_row = tl.program_id(0) % tl.cdiv(S, BLOCK_M) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     ids += b * S
-    row_ids = load_ids(ids, rows, S)
+    row_ids = load_own_ids(ids, rows, S)
     slots = tl.arange(0, COUNT_PAD)[None, :]
     weight = tl.load(counted + b * documents + row_ids - 1, mask=row_ids > 0, other=0.0)
     weight *= tl.load(d_sum) * (2 * LOG2_E / (COUNT * (COUNT - 1)))
@@ -171,15 +163,12 @@ def pull_kernel(
     cells = (slots * B + b) * S + rows[:, None]
     inverses = tl.load(inverse + cells, mask=(rows < S)[:, None] & (slots < COUNT), other=0.0)
     start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
-    for where in tl.static_range(RUNS):
-        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
-        for first_column in range(low, high, BLOCK_N):
-            columns = first_column + tl.arange(0, BLOCK_N)
-            tile = sum_tile(
-                inverses, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
-                B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M,
-                BLOCK_N, where, PRECISION,
-            )  # fmt: skip
-            inside = (rows < S)[:, None] & (columns < S)[None, :]
-            into = total + b * S * S + (rows[:, None] * S + columns[None, :])
-            tl.store(into, tile.to(total.dtype.element_ty), mask=inside)
+    for first_column in range(start, end, BLOCK_N):
+        columns = tl.multiple_of(first_column, BLOCK_N) + tl.arange(0, BLOCK_N)
+        tile = sum_tile(
+            inverses, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
+            B, H, S, D, D_PAD, CENTER, CELLS, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        inside = (rows < S)[:, None] & (columns < S)[None, :]
+        into = total + b * S * S + (rows[:, None] * S + columns[None, :])
+        tl.store(into, tile.to(total.dtype.element_ty), mask=inside)

@@ -1,25 +1,29 @@
-"""The Triton kernels of attention: forward pass, and the gradients of queries, keys and the bias.
+"""The Triton kernels of attention: forward pass, and the gradients of queries, keys, values and P.
 
 This is flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions/contract.py`:
 
-    A[i,j] = (Q_i·K_j + P^q[i, r(i,j)] + P^k[j, r(i,j)] + v[r(i,j)]/scale) · scale + B[i,j]
+    A[i,j] = (Q_i·K_j + P^q[i, i − j] + P^k[j, i − j] + v[i − j]/scale) · scale + B[i,j]
     P^q = Q·T^qᵀ,  P^k = K·T^kᵀ
 
 Each kernel owns a block of queries (or of keys) of one head of one sequence and walks over the tiles of its row (or
 column) of A. It skips tiles that the block cannot reach: other documents before or after its own, and places outside
 the window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit.
 
-A tile of A is computed in registers and never stored. r(i,j) = clip(i − j, lowest, highest) − lowest depends on i − j
-alone, so a row of tiles falls into three runs, of which kernels take the band first. Before the band every pair is in
-the bin of the largest offset, so one value per row is broadcast. In the band each pair looks up its own value. After
-the band every pair is in the bin of the smallest offset. The gradient of P needs no atomics: between the bins a cell
-(row, offset) has one pair, hence one writer; the bins are summed in registers.
+The forward pass computes each tile of A in registers and stores none. The backward pass recomputes them once, with keys
+as rows, so that all four products of matrices take the transposed tiles from registers; it stores the gradient of A in
+the dtype of the queries. The gradients of queries, P^q, B and v are linear in it and read it as a stream.
+
+A tile of P is read and written in groups of 16 bytes. Row i of P^q lies at [i mod 8, h, b, i div 8] and holds CELLS
+numbers; the pair (i, j) reads cell CENTER + j − 8·(i div 8), so keys that are neighbours are neighbours in memory, and
+a group of eight of them begins at a multiple of eight. Cells beyond the offsets of the encoding repeat the first or
+the last offset. All groups of keys beyond them read the first or the last group of the row. P^k is laid out in the same
+way with i and j exchanged; v in either way, but without b and i div 8.
 
 The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so tiles of any
 shape agree.
 
-Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; v/scale `[h, TABLE_ROWS]`,
-fp32; row statistics `[h, b, s]`.
+Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[8, h, b·s/8, CELLS]`; v/scale `[8, h, CELLS]`,
+fp32; row statistics `[h, b, s]`; the gradient of A `[pairs of head and sequence, s, s]`. s is a multiple of 8.
 """
 
 from __future__ import annotations
@@ -30,15 +34,11 @@ import triton.language as tl
 # mypy: ignore-errors
 
 
-# Position of a tile: across the band, or entirely in the bin of the largest or of the smallest offset.
-BAND: tl.constexpr = tl.constexpr(0)
-ABOVE: tl.constexpr = tl.constexpr(1)
-BELOW: tl.constexpr = tl.constexpr(2)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 jit_kernel = triton.jit(
-    do_not_specialize=("B", "H", "drop_below", "documents"), do_not_specialize_on_alignment=("heads",)
+    do_not_specialize=("B", "H", "drop_below", "documents", "first_pair"), do_not_specialize_on_alignment=("heads",)
 )
 """Decorator of the kernels that are launched.
 
@@ -51,7 +51,9 @@ Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16. Th
 def load_rows(matrix, places, S, stride, D: tl.constexpr, D_PAD: tl.constexpr):
     """Return rows `places` of a matrix `[S, D]`, zero outside: `[BLOCK, D_PAD]`."""
     dims = tl.arange(0, D_PAD)
-    inside = (places < S)[:, None] & (dims < D)[None, :]
+    inside = (places < S)[:, None]
+    if D != D_PAD:
+        inside &= (dims < D)[None, :]
     return tl.load(matrix + places[:, None] * stride + dims[None, :], mask=inside, other=0.0)
 
 
@@ -63,17 +65,38 @@ def store_rows(matrix, places, S, stride, values, D: tl.constexpr, D_PAD: tl.con
 
 
 @triton.jit
-def locate(S, B, BLOCK: tl.constexpr):
-    """Return this program's first place, its (head, sequence) pair number, sequence, head, and the pair's first row."""
+def locate(first_pair, S, B, BLOCK: tl.constexpr):
+    """Return this program's first place, its (head, sequence) pair number, sequence, head, and the pair's first row.
+
+    The programs of a launch serve the pairs from `first_pair` on.
+    """
     num_blocks = tl.cdiv(S, BLOCK)
-    pair = tl.program_id(0) // num_blocks
+    pair = first_pair + tl.program_id(0) // num_blocks
     b = (pair % B).to(tl.int64)
     return tl.program_id(0) % num_blocks * BLOCK, pair, b, (pair // B).to(tl.int64), pair.to(tl.int64) * S
 
 
 @triton.jit
+def of_sequence(ids, bias, b, h, H, S, BIAS_BATCHED: tl.constexpr):
+    """Return the documents of sequence `b` and the bias of its head `h`; None stays None."""
+    if ids is not None:
+        ids += b * S
+    if bias is not None:
+        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    return ids, bias
+
+
+@triton.jit
 def load_ids(ids, places, S):
-    return tl.load(ids + places, mask=places < S, other=0).to(tl.int32)
+    """Return the documents of some places, int32, or None if each row is one document."""
+    return None if ids is None else tl.load(ids + places, mask=places < S, other=0)
+
+
+@triton.jit
+def load_own_ids(ids, places, S):
+    """Return the documents of a block's places, −1 for padding, which so has no partner; or None as `load_ids`."""
+    own_ids = load_ids(ids, places, S)
+    return own_ids if ids is None else tl.where(own_ids > 0, own_ids, -1)
 
 
 @triton.jit
@@ -82,85 +105,93 @@ def partners(ids, own_ids, first, S, S_PAD: tl.constexpr, OWN: tl.constexpr, BLO
 
     `own_ids` are the block's documents. The range begins at a tile border; it is empty for a block of padding.
     """
-    places = tl.arange(0, S_PAD)
-    if WINDOW is not None:  # S_PAD covers the block and its window on both sides
-        places += first - WINDOW
-        places = tl.where((places >= 0) & (places < first + OWN + WINDOW), places, S)
-    all_ids = load_ids(ids, places, S)
-    first_id = tl.min(tl.where(own_ids > 0, own_ids, 2147483647), 0)
-    shared = (all_ids >= first_id) & (all_ids <= tl.max(own_ids, 0))
-    start = tl.min(tl.where(shared, places, S), 0)
-    return start // BLOCK * BLOCK, tl.max(tl.where(shared, places + 1, 0), 0)
+    if ids is None:
+        start, end = 0, S
+    else:
+        places = tl.arange(0, S_PAD)
+        if WINDOW is not None:  # S_PAD covers the block and its window on both sides
+            places += first - WINDOW
+            places = tl.where((places >= 0) & (places < first + OWN + WINDOW), places, S)
+        all_ids = load_ids(ids, places, S)
+        first_id = tl.min(tl.where(own_ids > 0, own_ids, 2147483647), 0)
+        shared = (all_ids >= first_id) & (all_ids <= tl.max(own_ids, 0))
+        start = tl.min(tl.where(shared, places, S), 0) // BLOCK * BLOCK
+        end = tl.max(tl.where(shared, places + 1, 0), 0)
+    return start, end
 
 
 @triton.jit
-def run_of_tiles(
-    first, start, end, LEFT: tl.constexpr, RIGHT: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-    RUNS: tl.constexpr, WHICH: tl.constexpr,
-):  # fmt: skip
-    """Return the part of [start, end) whose tiles contain the band (WHICH = 0), or lie before it (1) or after it (2).
+def allowed_pairs(own_ids, other_ids, distance, WINDOW: tl.constexpr):
+    """Return the pairs that may attend to each other; ids of one side are those of `load_own_ids`."""
+    allowed = own_ids == other_ids
+    if WINDOW is not None:
+        allowed &= tl.abs(distance) <= WINDOW
+    return allowed
 
-    The block has OWN places from `first`. A place before the band is at least LEFT places before each of them; a place
-    after it, at least RIGHT places after each of them. With RUNS = 1 return the whole range.
+
+@triton.jit
+def cell_rows(own, h, b, B, H, S, CELLS: tl.constexpr):
+    """Return where the rows of P of some places begin, int64 `[BLOCK]`; places beyond the row repeat its last one."""
+    own = tl.minimum(own, S - 1)
+    rows = ((own % 8) * H + h.to(tl.int32)) * (B * (S // 8)) + b.to(tl.int32) * (S // 8) + own // 8
+    return rows.to(tl.int64) * CELLS
+
+
+@triton.jit
+def load_cells(matrix, rows, own, other, CENTER: tl.constexpr, CELLS: tl.constexpr, TURN: tl.constexpr):
+    """Return the numbers of a tile's pairs, fp32 `[OWN, OTHER]`, or `[OTHER, OWN]` with TURN.
+
+    `rows` `[OWN]` are the places in `matrix` where the rows of `own` begin.
     """
-    if RUNS == 1:
-        low, high = start, end
-    else:
-        before = tl.maximum(first - LEFT + 1, 0) // BLOCK * BLOCK
-        before = tl.minimum(tl.maximum(before, start), end)
-        after = (first + OWN - 1 + RIGHT + BLOCK - 1) // BLOCK * BLOCK
-        after = tl.minimum(tl.maximum(after, before), end)
-        if WHICH == 0:
-            low, high = before, after
-        elif WHICH == 1:
-            low, high = start, before
-        else:
-            low, high = after, end
-    return low, high
+    group = CENTER - (own // 8 * 8)[:, None] + (other // 8 * 8)[None, :]
+    cell = tl.minimum(tl.maximum(group, 0), CELLS - 8) + (other % 8)[None, :]
+    tile = tl.load((matrix + rows)[:, None] + cell).to(tl.float32)
+    if TURN:
+        tile = tl.trans(tile)
+    return tile
 
 
 @triton.jit
 def logits_tile(
-    q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
-    TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, WHERE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, rows, columns, row_ids, column_ids, by_query, by_key, offset_bias, bias, h, b, scale, B, H, S,
+    CENTER: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, TURN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of A in base 2, −inf at forbidden pairs: `[BLOCK_M, BLOCK_N]`, fp32."""
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    in_rows = rows < S
-    in_columns = columns < S
-    inside = in_rows[:, None] & in_columns[None, :]
-    # Only the scalar base is a 64-bit sum; the matrices of places stay 32 bits wide.
-    if by_query is not None:
-        by_query += line * TABLE_ROWS
-    if by_key is not None:
-        by_key += line * TABLE_ROWS
-    if WHERE == BAND:
-        index = tl.minimum(tl.maximum(rows[:, None] - columns[None, :], LOWEST), HIGHEST) - LOWEST
-        if by_query is not None:
-            logits += tl.load(by_query + (rows[:, None] * TABLE_ROWS + index), mask=inside, other=0.0).to(tl.float32)
-        if by_key is not None:
-            logits += tl.load(by_key + (columns[None, :] * TABLE_ROWS + index), mask=inside, other=0.0).to(tl.float32)
-        if offset_bias is not None:
-            logits += tl.load(offset_bias + index)
+    """Return a tile of A/scale, −inf at forbidden pairs: fp32 `[BLOCK_M, BLOCK_N]`, or `[BLOCK_N, BLOCK_M]` with TURN.
+
+    `offset_bias` is laid out like P^q, with TURN like P^k. Without documents (`row_ids` is None) every pair is allowed.
+    """
+    if TURN:
+        logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     else:
-        bin: tl.constexpr = HIGHEST - LOWEST if WHERE == ABOVE else 0
-        if by_query is not None:
-            of_row = tl.load(by_query + (rows * TABLE_ROWS + bin), mask=in_rows, other=0.0)
-            logits += of_row.to(tl.float32)[:, None]
-        if by_key is not None:
-            of_column = tl.load(by_key + (columns * TABLE_ROWS + bin), mask=in_columns, other=0.0)
-            logits += of_column.to(tl.float32)[None, :]
-        if offset_bias is not None:
-            logits += tl.load(offset_bias + bin)
-    logits *= scale * LOG2_E
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    of_rows = cell_rows(rows, h, b, B, H, S, CELLS)
+    # The compiler keeps the layout of the products if the tile that is turned is added first.
+    if TURN and by_query is not None:
+        logits += load_cells(by_query, of_rows, rows, columns, CENTER, CELLS, True)
+    if by_key is not None:
+        of_columns = cell_rows(columns, h, b, B, H, S, CELLS)
+        logits += load_cells(by_key, of_columns, columns, rows, CENTER, CELLS, not TURN)
+    if not TURN and by_query is not None:
+        logits += load_cells(by_query, of_rows, rows, columns, CENTER, CELLS, False)
+    if offset_bias is not None:
+        own, other = (columns, rows) if TURN else (rows, columns)
+        of_own = ((own % 8) * H + h.to(tl.int32)) * CELLS
+        logits += load_cells(offset_bias, of_own, own, other, CENTER, CELLS, False)
     if bias is not None:
+        inside = (rows < S)[:, None] & (columns < S)[None, :]
         of_pair = tl.load(bias + (rows[:, None] * S + columns[None, :]), mask=inside, other=0.0)
-        logits += of_pair.to(tl.float32) * LOG2_E
-    allowed = (row_ids[:, None] == column_ids[None, :]) & (row_ids > 0)[:, None]
-    if WINDOW is not None:
-        allowed &= tl.abs(rows[:, None] - columns[None, :]) <= WINDOW
-    return tl.where(allowed, logits, float("-inf"))
+        if TURN:
+            of_pair = tl.trans(of_pair)
+        logits += of_pair.to(tl.float32) * (1.0 / scale)
+    if row_ids is not None:
+        if TURN:
+            distance = columns[:, None] - rows[None, :]
+            allowed = allowed_pairs(column_ids[:, None], row_ids[None, :], distance, WINDOW)
+        else:
+            distance = rows[:, None] - columns[None, :]
+            allowed = allowed_pairs(row_ids[:, None], column_ids[None, :], distance, WINDOW)
+        logits = tl.where(allowed, logits, float("-inf"))
+    return logits
 
 
 @triton.jit
@@ -174,19 +205,35 @@ def mix(x):
 
 
 @triton.jit
-def keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the entries that dropout keeps, bool `[BLOCK_M, BLOCK_N]`.
-
-    Philox gives two uint32 keys per row for the (head, sequence) pair. A hash of the keys and the column gives 32 bits
-    per two columns; the high bits of its products with two odd numbers decide one column each.
-    """
+def row_keys(seed, pair, rows):
+    """Return two uint32 keys of dropout per row: Philox gives two for the (head, sequence) pair."""
     first, second, _, _ = tl.philox(tl.load(seed), pair, 0, 0, 0)
     keys = mix(first.to(tl.uint32) + rows.to(tl.uint32))
-    more = mix(keys ^ second.to(tl.uint32))
-    columns = (first_column // 2 + tl.arange(0, BLOCK_N // 2)).to(tl.uint32) * 0x9E3779B1
-    x = (keys[:, None] ^ columns[None, :]) * 0x21F0AAAD + more[:, None]
+    return keys, mix(keys ^ second.to(tl.uint32))
+
+
+@triton.jit
+def keep_tile(keys, more, first_column, drop_below, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TURN: tl.constexpr):
+    """Return the pairs that dropout keeps: bool `[BLOCK_M, BLOCK_N]`, or `[BLOCK_N, BLOCK_M]` with TURN.
+
+    A hash of a row's two keys and the column gives 32 bits per two columns; the high bits of its products with two odd
+    numbers decide one column each. The two are eight columns apart: one thread holds both in either orientation.
+    """
+    keys, more = keys.to(tl.uint32, bitcast=True), more.to(tl.uint32, bitcast=True)
+    half = tl.arange(0, BLOCK_N // 2)
+    columns = ((first_column // 16 + half // 8) * 8 + half % 8).to(tl.uint32) * 0x9E3779B1
+    if TURN:
+        x = (keys[None, :] ^ columns[:, None]) * 0x21F0AAAD + more[None, :]
+    else:
+        x = (keys[:, None] ^ columns[None, :]) * 0x21F0AAAD + more[:, None]
     x ^= x >> 16
-    both = tl.reshape(tl.join(x * 0xD35A2D97, x * 0xAC564B05), (BLOCK_M, BLOCK_N))
+    both = tl.join(x * 0xD35A2D97, x * 0xAC564B05)
+    if TURN:
+        both = tl.permute(tl.reshape(both, (BLOCK_N // 16, 8, BLOCK_M, 2)), (0, 3, 1, 2))
+        both = tl.reshape(both, (BLOCK_N, BLOCK_M))
+    else:
+        both = tl.permute(tl.reshape(both, (BLOCK_M, BLOCK_N // 16, 8, 2)), (0, 1, 3, 2))
+        both = tl.reshape(both, (BLOCK_M, BLOCK_N))
     return both >= (drop_below.to(tl.uint32) << 16)
 
 
@@ -208,128 +255,91 @@ def slot_of(heads, h, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
 
 
 @triton.jit
-def compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT: tl.constexpr):
-    """Return HCD's gradient of a tile of a compared head's A: toward·T − away·A, `[BLOCK_M, BLOCK_N]`.
+def compare_tile(logits, total, pulls, slot, b, rows, columns, scale, B, S, COUNT: tl.constexpr):
+    """Return HCD's gradient of A/scale in a turned tile of a compared head: toward·T − away·A, `[BLOCK_N, BLOCK_M]`.
 
     `total` is T, `[B, S, S]`; `pulls` holds toward and away of each query, `[2, COUNT, B, S]`; see `triton_heads.py`.
     """
     in_rows = rows < S
     own = pulls + (slot * B + b) * S + rows
-    toward = tl.load(own, mask=in_rows, other=0.0)
-    away = tl.load(own + COUNT * B * S, mask=in_rows, other=0.0)
+    toward = tl.load(own, mask=in_rows, other=0.0) * scale
+    away = tl.load(own + COUNT * B * S, mask=in_rows, other=0.0) * (scale * scale * LOG2_E)
     inside = in_rows[:, None] & (columns < S)[None, :]
-    sums = tl.load(total + b * S * S + (rows[:, None] * S + columns[None, :]), mask=inside, other=0.0).to(tl.float32)
-    return tl.where(logits == float("-inf"), 0.0, toward[:, None] * sums - away[:, None] * logits)
+    sums = tl.load(total + b * S * S + (rows[:, None] * S + columns[None, :]), mask=inside, other=0.0)
+    gradient = toward[None, :] * tl.trans(sums).to(tl.float32) - away[None, :] * logits
+    return tl.where(logits == float("-inf"), 0.0, gradient)
 
 
 @triton.jit
-def gradient_tile(
-    logits, v, d_out, lse, delta, seed, pair, rows, first_column, drop_below,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def add_bins(
+    tile, above, below, first_own, first_other, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Return the probabilities that dropout keeps, and the gradient of A: both `[BLOCK_M, BLOCK_N]`, fp32.
-
-    Neither includes dropout's factor yet. `delta` is flash attention's delta divided by that factor.
-    """
-    p = tl.exp2(logits - lse[:, None])
-    d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-    kept = p
-    if seed is not None:
-        keep = keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M, BLOCK_N)
-        kept = tl.where(keep, p, 0.0)
-        d_p = tl.where(keep, d_p, 0.0)
-    return kept, p * (d_p - delta[:, None])
-
-
-@triton.jit
-def collect(
-    gradient,
-    cells,
-    above,
-    below,
-    rows,
-    columns,
-    S,
-    TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr,
-    WHERE: tl.constexpr,
-    AXIS: tl.constexpr,
-):
-    """Write a tile's gradients of P between the bins to `cells + offset`; return the sums of the bins so far.
-
-    `cells` points to P's rows; P belongs to the rows of A for AXIS = 1, to its columns for AXIS = 0.
-    """
-    if WHERE == ABOVE:
-        above += tl.sum(gradient, AXIS)
-    elif WHERE == BELOW:
-        below += tl.sum(gradient, AXIS)
-    else:
-        offset = rows[:, None] - columns[None, :]
-        is_above = offset >= HIGHEST
-        is_below = (offset <= LOWEST) & (offset < HIGHEST)
-        above += tl.sum(tl.where(is_above, gradient, 0.0), AXIS)
-        below += tl.sum(tl.where(is_below, gradient, 0.0), AXIS)
-        between = (offset > LOWEST) & (offset < HIGHEST) & (rows < S)[:, None] & (columns < S)[None, :]
-        owner = rows[:, None] if AXIS == 1 else columns[None, :]
-        cell = owner * TABLE_ROWS + (offset - LOWEST)
-        tl.store(cells + cell, gradient.to(cells.dtype.element_ty), mask=between)
+    """Add the pairs of a tile `[OWN, OTHER]` beyond the offsets LOWEST … HIGHEST to the two sums of each own place."""
+    farthest = first_own - first_other + OWN - 1
+    nearest = first_own - first_other - OTHER + 1
+    if nearest > HIGHEST:
+        above += tl.sum(tile, 1)
+    elif farthest < LOWEST:
+        below += tl.sum(tile, 1)
+    elif (farthest > HIGHEST) | (nearest < LOWEST):
+        offset = (first_own + tl.arange(0, OWN))[:, None] - (first_other + tl.arange(0, OTHER))[None, :]
+        above += tl.sum(tl.where(offset > HIGHEST, tile, 0.0), 1)
+        below += tl.sum(tl.where(offset < LOWEST, tile, 0.0), 1)
     return above, below
 
 
 @triton.jit
-def clear_cells(
-    cells, places, S, low, high, SIGN: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr,
+def store_cells(
+    matrix, d_logits, own, above, below, ids, own_ids, h, b, B, H, S, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+    CENTER: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Write 0 to the cells between the bins without a partner in the band's tiles [low, high), and to the padding.
+    """Write the gradients of the rows of P of `own` places from the stored gradient of A, `[S, S]`.
 
-    `cells` points to P's rows, which belong to the rows of A for SIGN = 1, to its columns for SIGN = −1.
+    The first and the last cell get the sums of the pairs beyond the offsets; cells without a pair get 0.
     """
-    for first in range(0, TABLE_ROWS, 32):
-        column = first + tl.arange(0, 32)[None, :]
-        partner = places[:, None] - SIGN * (column + LOWEST)
-        alone = (partner < low) | (partner >= tl.minimum(high, S))
-        empty = (alone & (column > 0) & (column < HIGHEST - LOWEST)) | (column > HIGHEST - LOWEST)
-        inside = (places < S)[:, None] & (column < TABLE_ROWS)
-        tl.store(cells + places[:, None] * TABLE_ROWS + column, tl.zeros_like(partner), mask=empty & inside)
-
-
-@triton.jit
-def store_bins(cells, above, below, inside, LOWEST: tl.constexpr, HIGHEST: tl.constexpr):
-    """Write the two bins (one if LOWEST = HIGHEST) to the rows at `cells` `[BLOCK]`."""
-    dtype = cells.dtype.element_ty
-    if LOWEST == HIGHEST:
-        tl.store(cells, (above + below).to(dtype), mask=inside)
-    else:
-        tl.store(cells + (HIGHEST - LOWEST), above.to(dtype), mask=inside)
-        tl.store(cells, below.to(dtype), mask=inside)
-
-
-# mypy: ignore-errors
+    rows = cell_rows(own, h, b, B, H, S, CELLS)
+    for first in range(0, CELLS, BLOCK):
+        cells = first + tl.arange(0, BLOCK)
+        other = (cells - CENTER)[None, :] + (own // 8 * 8)[:, None]
+        offset = own[:, None] - other
+        inside = (other >= 0) & (other < S) & (own < S)[:, None] & (cells < CELLS)[None, :]
+        inner = inside & (offset >= LOWEST) & (offset <= HIGHEST)
+        if ids is not None:
+            other_ids = tl.load(ids + other, mask=inside, other=0)
+            inner &= allowed_pairs(own_ids[:, None], other_ids, offset, WINDOW)
+        if BY_KEY:
+            turned = (cells - CENTER)[:, None] + (own // 8 * 8)[None, :]
+            in_row = (turned >= 0) & (turned < S) & (own < S)[None, :] & (cells < CELLS)[:, None]
+            tile = tl.trans(tl.load(d_logits + turned * S + own[None, :], mask=in_row, other=0.0))
+        else:
+            tile = tl.load(d_logits + own[:, None] * S + other, mask=inside, other=0.0)
+        tile = tl.where(inner, tile, 0.0)
+        tile = tl.where((cells == 0)[None, :], above[:, None].to(tile.dtype), tile)
+        tile = tl.where((cells == CELLS - 1)[None, :], below[:, None].to(tile.dtype), tile)
+        into = (matrix + rows)[:, None] + cells[None, :]
+        tl.store(into, tile, mask=(own < S)[:, None] & (cells < CELLS)[None, :])
 
 
 @jit_kernel
 def forward_kernel(
     query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     context, lse, squares, heads,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, CENTER: tl.constexpr, CELLS: tl.constexpr,
+    WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the context and base-2 log-sum-exp of BLOCK_M queries; both are 0 for queries that may attend to nothing.
 
-    For the compared `heads`, also write the sum of squares of each query's allowed logits.
+    For the compared `heads`, also write the sum of squares of each query's allowed logits, in base 2.
     """
-    first_row, pair, b, h, line = locate(S, B, BLOCK_M)
+    first_row, pair, b, h, line = locate(0, S, B, BLOCK_M)
     origin = (b * S * H + h) * D
-    ids += b * S
-    if offset_bias is not None:
-        offset_bias += h * TABLE_ROWS
-    if bias is not None:
-        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    ids, bias = of_sequence(ids, bias, b, h, H, S, BIAS_BATCHED)
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_ids = load_ids(ids, rows, S)
+    row_ids = load_own_ids(ids, rows, S)
     q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -337,125 +347,87 @@ def forward_kernel(
     row_squares = tl.zeros((BLOCK_M,), tl.float32)
     if squares is not None:
         slot = slot_of(heads, h, COUNT, COUNT_PAD)
+    if seed is not None:
+        keys, more = row_keys(seed, pair, rows)
+    base_2 = scale * LOG2_E
     start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
-    for where in tl.static_range(RUNS):
-        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
-        for first_column in range(low, high, BLOCK_N):
-            columns = first_column + tl.arange(0, BLOCK_N)
-            column_ids = load_ids(ids, columns, S)
-            k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
-            logits = logits_tile(
-                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
-                TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
-            )  # fmt: skip
-            if squares is not None:  # noqa: SIM102
-                if slot >= 0:
-                    finite = tl.where(logits == float("-inf"), 0.0, logits)
-                    row_squares += tl.sum(finite * finite, 1)
-            new_largest = tl.maximum(largest, tl.max(logits, 1))
+    for first_column in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        first_column = tl.multiple_of(first_column, BLOCK_N)
+        columns = first_column + tl.arange(0, BLOCK_N)
+        k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
+        logits = logits_tile(
+            q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, offset_bias, bias, h, b, scale,
+            B, H, S, CENTER, CELLS, WINDOW, False, PRECISION,
+        )  # fmt: skip
+        if squares is not None:  # noqa: SIM102
+            if slot >= 0:
+                finite = logits if ids is None else tl.where(logits == float("-inf"), 0.0, logits)
+                row_squares += tl.sum(finite * finite, 1)
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        shift = new_largest
+        if ids is not None:
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            p = tl.exp2(logits - shift[:, None])
-            shrink = tl.exp2(largest - shift)
-            largest = new_largest
-            total = total * shrink + tl.sum(p, 1)
-            if seed is not None:
-                p = tl.where(keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M, BLOCK_N), p, 0.0)
-            v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
-            sums = sums * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        p = tl.exp2(logits * base_2 - (shift * base_2)[:, None])
+        shrink = tl.exp2((largest - shift) * base_2)
+        largest = new_largest
+        total = total * shrink + tl.sum(p, 1)
+        if seed is not None:
+            p = tl.where(keep_tile(keys, more, first_column, drop_below, BLOCK_M, BLOCK_N, False), p, 0.0)
+        v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
+        sums = tl.dot(p.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
     empty = total == 0.0
     factor = enlargement(seed, drop_below) / tl.where(empty, 1.0, total)
     store_rows(context + origin, rows, S, H * D, sums * factor[:, None], D, D_PAD)
-    row_lse = tl.where(empty, 0.0, largest + tl.log2(tl.where(empty, 1.0, total)))
+    row_lse = tl.where(empty, 0.0, largest * base_2 + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(lse + line + rows, row_lse, mask=rows < S)
     if squares is not None:
-        tl.store(squares + line + rows, row_squares, mask=rows < S)
+        tl.store(squares + line + rows, row_squares * (base_2 * base_2), mask=rows < S)
 
 
 @jit_kernel
-def query_gradient_kernel(
-    query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
-    context, d_context, lse, delta, d_query, d_by_query, heads, total, pulls,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def rows_kernel(
+    context, d_context, lse, seed, shift, delta, keys, scale, drop_below,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of BLOCK_M queries and their P^q, and each row's delta = Σ_j p·dp for the other kernels."""
-    first_row, pair, b, h, line = locate(S, B, BLOCK_M)
+    """Write the numbers of BLOCK_M queries that every tile of their gradient needs.
+
+    They are `shift`, for which exp2(A − shift) is the probability times the gradient's factors; delta = Σ_j p·dp
+    without the factor of dropout; and the two keys of dropout, `[2, h, b, s]`.
+    """
+    first_row, pair, b, h, line = locate(0, S, B, BLOCK_M)
     origin = (b * S * H + h) * D
-    ids += b * S
-    if offset_bias is not None:
-        offset_bias += h * TABLE_ROWS
-    if bias is not None:
-        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_ids = load_ids(ids, rows, S)
-    q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
-    d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
-    out = load_rows(context + origin, rows, S, H * D, D, D_PAD)
+    inside = rows < S
+    out = load_rows(context + origin, rows, S, H * D, D, D_PAD).to(tl.float32)
+    d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD).to(tl.float32)
     enlarge = enlargement(seed, drop_below)
-    row_delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1) / enlarge
-    tl.store(delta + line + rows, row_delta, mask=rows < S)
-    row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
-    d_q = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-    above = tl.zeros((BLOCK_M,), tl.float32)
-    below = tl.zeros((BLOCK_M,), tl.float32)
-    if total is not None:
-        slot = slot_of(heads, h, COUNT, COUNT_PAD)
-    start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
-    for where in tl.static_range(RUNS):
-        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
-        for first_column in range(low, high, BLOCK_N):
-            columns = first_column + tl.arange(0, BLOCK_N)
-            column_ids = load_ids(ids, columns, S)
-            k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
-            v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
-            logits = logits_tile(
-                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
-                TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
-            )  # fmt: skip
-            _, gradient = gradient_tile(
-                logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
-                BLOCK_M, BLOCK_N, PRECISION,
-            )  # fmt: skip
-            gradient *= scale * enlarge
-            if total is not None:  # noqa: SIM102
-                if slot >= 0:
-                    gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT) * scale
-            d_q += tl.dot(gradient.to(k.dtype), k, input_precision=PRECISION)
-            if d_by_query is not None:
-                above, below = collect(
-                    gradient, d_by_query + line * TABLE_ROWS, above, below, rows, columns, S,
-                    TABLE_ROWS, LOWEST, HIGHEST, where, 1,
-                )  # fmt: skip
-    store_rows(d_query + origin, rows, S, H * D, d_q, D, D_PAD)
-    if d_by_query is not None:
-        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, 0)
-        cells = d_by_query + line * TABLE_ROWS
-        clear_cells(cells, rows, S, low, high, 1, TABLE_ROWS, LOWEST, HIGHEST)
-        store_bins(d_by_query + (line + rows) * TABLE_ROWS, above, below, rows < S, LOWEST, HIGHEST)
+    row_lse = tl.load(lse + line + rows, mask=inside, other=0.0)
+    tl.store(shift + line + rows, row_lse - tl.log2(scale * enlarge), mask=inside)
+    tl.store(delta + line + rows, tl.sum(out * d_out, 1) / enlarge, mask=inside)
+    if seed is not None:
+        first, second = row_keys(seed, pair, rows)
+        tl.store(keys + line + rows, first.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(keys + B.to(tl.int64) * H * S + line + rows, second.to(tl.int32, bitcast=True), mask=inside)
 
 
 @jit_kernel
 def key_gradient_kernel(
     query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
-    d_context, lse, delta, d_key, d_value, d_by_key, heads, total, pulls,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    d_context, shift, delta, keys, d_key, d_value, d_by_key, d_logits, reach, heads, total, pulls, first_pair,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, CENTER: tl.constexpr, CELLS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of BLOCK_N keys, of their values and of their P^k."""
-    first_column, pair, b, h, line = locate(S, B, BLOCK_N)
+    """Write the gradients of BLOCK_N keys, of their values and P^k, and that of their columns of A, times the scale."""
+    first_column, pair, b, h, line = locate(first_pair, S, B, BLOCK_N)
     origin = (b * S * H + h) * D
-    ids += b * S
-    if offset_bias is not None:
-        offset_bias += h * TABLE_ROWS
-    if bias is not None:
-        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    d_logits += (pair - first_pair).to(tl.int64) * S * S
+    ids, bias = of_sequence(ids, bias, b, h, H, S, BIAS_BATCHED)
     columns = first_column + tl.arange(0, BLOCK_N)
-    column_ids = load_ids(ids, columns, S)
+    column_ids = load_own_ids(ids, columns, S)
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
-    enlarge = enlargement(seed, drop_below)
     if total is not None:
         slot = slot_of(heads, h, COUNT, COUNT_PAD)
     d_k = tl.zeros((BLOCK_N, D_PAD), tl.float32)
@@ -463,98 +435,91 @@ def key_gradient_kernel(
     above = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
     start, end = partners(ids, column_ids, first_column, S, S_PAD, BLOCK_N, BLOCK_M, WINDOW)
-    for where in tl.static_range(RUNS):
-        # Small offsets come first here: rows before a key have i − j < 0.
-        low, high = run_of_tiles(first_column, start, end, -LOWEST, HIGHEST, BLOCK_N, BLOCK_M, RUNS, (3 - where) % 3)
-        for first_row in range(low, high, BLOCK_M):
-            rows = first_row + tl.arange(0, BLOCK_M)
-            row_ids = load_ids(ids, rows, S)
-            q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
-            d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
-            row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
-            row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
-            logits = logits_tile(
-                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
-                TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
-            )  # fmt: skip
-            kept, gradient = gradient_tile(
-                logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
-                BLOCK_M, BLOCK_N, PRECISION,
-            )  # fmt: skip
-            gradient *= scale * enlarge
-            if total is not None:  # noqa: SIM102
-                if slot >= 0:
-                    gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT) * scale
-            d_v += tl.dot(tl.trans(kept.to(d_out.dtype)), d_out, input_precision=PRECISION)
-            d_k += tl.dot(tl.trans(gradient.to(q.dtype)), q, input_precision=PRECISION)
-            if by_key is not None:
-                above, below = collect(
-                    gradient, d_by_key + line * TABLE_ROWS, above, below, rows, columns, S,
-                    TABLE_ROWS, LOWEST, HIGHEST, where, 0,
-                )  # fmt: skip
+    if reach is not None:  # the range of the rows that are written, int32 [b, key blocks, 2]
+        of_block = reach + (b * tl.cdiv(S, BLOCK_N) + first_column // BLOCK_N) * 2
+        is_first = pair - first_pair < B  # programs of other heads would write the same
+        tl.store(of_block, start, mask=is_first)
+        tl.store(of_block + 1, tl.cdiv(end, BLOCK_M) * BLOCK_M, mask=is_first)
+    for first_row in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+        first_row = tl.multiple_of(first_row, BLOCK_M)
+        rows = first_row + tl.arange(0, BLOCK_M)
+        inside = rows < S
+        q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+        logits = logits_tile(
+            q, k, rows, columns, load_ids(ids, rows, S), column_ids, by_query, by_key, offset_bias, bias, h, b, scale,
+            B, H, S, CENTER, CELLS, WINDOW, True, PRECISION,
+        )  # fmt: skip
+        row_shift = tl.load(shift + line + rows, mask=inside, other=0.0)
+        p = tl.exp2(logits * (scale * LOG2_E) - row_shift[None, :])
+        kept = p
+        if seed is not None:
+            first = tl.load(keys + line + rows, mask=inside, other=0)
+            second = tl.load(keys + B.to(tl.int64) * H * S + line + rows, mask=inside, other=0)
+            kept = tl.where(keep_tile(first, second, first_column, drop_below, BLOCK_M, BLOCK_N, True), p, 0.0)
+        d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
+        d_v = tl.dot(kept.to(d_out.dtype), d_out, d_v, input_precision=PRECISION)
+        d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+        gradient = kept * d_p - p * tl.load(delta + line + rows, mask=inside, other=0.0)[None, :]
+        if total is not None:  # noqa: SIM102
+            if slot >= 0:
+                gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, scale, B, S, COUNT)
+        stored = gradient.to(q.dtype)
+        d_k = tl.dot(stored, q, d_k, input_precision=PRECISION)
+        into = d_logits + rows[:, None] * S + columns[None, :]
+        tl.store(into, tl.trans(stored), mask=inside[:, None] & (columns < S)[None, :])
+        if by_key is not None:
+            above, below = add_bins(
+                gradient, above, below, first_column, first_row, -HIGHEST, -LOWEST, BLOCK_N, BLOCK_M
+            )
     store_rows(d_key + origin, columns, S, H * D, d_k, D, D_PAD)
-    store_rows(d_value + origin, columns, S, H * D, d_v * enlarge, D, D_PAD)
+    store_rows(d_value + origin, columns, S, H * D, d_v * (1.0 / scale), D, D_PAD)
     if by_key is not None:
-        low, high = run_of_tiles(first_column, start, end, -LOWEST, HIGHEST, BLOCK_N, BLOCK_M, RUNS, 0)
-        cells = d_by_key + line * TABLE_ROWS
-        clear_cells(cells, columns, S, low, high, -1, TABLE_ROWS, LOWEST, HIGHEST)
-        store_bins(d_by_key + (line + columns) * TABLE_ROWS, above, below, columns < S, LOWEST, HIGHEST)
+        tl.debug_barrier()  # the program reads what its other threads wrote
+        store_cells(
+            d_by_key, d_logits, columns, above, below, ids, column_ids, h, b, B, H, S, -HIGHEST, -LOWEST, CENTER,
+            CELLS, WINDOW, BLOCK_N, BLOCK_M, True,
+        )  # fmt: skip
 
 
 @jit_kernel
-def bias_gradient_kernel(
-    query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
-    d_context, lse, delta, d_bias, heads, total, pulls,
-    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def query_gradient_kernel(
+    key, ids, d_logits, reach, d_query, d_by_query, first_pair,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, CENTER: tl.constexpr, CELLS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one tile of the bias, summed over the sequences in order unless each has its own bias."""
-    column_blocks = tl.cdiv(S, BLOCK_N)
-    tile = tl.program_id(0) % (column_blocks * tl.cdiv(S, BLOCK_M))
-    matrix = tl.program_id(0) // (column_blocks * tl.cdiv(S, BLOCK_M))
-    first_row, first_column = tile // column_blocks * BLOCK_M, tile % column_blocks * BLOCK_N
+    """Write the gradients of BLOCK_M queries and of their P^q, from that of their rows of A.
+
+    BLOCK_K is the number of keys per program of the kernel that wrote it.
+    """
+    first_row, pair, b, h, line = locate(first_pair, S, B, BLOCK_M)
+    origin = (b * S * H + h) * D
+    d_logits += (pair - first_pair).to(tl.int64) * S * S
+    ids, _ = of_sequence(ids, None, b, h, H, S, False)
     rows = first_row + tl.arange(0, BLOCK_M)
-    columns = first_column + tl.arange(0, BLOCK_N)
-    h = matrix % H
-    first_sequence = matrix // H
-    last_sequence = first_sequence + 1 if BIAS_BATCHED else B
-    if WINDOW is not None:
-        near = (first_row < first_column + BLOCK_N + WINDOW) & (first_column < first_row + BLOCK_M + WINDOW)
-        last_sequence = tl.where(near, last_sequence, first_sequence)
-    if offset_bias is not None:
-        offset_bias += h * TABLE_ROWS
-    bias += matrix.to(tl.int64) * S * S
-    enlarge = enlargement(seed, drop_below)
-    if total is not None:
-        slot = slot_of(heads, h, COUNT, COUNT_PAD)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for sequence in range(first_sequence, last_sequence):
-        b = tl.cast(sequence, tl.int64)
-        pair = h * B + sequence
-        line = tl.cast(pair, tl.int64) * S
-        origin = (b * S * H + h) * D
-        row_ids = load_ids(ids + b * S, rows, S)
-        column_ids = load_ids(ids + b * S, columns, S)
-        q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+    row_ids = load_own_ids(ids, rows, S)
+    d_q = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    above = tl.zeros((BLOCK_M,), tl.float32)
+    below = tl.zeros((BLOCK_M,), tl.float32)
+    start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
+    for first_column in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        first_column = tl.multiple_of(first_column, BLOCK_N)
+        columns = first_column + tl.arange(0, BLOCK_N)
         k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
-        v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
-        d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
-        row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
-        row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
-        logits = logits_tile(
-            q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
-            TABLE_ROWS, LOWEST, HIGHEST, WINDOW, 0, PRECISION,
+        in_rows = rows < S
+        if reach is not None:
+            of_block = reach + (b * tl.cdiv(S, BLOCK_K) + first_column // BLOCK_K) * 2
+            in_rows &= (rows >= tl.load(of_block)) & (rows < tl.load(of_block + 1))
+        into = d_logits + rows[:, None] * S + columns[None, :]
+        tile = tl.load(into, mask=in_rows[:, None] & (columns < S)[None, :], other=0.0)
+        d_q = tl.dot(tile, k, d_q, input_precision=PRECISION)
+        if d_by_query is not None:
+            above, below = add_bins(
+                tile.to(tl.float32), above, below, first_row, first_column, LOWEST, HIGHEST, BLOCK_M, BLOCK_N
+            )
+    store_rows(d_query + origin, rows, S, H * D, d_q, D, D_PAD)
+    if d_by_query is not None:
+        store_cells(
+            d_by_query, d_logits, rows, above, below, ids, row_ids, h, b, B, H, S, LOWEST, HIGHEST, CENTER, CELLS,
+            WINDOW, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
-        _, gradient = gradient_tile(
-            logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
-            BLOCK_M, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        gradient *= enlarge
-        if total is not None:  # noqa: SIM102
-            if slot >= 0:
-                gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT)
-        sums += gradient
-    inside = (rows < S)[:, None] & (columns < S)[None, :]
-    cells = d_bias + matrix.to(tl.int64) * S * S + rows[:, None] * S + columns[None, :]
-    tl.store(cells, sums.to(d_bias.dtype.element_ty), mask=inside)
