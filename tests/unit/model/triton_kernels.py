@@ -400,13 +400,12 @@ LAYOUTS = {
 }
 
 
-def terms_of(encoding, seq, head_dim):
-    """The terms of one head of an encoding, for a row of `seq` tokens."""
-    config = ModelConfig(
-        position_encoding=encoding, num_layers=1, hidden_size=head_dim, num_attention_heads=1, seq_length=max(3, seq)
-    )
+def terms_of(encoding, seq, head_dim, heads=1):
+    """The terms of an encoding for a row of `seq` tokens."""
+    sizes = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "seq_length": max(3, seq)}
+    config = ModelConfig(position_encoding=encoding, num_layers=1, **sizes)
     positions = encoding_class(encoding)(config)
-    maps = [torch.nn.Linear(head_dim, head_dim) for _ in range(2)]
+    maps = [torch.nn.Linear(heads * head_dim, heads * head_dim) for _ in range(2)]
     tensors = positions.layer_part(config).of_layer(positions(torch.arange(seq)[None]), *maps)
     return positions.terms(config, tensors)
 
@@ -446,6 +445,33 @@ def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeyp
     case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())
     got, expected = answer(case, triton_attention), reference(case)
     for x, y in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
+
+
+@pytest.mark.parametrize("where", ["dropout", "documents", "window"])
+@pytest.mark.parametrize("compared", [[], [0, 2]], ids=["mlm", "mth"])
+@pytest.mark.parametrize("encoding", DISTINCT)
+def test_every_encoding_with_every_objective(encoding, compared, where):
+    """The context's gradients with dropout, documents or a window, and HCD's in two of three heads with them."""
+    seq, dropout, heads = 40, 0.25 * (where == "dropout"), torch.tensor(compared, dtype=torch.long)
+    ids = [[1] * 40 if dropout else [1] * 14 + [2] * 22 + [0] * 4]
+    case = make_case(ids, 0, 0, heads=3, head_dim=40, window=9 if where == "window" else None)
+    terms = terms_of(encoding, seq, 40, heads=3)
+    terms = terms if case.window is None else terms.within(case.window)
+    generator = torch.Generator().manual_seed(2)
+    case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())
+    keep = dropped_probabilities(case, dropout, 5) > 0 if dropout else None
+    torch.manual_seed(5)
+    context, cosine = triton_attention(case.attending(dropout, heads))
+    loss = (context * case.weight()).sum() + (5 * cosine if compared else 0)
+    got = (context * case.valid, *torch.autograd.grad(loss, case.inputs))
+    expected, gradients = reference(case) if keep is None else reference_with_mask(case, keep, dropout)
+    if compared:
+        exact = case.to("cpu", torch.float64)
+        _, cosine = eager_attention(exact.attending(heads=heads))
+        of_heads = torch.autograd.grad(cosine, exact.inputs, allow_unused=True, materialize_grads=True)
+        gradients = [x + 5 * y for x, y in zip(gradients, of_heads, strict=True)]
+    for x, y in zip(got, (expected, *gradients), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
 
 

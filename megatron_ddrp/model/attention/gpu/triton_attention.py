@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -140,10 +140,14 @@ def _by_residue(x: Tensor) -> Tensor:
     return x.view(batch * seq // 8, 8 * num_heads, head_dim).transpose(0, 1)
 
 
-@lru_cache(maxsize=64)
-def _offset_of_cell(center: int, cells: int, device: torch.device) -> Tensor:
-    """Return own place − other place of each cell in rows of P with a place equal to 0 … 7 modulo 8: `[8, cells]`."""
-    return center + torch.arange(8, device=device)[:, None] - torch.arange(cells, device=device)
+@cache
+def _rows_of_cells(center: int, cells: int, own: tuple[int, int], by_key: bool, device: torch.device) -> Tensor:
+    """Return the table row of each cell in rows of P whose place is 0 … 7 modulo 8, int64 `[8, cells]`.
+
+    The offset falls from cell to cell and grows with the place; the key's is j − i. Kept, since CUDA graphs read it.
+    """
+    offset = center + torch.arange(8, device=device)[:, None] - torch.arange(cells, device=device)
+    return (-offset if by_key else offset).clamp(*own) - own[0]
 
 
 class Offsets:
@@ -167,24 +171,25 @@ class Offsets:
         self.cells = _round_up(self.center + 15 + reach, 8)
 
     def spread(self, table: Tensor, by_key: bool = False) -> Tensor:
-        """Copy the rows of `[1 | h, n, ..]` to their cells: `[8, 1 | h, cells, ..]`. The key's offset is j − i."""
-        offset = _offset_of_cell(self.center, self.cells, table.device)
-        lowest, highest = self.own
-        return table[:, (-offset if by_key else offset).clamp(lowest, highest) - lowest].transpose(0, 1)
+        """Copy the rows of `[1 | h, n, ..]` to their cells: `[8, 1 | h, cells, ..]`."""
+        return table[:, _rows_of_cells(self.center, self.cells, self.own, by_key, table.device)].transpose(0, 1)
 
-    def collect(self, d_cells: Tensor, by_key: bool = False) -> Tensor:
-        """Return the gradient of `spread`'s table: fp32 `[8, h, cells, ..]` → `[h, n, ..]`.
+    def collect(self, d_cells: Tensor, like: Tensor, by_key: bool = False) -> Tensor:
+        """Return the gradient of `spread`'s table `like`, in fp32: `[8, h, cells, ..]` → `[1 | h, n, ..]`.
 
         Of the cells beyond the offsets the kernels write only the first and the last, the sums of all pairs there.
         """
         lowest, highest = self.own
         largest = -lowest if by_key else highest
         (_, num_heads, _, *rest), (by_residue, by_head, by_cell, *strides) = d_cells.shape, d_cells.stride()
-        size = (8, num_heads, highest - lowest + 1, *rest)
         first = d_cells.storage_offset() + (self.center - largest) * by_cell
-        gradient = d_cells.as_strided(size, (by_residue + by_cell, by_head, by_cell, *strides), first).sum(0)
-        gradient[:, 0] += d_cells[:, :, 0].sum(0)
-        gradient[:, -1] += d_cells[:, :, -1].sum(0)
+        size = (8, num_heads, highest - lowest + 1, *rest)
+        own = d_cells.as_strided(size, (by_residue + by_cell, by_head, by_cell, *strides), first)
+        over = (0, 1) if len(like) == 1 else (0,)
+        both = (own, d_cells[:, :, :: self.cells - 1])
+        gradient, ends = (x.sum(over, keepdim=True, dtype=torch.float32)[0] for x in both)
+        gradient[:, 0] += ends[:, 0]
+        gradient[:, -1] += ends[:, 1]
         return gradient if by_key else gradient.flip(1)
 
     def products(self, vectors: Tensor, table: Tensor | None, by_key: bool = False) -> tuple[Tensor | None, ...]:
@@ -206,19 +211,19 @@ class Offsets:
         return vectors.new_empty(8 * num_heads, batch * seq // 8, self.cells)
 
     def through_table(
-        self, d_vectors: Tensor, vectors: Tensor, d_products: Tensor, cells: Tensor, by_key: bool = False
+        self, d_vectors: Tensor, vectors: Tensor, d_products: Tensor, cells: Tensor, table: Tensor, by_key: bool = False
     ) -> Tensor:
-        """Add P's gradient times the table to `d_vectors`; return the gradient of each head's table, fp32 `[h, n, d]`.
+        """Add P's gradient times the table to `d_vectors`; return the table's gradient.
 
         `cells` are those of `products`.
         """
         _by_residue(d_vectors).baddbmm_(d_products, cells)
         d_cells = torch.bmm(d_products.transpose(1, 2), _by_residue(vectors))
-        return self.collect(d_cells.unflatten(0, (8, -1)).float(), by_key)
+        return self.collect(d_cells.unflatten(0, (8, -1)), table, by_key)
 
-    def through_offset_bias(self, d_products: Tensor, scale: float) -> Tensor:
-        """Return the gradient of each head's v, fp32 `[h, n]`: the gradient of P^q, summed over the queries."""
-        return self.collect(d_products.sum(1, dtype=torch.float32).unflatten(0, (8, -1)) / scale)
+    def through_offset_bias(self, d_products: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """Return the gradient of v: the gradient of P^q, summed over the queries."""
+        return self.collect(d_products.sum(1, dtype=torch.float32).unflatten(0, (8, -1)) / scale, bias)
 
 
 DROPOUT_STEPS = 65536
@@ -444,22 +449,23 @@ class _Problem:
 
         `wants` maps the name of each of the terms' tensors to true if it needs a gradient.
         """
-        offsets, given, scale = self.offsets, self.given, self.numbers[0]
+        offsets, given = self.offsets, self.given
         d_vectors = tuple(torch.empty_like(self.query) for _ in range(3))
         d_query, d_key, _ = d_vectors
         d_by_query = offsets.empty(given.query) if self.by_query is not None or wants["offset_bias"] else None
         d_by_key = None if self.by_key is None else offsets.empty(given.key)
         d_bias = torch.empty_like(self.bias) if self.bias is not None and wants["bias"] else None
         self._through_logits(context, d_context, lse, (*d_vectors, d_by_query, d_by_key, d_bias), pulls)
-        gradients: list[Tensor | None] = [None, None, d_bias, None]
-        if d_by_query is not None and self.query_cells is not None:
-            gradients[0] = offsets.through_table(d_query, given.query, d_by_query, self.query_cells)
-        if d_by_key is not None and self.key_cells is not None:
-            gradients[1] = offsets.through_table(d_key, given.key, d_by_key, self.key_cells, by_key=True)
-        if d_by_query is not None and wants["offset_bias"]:
-            gradients[3] = offsets.through_offset_bias(d_by_query, scale)
-        pairs = zip(gradients, given[3:7], strict=True)
-        return *d_vectors, *(None if x is None or like is None else x.sum_to_size(like.shape) for x, like in pairs)
+        d_query_table = d_key_table = d_offset_bias = None
+        if d_by_query is not None and given.query_table is not None and self.query_cells is not None:
+            given_query = (given.query, d_by_query, self.query_cells, given.query_table)
+            d_query_table = offsets.through_table(d_query, *given_query)
+        if d_by_key is not None and given.key_table is not None and self.key_cells is not None:
+            given_key = (given.key, d_by_key, self.key_cells, given.key_table)
+            d_key_table = offsets.through_table(d_key, *given_key, by_key=True)
+        if d_by_query is not None and given.offset_bias is not None and wants["offset_bias"]:
+            d_offset_bias = offsets.through_offset_bias(d_by_query, given.offset_bias, self.numbers[0])
+        return *d_vectors, d_query_table, d_key_table, d_bias, d_offset_bias
 
     def _through_logits(
         self,
