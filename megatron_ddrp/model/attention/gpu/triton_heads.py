@@ -55,8 +55,7 @@ def logits_of(
     """Return a tile of the logits of the `a`-th compared head in base 2, with 0 at forbidden pairs."""
     h = tl.load(heads + a)
     origin = (b * S * H + h) * D
-    if bias is not None:
-        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    bias = None if bias is None else bias + ((b * H if BIAS_BATCHED else 0) + h) * S * S
     q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     logits = logits_tile(

@@ -77,26 +77,16 @@ def locate(first_pair, S, B, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def of_sequence(ids, bias, b, h, H, S, BIAS_BATCHED: tl.constexpr):
-    """Return the documents of sequence `b` and the bias of its head `h`; None stays None."""
-    if ids is not None:
-        ids += b * S
-    if bias is not None:
-        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
-    return ids, bias
-
-
-@triton.jit
 def load_ids(ids, places, S):
-    """Return the documents of some places, int32, or None if each row is one document."""
-    return None if ids is None else tl.load(ids + places, mask=places < S, other=0)
+    """Return the documents of some places, int32; 0 for padding."""
+    return tl.load(ids + places, mask=places < S, other=0)
 
 
 @triton.jit
 def load_own_ids(ids, places, S):
-    """Return the documents of a block's places, −1 for padding, which so has no partner; or None as `load_ids`."""
+    """Return the documents of a block's places; −1 for padding, which so has no partner."""
     own_ids = load_ids(ids, places, S)
-    return own_ids if ids is None else tl.where(own_ids > 0, own_ids, -1)
+    return tl.where(own_ids > 0, own_ids, -1)
 
 
 @triton.jit
@@ -158,7 +148,7 @@ def logits_tile(
 ):  # fmt: skip
     """Return a tile of A/scale, −inf at forbidden pairs: fp32 `[BLOCK_M, BLOCK_N]`, or `[BLOCK_N, BLOCK_M]` with TURN.
 
-    `offset_bias` is laid out like P^q, with TURN like P^k. Without documents (`row_ids` is None) every pair is allowed.
+    `offset_bias` is laid out like P^q, with TURN like P^k. If ids are None, each row is one document.
     """
     if TURN:
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -337,9 +327,10 @@ def forward_kernel(
     """
     first_row, pair, b, h, line = locate(0, S, B, BLOCK_M)
     origin = (b * S * H + h) * D
-    ids, bias = of_sequence(ids, bias, b, h, H, S, BIAS_BATCHED)
+    ids = None if ids is None else ids + b * S
+    bias = None if bias is None else bias + ((b * H if BIAS_BATCHED else 0) + h) * S * S
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_ids = load_own_ids(ids, rows, S)
+    row_ids = None if ids is None else load_own_ids(ids, rows, S)
     q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -355,8 +346,9 @@ def forward_kernel(
         first_column = tl.multiple_of(first_column, BLOCK_N)
         columns = first_column + tl.arange(0, BLOCK_N)
         k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
+        column_ids = None if ids is None else load_ids(ids, columns, S)
         logits = logits_tile(
-            q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, offset_bias, bias, h, b, scale,
+            q, k, rows, columns, row_ids, column_ids, by_query, by_key, offset_bias, bias, h, b, scale,
             B, H, S, CENTER, CELLS, WINDOW, False, PRECISION,
         )  # fmt: skip
         if squares is not None:  # noqa: SIM102
@@ -423,9 +415,10 @@ def key_gradient_kernel(
     first_column, pair, b, h, line = locate(first_pair, S, B, BLOCK_N)
     origin = (b * S * H + h) * D
     d_logits += (pair - first_pair).to(tl.int64) * S * S
-    ids, bias = of_sequence(ids, bias, b, h, H, S, BIAS_BATCHED)
+    ids = None if ids is None else ids + b * S
+    bias = None if bias is None else bias + ((b * H if BIAS_BATCHED else 0) + h) * S * S
     columns = first_column + tl.arange(0, BLOCK_N)
-    column_ids = load_own_ids(ids, columns, S)
+    column_ids = None if ids is None else load_own_ids(ids, columns, S)
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
     if total is not None:
@@ -445,8 +438,9 @@ def key_gradient_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         inside = rows < S
         q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+        row_ids = None if ids is None else load_ids(ids, rows, S)
         logits = logits_tile(
-            q, k, rows, columns, load_ids(ids, rows, S), column_ids, by_query, by_key, offset_bias, bias, h, b, scale,
+            q, k, rows, columns, row_ids, column_ids, by_query, by_key, offset_bias, bias, h, b, scale,
             B, H, S, CENTER, CELLS, WINDOW, True, PRECISION,
         )  # fmt: skip
         row_shift = tl.load(shift + line + rows, mask=inside, other=0.0)
@@ -495,9 +489,9 @@ def query_gradient_kernel(
     first_row, pair, b, h, line = locate(first_pair, S, B, BLOCK_M)
     origin = (b * S * H + h) * D
     d_logits += (pair - first_pair).to(tl.int64) * S * S
-    ids, _ = of_sequence(ids, None, b, h, H, S, False)
+    ids = None if ids is None else ids + b * S
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_ids = load_own_ids(ids, rows, S)
+    row_ids = None if ids is None else load_own_ids(ids, rows, S)
     d_q = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     above = tl.zeros((BLOCK_M,), tl.float32)
     below = tl.zeros((BLOCK_M,), tl.float32)
