@@ -6,6 +6,7 @@ tensor of `[batch, heads, seq, seq]` or `[batch, 1, seq, seq]` arises on the pat
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -33,6 +34,11 @@ from megatron_ddrp.model.attention.logits import Attending, Demand
 from tests.absent_gpu import triton_without_gpu
 from tests.unit.model.attention_cases import make_case
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
+
+
+def is_kernel(node):
+    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list)
+
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -193,6 +199,15 @@ def test_the_kernels_of_the_flagship_need_few_instructions_and_registers():
     for kernel, registers, per_pair in (("bert-r, 64, forward", 128, 20), ("ddrp, 64, key_gradient", 255, 24)):
         row = bounds[f"{kernel}, sm_90"]
         assert row["registers"] <= registers and row["per_pair"] <= per_pair and not row["spilled"], row
+
+
+def test_no_helper_of_the_kernels_returns_nothing():
+    """Triton 3.6 cannot compile that; the version that is installed here can."""
+    files = Path(triton_attention.__file__).parent.glob("triton_*.py")
+    functions = [x for file in files for x in ast.walk(ast.parse(file.read_text("utf-8"))) if is_kernel(x)]
+    returned = [(x.name, ast.unparse(y)) for x in functions for y in ast.walk(x) if isinstance(y, ast.Return)]
+    empty = [name for name, text in returned if re.match(r"return None|.* else None$", text)]
+    assert len(returned) > 10 and not empty, empty
 
 
 LONGEST = 512

@@ -167,13 +167,14 @@ def test_every_distance_with_every_tile(distance, chosen, monkeypatch):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5 * max(1.0, y.abs().max().item()))
 
 
-@pytest.mark.parametrize("options", [{"tables": "qkV", "bias_batch": 1}, {"bias_batch": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"tables": "qkV", "bias_batch": 1}, {"bias_batch": 2}, {"tables": "qk"}], ids=str)
 def test_the_gradient_of_the_logits_is_stored_in_parts(options, monkeypatch):
     case = make_case(PADDED, -4, 3, heads=3, **options)
     _, whole = answer(case, triton_attention)
-    monkeypatch.setattr(module, "PART_BYTES", 2 * 2 * 32 * 32 * 4)  # two heads of two rows of 32 tokens in fp32
-    _, parts = answer(case, triton_attention)
-    assert all(map(torch.equal, whole, parts))
+    for pairs in (4, 1):  # of three heads and two rows of 32 tokens
+        monkeypatch.setattr(module, "PART_BYTES", pairs * 32 * 32 * 4)
+        _, parts = answer(case, triton_attention)
+        assert all(map(torch.equal, whole, parts))
 
 
 def test_a_window_of_hundreds_of_places_reaches_both_its_ends(monkeypatch):

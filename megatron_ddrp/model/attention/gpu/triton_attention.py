@@ -3,8 +3,8 @@
 It computes the formula of `megatron_ddrp.model.attention.logits`. Torch computes P^q = Q·T^qᵀ and P^k = K·T^kᵀ outside
 the kernels (`[8, h, b·s/8, cells]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients T^q′ = P^q′ᵀQ and
 Q′ += P^q′·T^q. P is recomputed in the backward pass. The kernels read v `[8, h, cells]` in fp32. If v is learned, they
-also write P^q′ when there is no table, since v′ = Σ P^q′/scale. The backward pass stores the gradient of the logits, of
-some heads at a time (`PART_BYTES`). Results repeat to the last bit.
+also write P^q′ when there is no table, since v′ = Σ P^q′/scale. The backward pass stores the gradient of the logits, in
+parts (`PART_BYTES`). Results repeat to the last bit.
 
 Rows are padded to a multiple of 16 tokens; those of training on GPUs already are. Triton is imported at the first call,
 so the package works without it. Queries that may attend to nothing (padding) output 0 and get no gradient.
@@ -127,7 +127,8 @@ LENGTHS = 128
 MULTIPLE = 16
 """Rows are padded to a multiple of this many tokens, so that neighbours are read in groups of 16 bytes."""
 PART_BYTES = 2**28
-"""Largest size of the stored gradient of the logits, unless one head's is larger."""
+"""Largest size of the stored gradient of the logits, unless that of one head and sequence is larger; with a gradient of
+the bias, that of one head in all sequences."""
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -458,11 +459,11 @@ class _Problem:
         self._through_logits(context, d_context, lse, (*d_vectors, d_by_query, d_by_key, d_bias), pulls)
         d_query_table = d_key_table = d_offset_bias = None
         if d_by_query is not None and given.query_table is not None and self.query_cells is not None:
-            given_query = (given.query, d_by_query, self.query_cells, given.query_table)
-            d_query_table = offsets.through_table(d_query, *given_query)
+            of_query = (given.query, d_by_query, self.query_cells, given.query_table)
+            d_query_table = offsets.through_table(d_query, *of_query)
         if d_by_key is not None and given.key_table is not None and self.key_cells is not None:
-            given_key = (given.key, d_by_key, self.key_cells, given.key_table)
-            d_key_table = offsets.through_table(d_key, *given_key, by_key=True)
+            of_key = (given.key, d_by_key, self.key_cells, given.key_table)
+            d_key_table = offsets.through_table(d_key, *of_key, by_key=True)
         if d_by_query is not None and given.offset_bias is not None and wants["offset_bias"]:
             d_offset_bias = offsets.through_offset_bias(d_by_query, given.offset_bias, self.numbers[0])
         return *d_vectors, d_query_table, d_key_table, d_bias, d_offset_bias
@@ -475,41 +476,36 @@ class _Problem:
         gradients: tuple[Tensor | None, ...],
         pulls: tuple[Tensor | None, ...],
     ) -> None:
-        """Write the gradients of query, key, value, P^q, P^k and B through that of the logits, some heads at a time."""
+        """Write the gradients of query, key, value, P^q, P^k and B through that of the logits, in parts."""
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
         (batch, num_heads, seq), (scale, drop_below) = self.sizes, self.numbers
         d_query, d_key, d_value, d_by_query, d_by_key, d_bias = gradients
-        tile_q, tile_k, inputs, ids = (
-            self.tiles.query_gradient,
-            self.tiles.key_gradient,
-            self.inputs(True),
-            self.read_ids,
-        )
-        seed = self.given.seed
+        tile_q, tile_k = self.tiles.query_gradient, self.tiles.key_gradient
+        inputs, ids, seed = self.inputs(by_key=True), self.read_ids, self.given.seed
         shift, delta = self.statistics(), self.statistics()
         keys = None if seed is None else shift.new_empty(2, *shift.shape, dtype=torch.int32)
         tensors: tuple[Any, ...] = (context, d_context, lse, seed, shift, delta, keys, scale, drop_below)
         self.launch(triton_kernels.rows_kernel, self._blocks(tile_q.queries), tensors, tile_q)
-        bytes_of_head = batch * seq * seq * self.query.element_size()
-        parts = min(num_heads, -(-num_heads * bytes_of_head // PART_BYTES))
-        count = -(-num_heads // parts)
+        total = batch * num_heads
+        unit = 1 if d_bias is None else batch  # pairs of head and sequence in a part: all sequences of a head for B
+        most = PART_BYTES // (unit * seq * seq * self.query.element_size()) * unit
+        part = self.query.new_empty(min(max(most, unit), total), seq, seq)
         reach = None if ids is None else ids.new_empty(batch, -(-seq // tile_k.keys), 2)
-        for first in range(0, num_heads, count):
-            pairs = batch * min(count, num_heads - first)
-            d_logits = self.query.new_empty(pairs, seq, seq)
+        for first in range(0, total, len(part)):
+            d_logits = part[: total - first]
             if d_bias is not None and ids is not None:
                 d_logits.zero_()  # tiles of two documents are not written
             tensors = (d_context, shift, delta, keys, d_key, d_value, d_by_key, d_logits, reach, self.heads, *pulls)
-            programs = -(-seq // tile_k.keys) * pairs
-            tensors = (*inputs, *tensors, first * batch)
-            self.launch(triton_kernels.key_gradient_kernel, programs, tensors, tile_k)
-            programs, tensors = -(-seq // tile_q.queries) * pairs, (d_logits, reach, d_query, d_by_query, first * batch)
-            self.launch(triton_kernels.query_gradient_kernel, programs, (self.given.key, ids, *tensors), tile_q)
+            programs = -(-seq // tile_k.keys) * len(d_logits)
+            self.launch(triton_kernels.key_gradient_kernel, programs, (*inputs, *tensors, first), tile_k)
+            programs = -(-seq // tile_q.queries) * len(d_logits)
+            tensors = (self.given.key, ids, d_logits, reach, d_query, d_by_query, first)
+            self.launch(triton_kernels.query_gradient_kernel, programs, tensors, tile_q)
             if d_bias is not None:
                 by_head = d_logits.unflatten(0, (-1, batch)).transpose(0, 1)  # [b, heads of this part, s, s]
-                total = by_head if len(d_bias) > 1 else by_head.sum(0, keepdim=True, dtype=torch.float32)
-                torch.div(total, scale, out=d_bias[:, first : first + count])
+                summed = by_head if len(d_bias) > 1 else by_head.sum(0, keepdim=True, dtype=torch.float32)
+                torch.div(summed, scale, out=d_bias[:, first // batch : first // batch + by_head.shape[1]])
 
     def _blocks(self, block: int) -> int:
         batch, num_heads, seq = self.sizes

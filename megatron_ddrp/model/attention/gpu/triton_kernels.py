@@ -9,21 +9,21 @@ Each kernel owns a block of queries (or of keys) of one head of one sequence and
 column) of A. It skips tiles that the block cannot reach: other documents before or after its own, and places outside
 the window. Every result has one writer and sums have a fixed order, so a run repeats to the last bit.
 
-The forward pass computes each tile of A in registers and stores none. The backward pass recomputes them once, with keys
-as rows, so that all four products of matrices take the transposed tiles from registers; it stores the gradient of A in
-the dtype of the queries. The gradients of queries, P^q, B and v are linear in it and read it as a stream.
+The forward pass computes each tile of A in registers and stores none. The backward pass recomputes each tile once, with
+keys as rows, so that the products take tiles of probabilities and gradients from registers; it stores the gradient of
+A in the dtype of the queries. The gradients of queries, P^q, B and v are linear in it and read it as a stream.
 
-A tile of P is read and written in groups of 16 bytes. Row i of P^q lies at [i mod 8, h, b, i div 8] and holds CELLS
-numbers; the pair (i, j) reads cell CENTER + j − 8·(i div 8), so keys that are neighbours are neighbours in memory, and
-a group of eight of them begins at a multiple of eight. Cells beyond the offsets of the encoding repeat the first or
-the last offset. All groups of keys beyond them read the first or the last group of the row. P^k is laid out in the same
-way with i and j exchanged; v in either way, but without b and i div 8.
+P is read and written in groups of eight numbers, 16 bytes in half precision. Row i of P^q lies at [i mod 8, h, b,
+i div 8] and holds CELLS numbers. The pair (i, j) reads cell CENTER + j − 8·(i div 8), so keys that are neighbours are
+neighbours in memory, and a group of eight of them begins at a multiple of eight. Cells beyond the offsets of the
+encoding repeat the first or the last offset, and keys still further away read the first or the last group of the row.
+P^k is laid out in the same way with i and j exchanged; v in either way, but without b and i div 8.
 
 The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so tiles of any
 shape agree.
 
 Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[8, h, b·s/8, CELLS]`; v/scale `[8, h, CELLS]`,
-fp32; row statistics `[h, b, s]`; the gradient of A `[pairs of head and sequence, s, s]`. s is a multiple of 8.
+fp32; row statistics `[h, b, s]`; the gradient of A `[pairs of head and sequence, s, s]`. s is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -282,8 +282,7 @@ def add_bins(
 @triton.jit
 def store_cells(
     matrix, d_logits, own, above, below, ids, own_ids, h, b, B, H, S, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-    CENTER: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-    BY_KEY: tl.constexpr,
+    CENTER: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the rows of P of `own` places from the stored gradient of A, `[S, S]`.
 
@@ -471,7 +470,7 @@ def key_gradient_kernel(
         tl.debug_barrier()  # the program reads what its other threads wrote
         store_cells(
             d_by_key, d_logits, columns, above, below, ids, column_ids, h, b, B, H, S, -HIGHEST, -LOWEST, CENTER,
-            CELLS, WINDOW, BLOCK_N, BLOCK_M, True,
+            CELLS, WINDOW, BLOCK_M, True,
         )  # fmt: skip
 
 
@@ -515,5 +514,5 @@ def query_gradient_kernel(
     if d_by_query is not None:
         store_cells(
             d_by_query, d_logits, rows, above, below, ids, row_ids, h, b, B, H, S, LOWEST, HIGHEST, CENTER, CELLS,
-            WINDOW, BLOCK_M, BLOCK_N, False,
+            WINDOW, BLOCK_N, False,
         )  # fmt: skip
