@@ -182,7 +182,7 @@ def test_kernels_compile_within_their_bounds(tmp_path, monkeypatch):
 
 def test_few_kernels_spill_none_gathers_and_matrices_are_multiplied_by_the_fastest_instruction():
     """What spills: kernels that are held to 128 registers, so that two programs run at a time, where HCD or packed rows
-    add to them, and kernels at the limit of 255. A few bytes each."""
+    add to them, and kernels at the limit of 255."""
     bounds = json.loads(kernels.BOUNDS.read_text(encoding="utf-8"))
     spilled = {name: row["spilled"] for name, row in bounds.items() if row["spilled"]}
     assert len(spilled) <= 34 and max(spilled.values(), default=0) <= 184, spilled
@@ -193,7 +193,7 @@ def test_few_kernels_spill_none_gathers_and_matrices_are_multiplied_by_the_faste
         assert row["instruction"] == ("none" if kernel == "rows" else fastest), name
 
 
-def test_the_kernels_of_the_flagship_need_few_instructions_and_registers():
+def test_the_kernels_of_ddrp_need_few_instructions_and_registers():
     """The counts of full rows that make attention with learned offsets as fast as attention without them."""
     bounds = json.loads(kernels.BOUNDS.read_text(encoding="utf-8"))
     for kernel, registers, per_pair in (("bert-r, 64, forward", 128, 20), ("ddrp, 64, key_gradient", 255, 24)):
