@@ -229,7 +229,7 @@ def _auto_with_terms(demand: Demand) -> tuple[str, str]:
     """
     reason = why_not_triton(demand)
     if reason is None:
-        return "triton", "stores no logits; sdpa is for GPUs that Triton does not serve"
+        return "triton", "stores no logits; no GPU has run these kernels yet, make gpu-report tests yours"
     return "sdpa", f"works on every GPU; {reason.rpartition(': ')[0]}"
 
 
