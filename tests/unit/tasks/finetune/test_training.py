@@ -371,6 +371,7 @@ def test_the_bar_of_a_run_counts_the_batches_of_training_and_of_every_prediction
         return Bar()
 
     monkeypatch.setattr(training, "progress", made)
+    monkeypatch.setattr(training.multiprocessing, "parent_process", lambda: None)  # also where the tests run in a fork
     tune(puts=False)
     assert shown == [{"unit": "batch", "total": 9, "doing": "t seed 1", "show": True, "moved": 9}]
 
