@@ -104,12 +104,12 @@ class Corpus:
     def _remedy(self, split: str) -> str:
         """Return what to do about a split without a sample."""
         remedies = ["preprocess more text"]
-        if self.config.data.split is not None:
+        if split == "other":
+            remedies.append("leave --other-data-path out")
+        elif self.config.data.split is not None:
             remedies.append(f"give it a larger share by --split (now {self.config.data.split})")
         if split == "valid":
             remedies.append("train without validation by --eval-interval 0")
-        if split == "other":
-            remedies = ["preprocess more text", "leave --other-data-path out"]
         return ", or ".join(remedies)
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
@@ -157,26 +157,31 @@ class Corpus:
 
         This reads some samples of each; separate validation data are meant to be of another kind.
         """
-        halves, training = self._halves(), self._sources("train")
-        lines = [line for parts in halves if (line := split_remark(*parts))]
-        lines += overlap_remarks(training) if halves else []
-        apart = [split for split in validated_splits(self.config) if split == "other" or not halves]
+        divided, training = self._divided, self._sources("train")
+        lines = [line for parts in divided if (line := split_remark(*parts))]
+        lines += overlap_remarks(training) if divided else []
+        apart = [split for split in validated_splits(self.config) if split == "other" or not divided]
         return lines + shared_remarks(training, [source for split in apart for source in self._sources(split)])
 
     @property
     def validation_gap(self) -> float | None:
         """Largest `split_shift` of a dataset that `--split` divides; None if none is measured."""
-        return max((shift for parts in self._halves() if (shift := split_shift(*parts)) is not None), default=None)
+        return max((shift for *_, shift in self._divided if shift is not None), default=None)
 
     def _sources(self, split: str) -> list[IndexedDataset]:
         """Return the datasets of a split, each once."""
         return [self.sources[prefix] for prefix in dict.fromkeys(blend_words(self.config, split).prefixes)]
 
-    def _halves(self) -> list[tuple[SampleIndex, SampleIndex]]:
-        """Return the training and the validation part of each dataset that `--split` divides, if the run validates."""
+    @cached_property
+    def _divided(self) -> list[tuple[SampleIndex, SampleIndex, float | None]]:
+        """Training part, validation part and `split_shift` of each dataset that `--split` divides; measured once.
+
+        Empty if the run does not validate.
+        """
         if self.config.data.data_path is None or not self.config.logging.validates:
             return []
-        return [*zip(self.samples("train").parts, self.samples("valid").parts, strict=True)]
+        pairs = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
+        return [(training, validation, split_shift(training, validation)) for training, validation in pairs]
 
     def loader(self, split: str, rank: int, world_size: int, rows_for: str = "cpu") -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.

@@ -422,13 +422,12 @@ def split_shift(training: SampleIndex, validation: SampleIndex) -> float | None:
     return shift_of(validation, 0, len(validation), training)
 
 
-def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
+def split_remark(training: SampleIndex, validation: SampleIndex, shift: float | None) -> str | None:
     """Return a line for the user if the validation part of a dataset is of another kind than its training part.
 
-    `--split` divides documents in order, so the validation text may be of another kind than the training text, or a
-    part of it.
+    `shift` is their `split_shift`. `--split` divides documents in order, so the validation text may be of another kind
+    than the training text, or a part of it.
     """
-    shift = split_shift(training, validation)
     if shift is None or shift < MIN_SHIFT or shift < MIN_RATIO * (usual := usual_shift(training, len(validation))):
         return None
     return (

@@ -29,6 +29,7 @@ from megatron_ddrp.data.batches.word_counts import (
     open_rare_words,
     shift_of,
     split_remark,
+    split_shift,
     unigram_loss,
     unigram_shift,
     usual_shift,
@@ -333,9 +334,13 @@ def test_the_shift_of_much_text_is_the_divergence_of_its_distribution():
     assert unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000)) == pytest.approx(0, abs=0.01)
 
 
+def remark(training, validation):
+    return split_remark(training, validation, split_shift(training, validation))
+
+
 def test_another_kind_of_text_is_told_with_both_shifts(tmp_path):
     training, validation = halves(text(tmp_path, "two", (400, None), (40, OTHER)), 400)
-    line = split_remark(training, validation) or ""
+    line = remark(training, validation) or ""
     shift, usual = shift_of(validation, 0, len(validation), training), usual_shift(training, len(validation))
     assert shift > 0.5 > 0.05 > usual
     assert line.startswith(f"{tmp_path}/two: the validation text is of another kind than the training text")
@@ -343,24 +348,24 @@ def test_another_kind_of_text_is_told_with_both_shifts(tmp_path):
 
 
 def test_text_of_one_kind_or_that_changes_as_much_and_little_text_are_not_told(tmp_path):
-    assert split_remark(*halves(text(tmp_path, "one", (440, None)), 400)) is None
+    assert remark(*halves(text(tmp_path, "one", (440, None)), 400)) is None
     generator = np.random.default_rng(1)
     kinds = [(40, generator.permutation(WORDS)) for _ in range(11)]  # as novels: each its own
     training, validation = halves(text(tmp_path, "many", *kinds), 400)
     assert shift_of(validation, 0, len(validation), training) > 0.2
-    assert split_remark(training, validation) is None
-    assert split_remark(*halves(text(tmp_path, "tiny", (9, None), (40, OTHER)), 9)) is None
+    assert remark(training, validation) is None
+    assert remark(*halves(text(tmp_path, "tiny", (9, None), (40, OTHER)), 9)) is None
 
 
 @pytest.mark.parametrize(("documents", "told"), [(19, False), (20, True)])
 def test_a_few_documents_are_not_judged(tmp_path, documents, told):
     dataset = text(tmp_path, "few", (400, None), (documents, OTHER))
-    assert bool(split_remark(*halves(dataset, 400))) == told
+    assert bool(remark(*halves(dataset, 400))) == told
     with_short = text(tmp_path, "short", (400, None), (documents - 1, OTHER), (30, None), length=40)
     cut = write_dataset(
         tmp_path / "cut", [[with_short.get(i)[: 40 if i < 399 + documents else 4]] for i in range(len(with_short))]
     )
-    assert split_remark(*halves(cut, 400)) is None  # documents under 8 tokens do not count
+    assert remark(*halves(cut, 400)) is None  # documents under 8 tokens do not count
 
 
 def test_a_corpus_tells_it_for_each_dataset_that_split_divides(prose_then_code, tiny_corpus):
