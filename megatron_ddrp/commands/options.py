@@ -94,8 +94,13 @@ def power_of_two(number: float) -> int:
 
 
 PLAIN: dict[str, Any] = {
-    **{"position_encoding": "rope", "objective": "mlm", "layernorm_position": "pre", "first_norm": False},
-    **{"ffn": "geglu", "bias": False, "num_segments": 0},
+    "position_encoding": "rope",
+    "objective": "mlm",
+    "layernorm_position": "pre",
+    "first_norm": False,
+    "ffn": "geglu",
+    "bias": False,
+    "num_segments": 0,
 }
 """A model that is exported as a plain `modernbert`. Of the encodings and objectives compared in docs/lab/results.md,
 rotary positions and masked LM have the lowest loss; the block is that of the family."""

@@ -188,22 +188,29 @@ class RunRow:
         return self.values.get(LOSS, self.values.get(name, np.nan))
 
     @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Setting → value, as far as the row tells: the plan's, and the model's own."""
+        return {name.replace("-", "_"): value for name, value in {**self.common, **self.flags}.items()}
+
+    @cached_property
     def like_key(self) -> tuple[str, ...]:
         """Key that two runs share if their losses on like text compare.
 
         The head that predicts must be alike, the generator's or the encoder's, and the text, held-out or trained on.
         Losses of training text also depend on the settings `_ALIKE`.
         """
-        own = {name.replace("-", "_"): value for name, value in {**self.common, **self.flags}.items()}
         alone = self.objective not in OBJECTIVES or OBJECTIVES.find(self.objective).generates
-        settings = () if self.validates_alike else (_as_text(own.get(name, _DEFAULTS[name])) for name in _ALIKE)
+        settings = (
+            () if self.validates_alike else (_as_text(self.settings.get(name, _DEFAULTS[name])) for name in _ALIKE)
+        )
         return (self.objective * alone, *settings)
 
     @cached_property
     def rested(self) -> float | None:
-        """Tokens on the plateau: up to the onset, or all of the run's if it never left; None if that is unknown.
+        """Tokens on the plateau: up to the onset, or all of the run's if it never left.
 
-        It is for an arm at half the budget, which had less time than the others; trained weights were never there.
+        None if the row tells no level or curve, for an arm at half the budget, which had less time than the others, and
+        for trained weights, which were never on the plateau.
         """
         curve: Any = self.curves.get(TRAINING_LOSS)
         if self.half or not self.unigram_loss or not curve or is_past(curve, self.unigram_loss):
@@ -216,10 +223,10 @@ class RunRow:
 
         Predictions are tokens times the mean mask rate up to then; the rate changes in equal steps.
         """
-        tokens, flags = self.rested or 0.0, {**self.common, **dict(self.arm.flags)}
+        tokens = self.rested or 0.0
         share = tokens / self.tokens if self.tokens else 0.0
-        rates = MaskRates.parse(str(flags.get("mask_prob", _DEFAULTS["mask_prob"])))
-        rate = rates.start + (rates.end - rates.start) * share / 2 if flags and share else 0.0
+        rates = MaskRates.parse(str(self.settings.get("mask_prob", _DEFAULTS["mask_prob"])))
+        rate = rates.start + (rates.end - rates.start) * share / 2 if self.settings and share else 0.0
         seconds = self.steps * share * self.values.get(STEP_SECONDS, 0.0)
         found = zip(UNITS, (tokens / 1e6, self.steps * share, tokens / 1e6 * rate, seconds), strict=True)
         return {unit: amount for unit, amount in found if amount}
