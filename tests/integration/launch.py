@@ -245,7 +245,7 @@ def fork_jobs() -> None:
 
 
 class ForkedJob:
-    """What `Runner` needs of a `subprocess.Popen` of `python -m MODULE WORDS`."""
+    """Stands for a `subprocess.Popen` of `python -m MODULE WORDS`, as far as `Runner` needs one."""
 
     def __init__(self, command: Sequence[str], stdout: Any, env: dict[str, str], **_: Any) -> None:
         _python, _dash_m, module, *words = command

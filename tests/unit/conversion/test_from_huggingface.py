@@ -247,7 +247,7 @@ REFUSED = {
     "no weights": (lambda hf: (hf / SAFE).unlink(), "neither model.safetensors nor pytorch_model.bin"),
     "no folder": (shutil.rmtree, "config.json: No such file"),
 }
-"""What a folder of a BERT has → how to make one of it, and what the line says."""
+"""Content of a folder of a BERT → a function that makes it, and the words of the line."""
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -227,7 +227,7 @@ def test_a_byte_order_mark_in_a_vocabulary_for_transformers_is_refused(tmp_path,
 
 @pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
 def test_roles_that_share_a_piece_are_refused_in_folders_too(tmp_path, offline, read):
-    """Whether tokenizer.json is there, or transformers makes it."""
+    """Say whether tokenizer.json is there, or transformers makes it."""
     byte_level(tmp_path, FAIRSEQ, template=True)
     names = {f"{role}_token": FAIRSEQ[(0, 2, 1, 4, 3)[i]] for i, role in enumerate(ROLES)} | {"pad_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer"} | names))

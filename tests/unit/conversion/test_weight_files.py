@@ -236,7 +236,7 @@ BROKEN = {
     "narrower": (set_keys(intermediate_size=40), "config.json requires"),
     "shorter": (set_keys(max_position_embeddings=20), "config.json requires"),
 }
-"""What is wrong with a folder → how to break one, and what the line says."""
+"""Fault of a folder → a function that breaks one, and the words of the line."""
 
 
 @pytest.mark.parametrize("reader", READERS)
