@@ -118,6 +118,7 @@ def interrupts_heeded() -> Iterator[None]:
     """As in a foreground process, whatever started the tests."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
