@@ -20,12 +20,26 @@ from megatron_ddrp.run.launch import first_rank_speaks, run_rank
 LOCAL_RANK = ("--local_rank=", "--local-rank=")
 """Words that the launchers of DeepSpeed and of older torch put in front of all others."""
 
+BUSY = 1.5
+"""Running processes per core, over the last minute, above which a machine is busy."""
+
+
+def sleep_while_waiting() -> None:
+    """Let threads that wait for others sleep if the machine is busy, unless the environment says how they wait.
+
+    OpenMP reads its settings when torch is imported. By default a waiting thread spins, which is fastest while each has
+    a core of its own; beside other work it keeps the thread that it waits for off its core.
+    """
+    if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1) and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 def run(name: str, program: str | None = None) -> NoReturn:
     """Run one command on this process's arguments and end the process.
 
     `program` stands in front of messages; by default the running script's name does.
     """
+    sleep_while_waiting()
     command = COMMANDS[name]
     sys.argv[0] = program or os.path.basename(sys.argv[0])
     (run_rank if command.on_ranks else run_command)(lambda: _main_of(command)())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import re
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ddrp.__main__ import sleep_while_waiting
 from megatron_ddrp.cli import ArgumentParser, Subcommand, parse_sections, parse_subcommand
 from megatron_ddrp.commands import COMMANDS, functions
 from megatron_ddrp.config import Config
@@ -379,3 +381,23 @@ def test_an_analysis_is_told(words: str, advice: str, monkeypatch: pytest.Monkey
     for name in ("report_triangles", "report_throughput", "report_notes"):
         monkeypatch.setattr(reports, name, no_memory)
     refused(f"^out of memory: Tried to allocate 2.00 GiB.*; {advice}$", commands.main)
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "policy"),
+    [
+        (3.1, {}, "PASSIVE"),
+        (2.9, {}, None),
+        (9, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        (9, {"GOMP_SPINCOUNT": "7"}, None),
+    ],
+)
+def test_waiting_threads_sleep_on_a_busy_machine_unless_the_environment_says_how(monkeypatch, load, given, policy):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    sleep_while_waiting()
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
