@@ -158,15 +158,15 @@ def _require_own(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
 
 
 def check_rows(folder: Path, pieces: int, rows: int, is_run: bool = False) -> str:
-    """Return a warning if a model embeds over `PADDED_ROWS` more rows than its tokenizer has pieces, otherwise nothing.
+    """Return a warning if a model has over `PADDED_ROWS` rows without a piece, or more than with one; else nothing.
 
-    Some models on the hub have so many spare rows. Raise `UserError` if it embeds fewer, or, in a run of ours, which
-    has no spare rows, another number.
+    Some models on the hub have up to `PADDED_ROWS` spare rows. Raise `UserError` if the tokenizer has more pieces than
+    the model has rows, or, in a run of ours, which has no spare rows, another number.
     """
     found = f"{folder}: its tokenizer has {pieces} pieces but its model embeds {rows}"
     if pieces > rows or (is_run and pieces != rows):
         raise UserError(f"{found}; put the vocabulary of the model's training into the folder")
-    if rows - pieces <= PADDED_ROWS:
+    if rows - pieces <= min(PADDED_ROWS, pieces):
         return ""
     return f"warning: {found}: is it the tokenizer of the model's training? The other rows are not used"
 

@@ -22,7 +22,7 @@ from torch import nn
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, model_type, read_config_file
+from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, SHARED_DEFAULTS, model_type, read_config_file
 from megatron_ddrp.conversion.from_huggingface import check_rows
 from megatron_ddrp.conversion.model_code import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
@@ -182,7 +182,8 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     drawn = f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None
     fingerprint = _fingerprint(encoder, encoding, drawn)
     if not random_init:
-        settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
+        usual = {key: value for key, value in SHARED_DEFAULTS.items() if getattr(found.config, key, None) == value}
+        settings = {key: value for key, value in (usual | raw_config).items() if key not in _NO_SETTINGS}
         facts = f"{fingerprint} {tokenizer.fingerprint} {tokenizer.rows} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return LoadedEncoder(

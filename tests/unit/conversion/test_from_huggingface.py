@@ -17,7 +17,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.families.contract import SUMS
-from megatron_ddrp.conversion.from_huggingface import import_folder, load_hugging_face, model_flags
+from megatron_ddrp.conversion.from_huggingface import check_rows, import_folder, load_hugging_face, model_flags
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.encoders.text_encoder import load_encoder
@@ -425,19 +425,25 @@ def test_a_tokenizer_folder_is_read_as_data(export, marker):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(("pieces", "rows"), [(511, 766), (300, 555), (255, 510), (254, 508), (20, 40)])
+def test_spare_rows_are_at_most_255_and_no_more_than_the_pieces(tmp_path, pieces, rows):
+    assert check_rows(tmp_path, pieces, rows) == ""
+    assert f"has {pieces} pieces but its model embeds {rows + 1}" in check_rows(tmp_path, pieces, rows + 1)
+
+
 def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, export, capsys, recwarn):
     import transformers
 
     folder = export("absolute")
     config = transformers.BertConfig.from_pretrained(folder)
-    config.vocab_size = 20 + 255
+    config.vocab_size = 2 * 20
     for warned in (False, True):
         transformers.BertForMaskedLM(config).save_pretrained(folder)
         imported = import_folder(folder, tmp_path / f"imported{warned}")
         load_hugging_face(folder)
         encoder = load_encoder(folder)
         told = [imported.warning, capsys.readouterr().err, encoder._encoder.origin, *(str(w.message) for w in recwarn)]
-        line = f"{folder}: its tokenizer has 20 pieces but its model embeds 276: is it the tokenizer of"
+        line = f"{folder}: its tokenizer has 20 pieces but its model embeds 41: is it the tokenizer of"
         assert [line in text for text in told] == ([True] * 4 if warned else [False] * 3)
         assert len(encoder.fill_mask("red [MASK]", top_k=30)[0]) == 20
         config.vocab_size += 1
