@@ -23,7 +23,7 @@ from megatron_ddrp.data.batches.loader import (
     validation_text,
     whole_weights,
 )
-from megatron_ddrp.data.batches.masking import Masker, predicted_pieces
+from megatron_ddrp.data.batches.masking import Masker, predict_next, predicted_pieces
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, dropped_text, sample_totals, split_documents
 from megatron_ddrp.data.batches.word_counts import (
     LEVEL_ROW,
@@ -186,7 +186,7 @@ class Corpus:
     def loader(self, split: str, rank: int, world_size: int, rows_for: str = "cpu") -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.
 
-        `--mask-prob`, `--seq-length-phases` and `--seed` apply only to the training split; the others are masked at
+        `--mask-prob`, the two kinds of phases and `--seed` apply only to the training split; the others are masked at
         `--eval-mask-prob`, in rows of `--seq-length`, by `VALIDATION_SEED`.
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
@@ -204,7 +204,9 @@ class Corpus:
             reader = readers[phase_at(phases, steps_done, training.train_iters).seq_length]
             if split != "train":
                 return reader
-            return reader.masking(objective.mask_rates.at(steps_done, training.train_iters))
+            if steps_done < objective.causal_steps(training.train_iters):
+                return reader.masked_by(predict_next)
+            return reader.masked_by(masker.at_rate(objective.mask_rates.at(steps_done, training.train_iters)))
 
         share = Share(training.global_batch_size, training.micro_batch_size, rank, world_size)
         return BatchLoader(readers[phases[-1].seq_length], share, seed, self.config.data.packing, reader_at)

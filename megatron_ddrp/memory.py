@@ -230,7 +230,8 @@ def activation_bytes(part: RankPart, setup: Setup, width: int) -> int:
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight
-    logits = int(tokens * max(objective.mask_rates)) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
+    predicted = 1.0 if objective.causal_share else max(objective.mask_rates)
+    logits = int(tokens * predicted) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
     return boundaries * part.in_flight + inside + logits
 
 

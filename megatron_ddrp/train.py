@@ -278,8 +278,11 @@ def introduction(setup: Setup, corpus: Corpus, loader: BatchLoader, sizes: tuple
     chosen = gather_objects(choices(config, ranks.device))
     chosen_lines = "\n".join((chosen[0], *other_choices(chosen)))
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
+    objective = config.objective.objective
+    if in_phase := config.objective.causal_steps(config.training.train_iters):
+        objective = f"clm up to step {in_phase:,}, then {objective}"
     return (
-        f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
+        f"model: {config.model.position_encoding} + {objective}, {parameters:,} parameters "
         f"({position_parameters:,} of positions), {chosen_lines}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "

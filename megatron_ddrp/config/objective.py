@@ -43,6 +43,14 @@ class ObjectiveConfig(Section):
         nargs="+",
         metavar="NAME=NUMBER",
     )
+    objective_phases: str | None = option(
+        None,
+        "another objective first: with clm:0.7 the first 70 % of the steps train causal language modelling, where each "
+        "token attends to itself and those before it and predicts the next one, without TCD and HCD, and the rest "
+        "--objective (arXiv:2507.00994, arXiv:2605.12438); clm:1 trains by clm alone. Validation always measures "
+        "--objective (default: one phase)",
+        metavar="NAME:END",
+    )
     tcd_weight: float | None = option(
         None,
         "factor of TCD, the mean cosine between token representations, in the loss; alpha_1 in the paper's total loss "
@@ -128,6 +136,7 @@ class ObjectiveConfig(Section):
                 object.__setattr__(self, name, getattr(chosen, name))
         numbers = self.numbers(chosen.options)  # stored with the defaults, so that a changed default shows
         object.__setattr__(self, "objective_options", as_words(numbers))
+        self._check_phases()
         for name in ("tcd_tokens", "hcd_heads"):
             if getattr(self, name) == 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
@@ -136,6 +145,38 @@ class ObjectiveConfig(Section):
                 f"--notes-min-count {self.notes_min_count} is above --notes-max-count {self.notes_max_count}: give a "
                 "smaller one, or a larger --notes-max-count"
             )
+
+    def _check_phases(self) -> None:
+        """Refuse what no causal phase can precede."""
+        given = f"--objective-phases {self.objective_phases}"
+        if self.causal_share and self.generates:
+            refuse(
+                f"{given} with --objective {self.objective}: the model that is trained has no head that predicts "
+                "pieces, only its generator has; use another objective"
+            )
+        if self.causal_share and self.notes:
+            refuse(f"{given} with --notes: notes hold words to the right, which clm must not see; leave one out")
+
+    @property
+    def causal_share(self) -> float:
+        """Share of all steps after which the causal phase ends; 0 without one. Raises `UserError`."""
+        if self.objective_phases is None:
+            return 0.0
+        name, _, end = self.objective_phases.partition(":")
+        try:
+            share = float(end)
+        except ValueError:
+            share = 0.0
+        if name != "clm" or not 0 < share <= 1:
+            refuse(
+                f"--objective-phases {self.objective_phases}: expected clm:END with END in (0, 1], such as clm:0.7 for "
+                "the first 70 % of the steps"
+            )
+        return share
+
+    def causal_steps(self, total_steps: int) -> int:
+        """Return the number of steps of the causal phase in a run of `total_steps`."""
+        return round(self.causal_share * total_steps)
 
     @property
     def chosen(self) -> Any:

@@ -96,6 +96,11 @@ class Config:
                     f"--seq-length-phases {word} has no step: it begins after step {begin} and ends with step {end} of "
                     f"--train-iters {steps}; give a larger END, or leave the phase out"
                 )
+        if self.objective.causal_share and not self.objective.causal_steps(steps):
+            refuse(
+                f"--objective-phases {self.objective.objective_phases} of --train-iters {steps} has no step: give a "
+                "larger END, or leave it out"
+            )
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
             refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")

@@ -36,6 +36,7 @@ from megatron_ddrp.engine.layout import (
     offloads,
 )
 from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
+from megatron_ddrp.engine.optimizers import OF_TABLES
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
@@ -134,9 +135,13 @@ def choices(config: Config, device: torch.device) -> str:
     """Return the attention backend with the reason for it, how layers are launched, and the precision."""
     model, demand = config.model, attention_demand(config.model, config.training.precision, device)
     windows = {model.window(layer) for layer in range(model.num_layers)} - {None}
-    windowed = (demand._replace(window=window) for window in (None, *windows))
-    chosen = (resolve_backend(model.attention_backend, each, model.encoding.in_logits) for each in windowed)
-    attention = ", in local layers ".join(dict.fromkeys(f"{backend} attention ({why})" for backend, why in chosen))
+    demands = [("", demand), *((", in local layers ", demand._replace(window=window)) for window in windows)]
+    demands += [(", in the causal phase ", demand._replace(causal=True))] * bool(config.objective.causal_share)
+    places: dict[str, str] = {}
+    for place, each in demands:
+        backend, why = resolve_backend(model.attention_backend, each, model.encoding.in_logits)
+        places.setdefault(f"{backend} attention ({why})", place)
+    attention = "".join(place + text for text, place in places.items())
     layers = "compiled layers, " if compiles(model.compile, device) else ""
     graphs = "CUDA graphs of layers, " if uses_graphs(config, device) else ""
     return f"{attention}, {layers}{graphs}{config.training.precision}"
@@ -261,13 +266,22 @@ def leave_groups() -> None:
 
 
 def build_optimizer(model: nn.Module, config: Config, ranks: Ranks) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters; `names_without_decay` names those without weight decay."""
+    """Return the optimizer of the trained parameters; `names_without_decay` names those without weight decay.
+
+    The tables of position encodings have a group of their own if there is a causal phase, which reads only some of
+    their entries: the others must stay as they are.
+    """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
-    spared = names_without_decay(model)
+    spared, decay = names_without_decay(model), config.optimizer.weight_decay
+    encodings = [m for m in model.modules() if isinstance(m, PositionEncoding) and config.objective.causal_share]
+    tables = {id(parameter) for encoding in encodings for parameter in encoding.parameters(recurse=False)}
+    decaying = [p for name, p in named if name not in spared]
     groups = [
-        {"params": [p for name, p in named if name not in spared], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in decaying if id(p) not in tables], "weight_decay": decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
+    if alone := [p for p in decaying if id(p) in tables]:
+        groups.append({"params": alone, "weight_decay": decay, OF_TABLES: True})
     return config.optimizer.chosen.build(groups, model, config, ranks)
 
 

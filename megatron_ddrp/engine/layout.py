@@ -57,6 +57,8 @@ class Setup:
     ranks: Ranks
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `--deepspeed_config`, checked, without the optimizer, which we build; empty without a file."""
+    causal: bool = False
+    """True for the steps of the causal phase."""
 
     @classmethod
     def of(cls, config: Config, ranks: Ranks) -> Setup:
@@ -79,10 +81,16 @@ class Setup:
         """Return the setup with some settings changed, as `Config.replace`; the DeepSpeed file is not read again."""
         return replace(self, config=self.config.replace(**changes))
 
+    def at(self, step: int) -> Setup:
+        """Return the setup of step 1, 2, …: this one, or that of the causal phase."""
+        in_phase = step <= self.config.objective.causal_steps(self.config.training.train_iters)
+        return replace(self, causal=True) if in_phase else self
+
     @cached_property
     def objective(self) -> Objective:
         """Objective of training. Raises `UserError` if its class contradicts itself."""
-        return make_objective(self.config.objective)
+        made = make_objective(self.config.objective)
+        return made.causal if self.causal else made
 
     @cached_property
     def num_micro_batches(self) -> int:

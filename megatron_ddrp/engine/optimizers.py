@@ -80,6 +80,8 @@ def wsd(step: int, warmup: int, last: int, config: OptimizerConfig) -> float:
 
 Groups = list[dict[str, Any]]
 """Groups of parameters, `params`, each with its `weight_decay`: those that decay, and the others."""
+OF_TABLES = "of_tables"
+"""Key that marks the group of an encoding's tables in a run with a causal phase, in which they do not decay."""
 
 
 class Optimizer(torch.optim.Optimizer):

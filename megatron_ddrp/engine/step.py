@@ -23,7 +23,7 @@ from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.word_counts import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.engine.layout import NEVER, Setup, WeightedLoss, pipeline_part
-from megatron_ddrp.engine.optimizers import learning_rate
+from megatron_ddrp.engine.optimizers import OF_TABLES, learning_rate
 from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.model.stages import Inputs, layout_of
 from megatron_ddrp.objectives.contract import Objective, count, losses_of
@@ -52,7 +52,7 @@ class MicroBatch:
         draws = setup.objective.draw(arrays, config.model, config.training.seed, step)
         if config.data.packing and setup.uses_graphs:
             draws = draws.with_documents(-(-draws.num_documents // DOCUMENT_MULTIPLE) * DOCUMENT_MULTIPLE)
-        inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
+        inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays, setup.causal))
         if setup.ranks.device.type != "cpu":
             inputs = tree_map_only(Tensor, Tensor.pin_memory, inputs)
         return cls(arrays, inputs, count(setup.objective, [arrays]))
@@ -67,7 +67,7 @@ class MicroBatch:
 
 def training_inputs(micro_batches: Iterable[Batch], setup: Setup, step: int) -> list[MicroBatch]:
     """Return the micro-batches of step 1, 2, … with all model inputs. Any thread can call it: it uses no device."""
-    return [MicroBatch.of(arrays, setup, step) for arrays in micro_batches]
+    return [MicroBatch.of(arrays, setup.at(step), step) for arrays in micro_batches]
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
@@ -140,12 +140,15 @@ def train_step(
 
     Without notes the function returns before the device has finished.
     """
+    setup = setup.at(step)
     config, ranks, objective = setup.config, setup.ranks, setup.objective
     counts = _global_counts(micro_batches, ranks)
     loss = WeightedLoss(_loss_weights(objective, counts, ranks.data_size * len(micro_batches)))
     lr = learning_rate(step, config.training.train_iters, config.optimizer)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
+        if group.get(OF_TABLES):
+            group["weight_decay"] = 0.0 if setup.causal else config.optimizer.weight_decay
     if any(phase.rope_theta for phase in config.phases):
         set_theta(engine.module, config.rope_theta_at(step - 1))
     inputs, found = zip(*(micro_batch.with_notes(notes) for micro_batch in micro_batches), strict=True)

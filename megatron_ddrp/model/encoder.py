@@ -19,7 +19,7 @@ from megatron_ddrp.model.attention.backends import attend_from, backend_function
 from megatron_ddrp.model.attention.logits import Attended, Attending, Demand, attention_logits
 from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.stages import Judge, State
+from megatron_ddrp.model.stages import Judge, Layout, State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """Type of `LayerPositions.rotate`: states and position ids → rotated states."""
@@ -79,13 +79,13 @@ class SelfAttention(Projecting):
         """Invert `split` and project: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""
         return self.output(context.transpose(1, 2).flatten(2))
 
-    def demand(self, hidden: Tensor) -> Demand:
+    def demand(self, hidden: Tensor, layout: Layout) -> Demand:
         """Return the requirements for a backend; `hidden` has the type and the device of the hidden states."""
-        return Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
+        return Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window, layout.causal)
 
-    def reads_runs(self, full: bool) -> bool:
-        """Return whether `Layout.runs` is read, whose size differs between micro-batches; `full` as in the layout."""
-        return reads_runs(self.backend, self.demand(self.query.weight), self.encoding.in_logits, full)
+    def reads_runs(self, layout: Layout) -> bool:
+        """Return whether `Layout.runs` is read, whose size differs between micro-batches."""
+        return reads_runs(self.backend, self.demand(self.query.weight, layout), self.encoding.in_logits, layout.full)
 
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
@@ -95,15 +95,15 @@ class SelfAttention(Projecting):
         `hidden` and the contribution are `[batch, seq, hidden]`; the cosine is summed over documents, None without HCD.
         """
         inputs = state.inputs
-        in_logits, full = self.encoding.in_logits, inputs.layout.full
-        backend, _ = resolve_backend(self.backend, self.demand(hidden), in_logits, full)
+        layout, demand = inputs.layout, self.demand(hidden, inputs.layout)
+        backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, layout.full)
         hidden, *projected = self.project(hidden, self.query, self.key, self.value)
         query, key, value = map(self.split, projected)
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
-        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout, self.window)
-        terms = terms if self.window is None else terms.within(self.window)
+        rows = (batch.document_ids, heads, dropout, state.counted, layout, self.window, layout.causal)
+        terms = terms if demand.whole else terms.within(self.window, layout.causal)
         attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
@@ -182,7 +182,8 @@ class EncoderLayer(nn.Module):
             query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
-                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, attention.window)
+                reach = attention.window, state.inputs.layout.causal
+                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, *reach)
             queries = self._join(queries if self.norm_before else source, attention.merge(context))
         return queries
 

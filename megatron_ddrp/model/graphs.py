@@ -85,7 +85,8 @@ def in_fixed_memory(state: State) -> State:
     copies = (x.detach().clone().requires_grad_(x.requires_grad) for x in read(state))
     document_ids, position_ids, heads, counted, hidden, cosine, *position = copies
     batch, nothing, layout = Batch(None, None, document_ids, position_ids, None, None), None, state.inputs.layout
-    layout = Layout(nothing, nothing, nothing, nothing, 0, layout.full, layout.restarts)  # type: ignore[arg-type]
+    of_rows = layout.full, layout.restarts, layout.causal
+    layout = Layout(nothing, nothing, nothing, nothing, 0, *of_rows)  # type: ignore[arg-type]
     inputs = Inputs(batch, nothing, nothing, layout)  # type: ignore[arg-type]
     return State(inputs, hidden, tuple(position), heads, counted, cosine)
 
@@ -203,23 +204,24 @@ class LayerGraphs:
         if not self.layers[0].training or not torch.is_grad_enabled() or any(self.hooks):
             return self._run_plainly(state)
         self.passes += 1
-        self._forget_if_changed()
         layout = state.inputs.layout
+        self._forget_if_changed(layout.causal)
         tensors = tuple((x.shape, x.dtype, x.requires_grad) for x in read(state))
-        shape = (tensors, layout.full, layout.restarts)
+        shape = (tensors, layout.full, layout.restarts, layout.causal)
         if shape in self.captured:
             self.captured[shape].last_use = self.passes
             return self.captured[shape].replay(state)
         if shape not in self.seen:  # the first pass compiles its kernels
             self.seen.add(shape)
-        elif self._make_room() and not any(layer.attention.reads_runs(layout.full) for layer in self.layers):
+        elif self._make_room() and not any(layer.attention.reads_runs(layout) for layer in self.layers):
             self.captured[shape] = Captured(*self._capture(state), last_use=self.passes)
             return self.captured[shape].replay(state)
         return self._run_plainly(state)
 
-    def _forget_if_changed(self) -> None:
-        """Drop all graphs if a weight has moved or a number has changed that is part of them."""
-        constants = ([x.data_ptr() for x in self.tensors], [layer.layer_position.constants for layer in self.layers])
+    def _forget_if_changed(self, causal: bool) -> None:
+        """Drop all graphs if a weight has moved, a number has changed that is part of them, or a causal phase ends."""
+        numbers = [layer.layer_position.constants for layer in self.layers]
+        constants = ([x.data_ptr() for x in self.tensors], numbers, causal)
         if constants != self.constants:
             self.constants = constants
             self.captured.clear()

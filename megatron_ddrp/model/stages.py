@@ -70,9 +70,11 @@ class Layout(NamedTuple):
     """True if every row is one document without padding."""
     restarts: bool
     """True if a row restarts its positions after its first token, other than by the zeros of padding on its right."""
+    causal: bool = False
+    """True in a causal phase: no token attends to those that follow it, and each one predicts the next."""
 
 
-def layout_of(batch: Batch) -> Layout:
+def layout_of(batch: Batch, causal: bool = False) -> Layout:
     """Return the layout of a batch of numpy arrays, on the CPU, or of tensors, on their device.
 
     A batch of tensors makes the CPU wait for the device that holds it.
@@ -98,6 +100,7 @@ def layout_of(batch: Batch) -> Layout:
         longest=int(np.diff(runs).max(initial=0)),
         full=bool((documents == 1).all()),
         restarts=bool(((positions != np.arange(positions.shape[1])) & (positions != 0)).any()),
+        causal=causal,
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.attention.logits import Attending, allowed_pairs, attention_logits, sum_of_counted
+from megatron_ddrp.model.attention.logits import Attending, attention_logits, sum_of_counted
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.embeddings import (
     content_gram,
@@ -200,7 +200,7 @@ class CosineOfAllRanks:
         if attending.compares_content:
             return cosine_of_gram(content_gram(query, key, documents, terms.scale))
         terms = self._terms_of(heads, terms, query.dtype)
-        return logits_cosine(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
+        return logits_cosine(attention_logits(query, key, terms), attending.allowed, documents)
 
     @staticmethod
     def _total(attending: Attending, documents: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class CosineOfAllRanks:
         if attending.compares_content:
             return content_total(query, key, documents)
         terms = attending.terms.compared.map(lambda x, _: x.to(query.dtype))
-        return logits_total(attention_logits(query, key, terms), _pairs_allowed(attending), documents)
+        return logits_total(attention_logits(query, key, terms), attending.allowed, documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
         """Return the terms of `heads`: exchanged if they are per head, else shared, with a gradient on rank 0 only."""
@@ -229,11 +229,6 @@ class CosineOfAllRanks:
         here = (own >= 0) & (own < tensor.shape[dimension])
         chosen = tensor.index_select(dimension, torch.where(here, own, 0))
         return chosen * here.view([-1 if d == dimension else 1 for d in range(chosen.dim())])
-
-
-def _pairs_allowed(attending: Attending) -> Tensor:
-    """Return `allowed_pairs` of a call of attention, bool `[b, 1, s, s]`."""
-    return allowed_pairs(attending.document_ids, attending.window)
 
 
 ROWS, COLUMNS = 0, 1

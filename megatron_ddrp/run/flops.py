@@ -4,6 +4,7 @@
     attention   12 · S · D · layers                                       QKᵀ and the product with V
     tables      6 · min(rows, 2S − 1) · D · layers                        Q·T^q, and the same for K·T^k
     local       12 · min(S, 2w + 1) · D and 6 · min(rows, 2w + 1) · D     the same in a layer with a window of w
+    causal      half of the attention and of the tables                   in a causal phase
     head        6 · masked share · (D · D + D · vocabulary)               the vocabulary is padded to a multiple of 128
 
 A multiplication with an addition is 2 FLOP, and the backward pass takes twice the forward pass: 2 · (1 + 2) = 6. D is
@@ -62,14 +63,17 @@ class TokenFlop:
         return sum(astuple(self))
 
 
-def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
+def flop_per_token(config: Config, length: int | None = None, causal: float | None = None) -> TokenFlop:
     """Return the FLOP per token of rows of `length` tokens, by default `--seq-length`.
 
-    A changing masking rate counts with its mean. With the mask decoder and masked LM as the only term, the backward
-    pass begins in the last layer's input.
+    A share `causal` of the steps, by default that of the run, predicts every token from those before it. A changing
+    masking rate counts with its mean. With the mask decoder and masked LM as the only term, the backward pass begins in
+    the last layer's input.
     """
     model, objective = config.model, config.objective
-    length, share, width = length or model.seq_length, objective.mask_rates.mean, model.embedding_width
+    length, width = length or model.seq_length, model.embedding_width
+    causal = objective.causal_share if causal is None else causal
+    share = causal + (1 - causal) * objective.mask_rates.mean
     small = objective.generator_config(model)
     if small is not None:
         applied = small.num_layers - small.decodes_masks  # only the decoder applies the last layer
@@ -79,15 +83,17 @@ def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
         return TokenFlop(*_layers(model, length, model.num_layers), head, generator=generator)
     alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")
     layers = model.num_layers - (2 / 3 if alone and model.decodes_masks else 0)
-    return TokenFlop(*_layers(model, length, layers), *_masked_lm(model, width, share, length))
+    linear, *of_pairs = _layers(model, length, layers)
+    attention, tables = (part * (1 - causal / 2) for part in of_pairs)
+    return TokenFlop(linear, attention, tables, *_masked_lm(model, width, share, length))
 
 
-def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]]) -> float:
-    """Return the FLOP of micro-batches with the shapes `(rows, length)`."""
+def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]], causal: float | None = None) -> float:
+    """Return the FLOP of micro-batches with the shapes `(rows, length)`; `causal` as in `flop_per_token`."""
     tokens = Counter[int]()
     for rows, length in shapes:
         tokens[length] += rows * length
-    return sum(count * flop_per_token(config, length).total for length, count in tokens.items())
+    return sum(count * flop_per_token(config, length, causal).total for length, count in tokens.items())
 
 
 def flop_of_step(setup: Setup, micro_batches: Iterable[Batch]) -> float:
@@ -95,7 +101,8 @@ def flop_of_step(setup: Setup, micro_batches: Iterable[Batch]) -> float:
 
     The loader gives all data-parallel ranks rows of about the same length.
     """
-    return flop_of_rows(setup.config, (batch.input_ids.shape for batch in micro_batches)) * setup.ranks.data_size
+    shapes = (batch.input_ids.shape for batch in micro_batches)
+    return flop_of_rows(setup.config, shapes, float(setup.causal)) * setup.ranks.data_size
 
 
 def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:

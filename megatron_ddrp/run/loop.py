@@ -147,7 +147,7 @@ class TrainingRun:
             result = finite.finish(launched)
             after = advance(progress, result, config.training.global_batch_size)
             arrays = [micro_batch.arrays for micro_batch in launched.micro_batches]
-            flop = 0.0 if clock.peak is None else flop_of_step(setup, arrays)
+            flop = 0.0 if clock.peak is None else flop_of_step(setup.at(after.iteration), arrays)
             clock.count(result.counts["tokens"], flop)
             if logged := self.logs(after.iteration):
                 self.log_step(result, after, clock)
@@ -204,8 +204,11 @@ class TrainingRun:
             self.log.say(line)
 
     def logs(self, iteration: int) -> bool:
-        """Return whether a step is logged: the first, every `--log-interval`-th and the last."""
-        return iteration == 1 or self.is_due(iteration, self.setup.config.logging.log_interval)
+        """Return whether a step is logged: the first, every `--log-interval`-th and the last, also of a phase."""
+        objective, total = self.setup.config.objective, self.setup.config.training.train_iters
+        return iteration in (1, objective.causal_steps(total)) or self.is_due(
+            iteration, self.setup.config.logging.log_interval
+        )
 
     def is_due(self, iteration: int, interval: int) -> bool:
         """Return whether an action of every `interval` steps and of the last step is due."""
@@ -227,7 +230,7 @@ class TrainingRun:
 
         All of them were read when the step was finished.
         """
-        objective = self.setup.objective
+        objective = self.setup.at(progress.iteration).objective
         return {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -250,7 +253,8 @@ class TrainingRun:
 
     def show_step(self, row: Mapping[str, Any], clock: Clock) -> None:
         """Print the progress line of a step's numbers."""
-        labels, iteration = self.setup.objective.labels, row["iteration"]
+        iteration = row["iteration"]
+        labels = self.setup.at(iteration).objective.labels
         self.log.say(progress_line(row, labels, self.setup.config.training.train_iters, clock.eta(iteration)))
 
     def validate(self, loaders: Mapping[str, BatchLoader], progress: Progress) -> None:

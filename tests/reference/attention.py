@@ -44,16 +44,19 @@ def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
     return torch.stack(rows).reshape(heads, seq, head_dim)
 
 
-def within_window(scores: Tensor, window: int | None) -> Tensor:
+def within_window(scores: Tensor, window: int | None, causal: bool = False) -> Tensor:
     """Local attention (Beltagy et al., Longformer, arXiv:2004.05150, section 3.1): a query i attends to j if
-    |i − j| <= window alone, to everything if window is None.
+    |i − j| <= window alone, to everything if window is None; causal attention (Vaswani et al., arXiv:1706.03762,
+    section 3.2.3): if j <= i alone.
 
     Other entries of scores `[heads, S, S]` become −inf, which `attend` gives the weight 0.
     """
-    if window is None:
-        return scores
+
+    def reaches(i: int, j: int) -> bool:
+        return (window is None or abs(i - j) <= window) and (j <= i or not causal)
+
     seq, far = scores.shape[-1], torch.tensor(-math.inf, dtype=torch.float64)
-    rows = [head[i, j] if abs(i - j) <= window else far for head in scores for i in range(seq) for j in range(seq)]
+    rows = [head[i, j] if reaches(i, j) else far for head in scores for i in range(seq) for j in range(seq)]
     return torch.stack(rows).reshape(scores.shape)
 
 

@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     input_ids: Any
     """Token ids after masking: vocabulary rows, from 0."""
     labels: Any
-    """Original token id at predicted positions, `IGNORED_LABEL` elsewhere."""
+    """Original token id at predicted positions, `IGNORED_LABEL` elsewhere; in a causal phase the next token's id."""
     document_ids: Any
     """Document of a row: 1, 2, …; 0 for padding."""
     position_ids: Any

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.samples import Row, SampleIndex, join_samples, pack_rows
 from megatron_ddrp.data.dataset.verification import check_ids
 from megatron_ddrp.data.progress import results_in_order
@@ -254,6 +253,10 @@ def validation_text(most: int, samples: Blend, global_batch_size: int) -> str:
     )
 
 
+Mask = Callable[[Ints, Ints, Ints, Ints], tuple[Ints, Ints]]
+"""Type of a `Masker`, and of `predict_next`."""
+
+
 class SampleReader:
     """Reader of samples as masked rows `[CLS] tokens [SEP]`, one sample per row.
 
@@ -265,7 +268,7 @@ class SampleReader:
         self,
         samples: Blend,
         tokenizer: Tokenizer,
-        masker: Masker,
+        masker: Mask,
         seq_length: int,
         mark_rare_words: Callable[[Ints, Bools], Ints] | None = None,
         row_multiple: int = ROW_MULTIPLE["cpu"],
@@ -274,10 +277,10 @@ class SampleReader:
         self.row_multiple = row_multiple
         self._mark_rare_words = mark_rare_words
 
-    def masking(self, mask_prob: float) -> SampleReader:
-        """Return a reader that masks at another rate."""
+    def masked_by(self, masker: Mask) -> SampleReader:
+        """Return a reader of the same samples with another masker."""
         changed = copy(self)
-        changed.masker = self.masker.at_rate(mask_prob)
+        changed.masker = masker
         return changed
 
     def read(self, positions: Ints, epochs: Ints, indices: Ints, lengths: Ints) -> Batch:

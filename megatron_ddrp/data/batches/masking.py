@@ -88,6 +88,19 @@ class Ngram(Masking):
 MAX_WORD_PIECES = 4
 """Number of pieces of the longest word that is masked as a whole; longer words are masked piece by piece."""
 
+
+def predict_next(input_ids: Ints, document_ids: Ints, epochs: ArrayLike, sample_ids: ArrayLike) -> tuple[Ints, Ints]:
+    """Return the ids unmasked, and as its label each token's next one in its document, both int64 `[rows, seq]`.
+
+    The causal phase calls it in place of a `Masker`. So [SEP], which ends a document, is predicted and predicts
+    nothing; [CLS], which begins it, is not predicted.
+    """
+    labels = np.full_like(input_ids, IGNORED_LABEL)
+    follows = (document_ids[:, 1:] == document_ids[:, :-1]) & (document_ids[:, 1:] != 0)
+    labels[:, :-1][follows] = input_ids[:, 1:][follows]
+    return input_ids, labels
+
+
 # A unit's sort key is one integer, row | 32 random bits | unit number, so that one plain sort orders all units.
 _UNIT_BITS = 20
 _ROW_BITS = 12

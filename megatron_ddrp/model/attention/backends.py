@@ -24,8 +24,8 @@ from megatron_ddrp.model.attention.logits import (
     Attending,
     Backend,
     Demand,
-    allowed_pairs,
     attention_logits,
+    in_reach,
     position_logits,
     sum_of_counted,
     tapped_cosine,
@@ -75,7 +75,10 @@ def varlen_attention(attending: Attending) -> Tensor:
     if not math.isclose(attending.terms.scale, head_dim**-0.5):  # torch 2.11 accepts no other scale
         query = query * (attending.terms.scale * head_dim**0.5)
     runs, window = (layout.runs, layout.runs, layout.longest, layout.longest), attending.window
-    options: dict[str, Any] = {} if window is None else {"window_size": (window, window)}  # both ends are inclusive
+    options: dict[str, Any] = {}
+    if not attending.demand.whole:  # both ends are inclusive, and −1 is no end
+        before = -1 if window is None else window
+        options["window_size"] = (before, 0 if attending.causal else before)
     context = varlen.varlen_attn(query, key, value, *runs, **options)
     assert isinstance(context, Tensor)
     return context.unflatten(0, (batch, seq)).transpose(1, 2)
@@ -85,7 +88,7 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Compute the reference: store A, mask it with a finite value and normalise in fp32 or wider."""
     query, key, value, terms, document_ids, heads, dropout, *_ = attending
     logits = attention_logits(query, key, terms)
-    allowed = allowed_pairs(document_ids, attending.window)
+    allowed = attending.allowed
     weights = probabilities(logits, allowed, dropout).to(value.dtype)
     cosine = None
     if len(heads):
@@ -100,23 +103,25 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Call torch's fused attention with a dense bias `[b, h, s, s]`.
 
-    If the encoding adds nothing to the logits, full rows need no mask, so flash attention can compute them. Other rows,
-    and all rows under a window, use varlen attention where it is available and a mask `[b, 1, s, s]` elsewhere.
+    If the encoding adds nothing to the logits, full rows need no mask, so flash attention can compute them, causal or
+    not. Other rows, and all rows under a window, use varlen attention where it is available and a mask `[b, 1, s, s]`
+    elsewhere.
     """
     attending, cosine = tapped_cosine(attending)
-    query, key, value, terms, document_ids, _, dropout, *_ = attending
+    query, key, value, terms, _, _, dropout, *_ = attending
     mask = position_logits(query, key, terms)
     mask = None if mask is None else mask.to(query.dtype)
+    is_causal = attending.causal and mask is None and attending._replace(causal=False).full
     if mask is not None and not attending.full:
-        mask = mask.masked_fill(~allowed_pairs(document_ids, attending.window), torch.finfo(query.dtype).min)
-    elif mask is None and not attending.full:
+        mask = mask.masked_fill(~attending.allowed, torch.finfo(query.dtype).min)
+    elif mask is None and not attending.full and not is_causal:
         if attending.layout is not None and why_not_varlen(attending.demand) is None:
             return varlen_attention(attending), cosine
         # A fully masked row of a boolean mask gives NaN, so padding attends to padding; its output is never read.
-        allowed = allowed_pairs(document_ids, attending.window)
+        allowed = attending.allowed
         mask = allowed | ~allowed.any(-1, keepdim=True)
-    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
-    return context, cosine
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, "scale": terms.scale}
+    return F.scaled_dot_product_attention(query, key, value, **options), cosine
 
 
 def cpu_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
@@ -136,6 +141,7 @@ def attend_from(
     document_ids: Tensor,
     dropout: float,
     window: int | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Compute attention for some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → the same.
 
@@ -158,11 +164,8 @@ def attend_from(
     if terms.offset_bias is not None:
         logits = logits + terms.offset_bias[:, None].expand(batch, num_heads, count, -1).gather(-1, index)
     own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
-    allowed = (own == document_ids.unsqueeze(1)) & (own > 0)  # [b, m, s]
-    if window is not None:
-        allowed &= offset.abs() <= window
-    allowed = allowed.unsqueeze(1)
-    return probabilities(logits, allowed, dropout).to(value.dtype) @ value
+    allowed = (own == document_ids.unsqueeze(1)) & (own > 0) & in_reach(offset, window, causal)  # [b, m, s]
+    return probabilities(logits, allowed.unsqueeze(1), dropout).to(value.dtype) @ value
 
 
 def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
@@ -174,7 +177,7 @@ def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
 def attention_map(attending: Attending) -> Tensor:
     """Return the probabilities of every head before dropout, fp32 (or fp64) `[b, h, s, s]`, for any backend."""
     logits = attention_logits(attending.query, attending.key, attending.terms)
-    return probabilities(logits, allowed_pairs(attending.document_ids, attending.window), 0.0)
+    return probabilities(logits, attending.allowed, 0.0)
 
 
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
@@ -198,7 +201,7 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
     """Return the backend that `--attention-backend` selects for an encoding, and the reason in a few words.
 
     `in_logits` is true if the encoding adds anything to the logits. `full` is true if each row of this micro-batch is
-    one document without padding; it makes no difference under a window.
+    one document without padding; it makes no difference under a window or in causal attention.
     """
     if name != "auto":
         return name, "as asked for"
@@ -206,8 +209,8 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
         return _auto_with_terms(demand) if in_logits else _auto_without_terms(demand, full)
     if in_logits:
         return "blocked", "fastest on CPUs with terms in the logits"
-    if demand.window is not None:
-        return "blocked", "fastest on CPUs for local layers"
+    if not demand.whole:
+        return "blocked", "fastest on CPUs for local and causal layers"
     if demand.dropout:
         return "blocked", "fastest on CPUs with dropout"
     if demand.dtype == torch.bfloat16:
@@ -218,7 +221,7 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
 def reads_runs(name: str, demand: Demand, in_logits: bool, full: bool) -> bool:
     """Return whether a backend computes varlen attention, which reads the runs of tokens in the rows."""
     backend, _ = resolve_backend(name, demand, in_logits, full)
-    is_whole = full and demand.window is None
+    is_whole = full and demand.whole
     return backend == "sdpa" and not in_logits and not is_whole and why_not_varlen(demand) is None
 
 
@@ -239,8 +242,8 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     For rows with padding or several documents varlen attention needs no mask but has no dropout. Triton's kernels have
     dropout and skip other documents too. Both skip pairs outside the window, which flash attention cannot.
     """
-    if demand.window is not None:
-        return _auto_in_window(demand)
+    if not demand.whole:
+        return _auto_in_part(demand)
     if why_not_flash(demand) is not None:
         return "sdpa", "works on every GPU"
     if why_not_varlen(demand) is None:
@@ -250,10 +253,10 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     return "sdpa", "flash for full rows, a mask for padded and packed ones"
 
 
-def _auto_in_window(demand: Demand) -> tuple[str, str]:
-    """Choose a backend for the local layers of an encoding that adds nothing to the logits."""
+def _auto_in_part(demand: Demand) -> tuple[str, str]:
+    """Choose a backend for local or causal layers of an encoding that adds nothing to the logits."""
     if why_not_varlen(demand) is None:
-        return "sdpa", "varlen for local layers"
+        return "sdpa", "varlen for local and causal layers"
     if why_not_triton(demand) is None:
         return "triton", "skips pairs outside the window"
-    return "sdpa", "works on every GPU; a mask for local layers"
+    return "sdpa", "works on every GPU; a mask for local and causal layers"

@@ -4,10 +4,10 @@ It computes the formula of `model/attention/logits.py`, with forward and backwar
 joined into blocks, long ones are cut into tiles of query rows, and padding at the end is cut off first. The
 probabilities of short sequences are kept for the backward pass; those of long ones are recomputed. HCD's inner products
 use a tile's logits before the softmax, and their gradient is added to the softmax's, so HCD needs no second QKᵀ. Under
-a window a tile reads only the keys within reach of its queries.
+a window, and in causal attention, a tile reads only the keys within reach of its queries.
 
 Names: b = batch, h = heads, g = b·h, s = sequence, d = head size, n = longest sequence of a block, t = rows of a tile,
-c = columns of a tile (n of them without a window), R = rows of a relative table.
+c = columns of a tile (n of them if its queries reach all), R = rows of a relative table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ddrp.model.attention.logits import Attending, sum_of_counted
 from megatron_ddrp.model.embeddings import cosine_of_gram, document_mask
-from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
+from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, UNBOUNDED, PositionTerms, reached_offsets
 from megatron_ddrp.model.stages import wide
 
 BLOCK_ELEMENTS = TILE_ELEMENTS = 3 * 2**18
@@ -53,9 +53,9 @@ class Block:
     document_ids: Tensor
     """`[b, n]`."""
     unmasked: bool
-    """True if every pair of the block within the window is allowed."""
-    window: int | None
-    """Same as `Attending.window`; None if the window covers the whole block."""
+    """True if every pair of the block within reach is allowed."""
+    reached: tuple[int, int]
+    """Smallest and largest i − j over which a query attends, at most as far as the block is long."""
 
     @property
     def is_kept(self) -> bool:
@@ -69,22 +69,28 @@ class Block:
     def tiles(self, num_heads: int) -> Iterator[QueryTile]:
         """Cut the query rows into tiles of about `TILE_ELEMENTS` logits.
 
-        Under a window w a tile of t rows has t + 2w columns. At t = w it computes three logits per two allowed ones.
+        A tile of t rows that reach 2w keys besides their own has t + 2w columns. At t = w it computes three logits per
+        two allowed ones.
         """
-        width = self.length if self.window is None else min(self.length, 3 * self.window + 1)
+        half = (self.reached[1] - self.reached[0]) // 2
+        width = min(self.length, 3 * half + 1)
         rows = TILE_ELEMENTS // (len(self.document_ids) * num_heads * width)
-        if self.window is not None:
-            rows = min(rows, self.window)
+        if not self.reaches_all:
+            rows = min(rows, half)
         count = -(-self.length // max(SMALLEST_TILE, rows))
         rows = -(-self.length // count)
         for start in range(0, self.length, rows):
             end = min(start + rows, self.length)
             yield QueryTile(slice(start, end), self._columns(start, end))
 
+    @property
+    def reaches_all(self) -> bool:
+        """True if every query reaches the whole block."""
+        return self.reached == (1 - self.length, self.length - 1)
+
     def _columns(self, start: int, end: int) -> slice:
-        if self.window is None:
-            return slice(0, self.length)
-        return slice(max(start - self.window, 0), min(end + self.window, self.length))
+        lowest, highest = self.reached
+        return slice(max(start - highest, 0), min(end - lowest, self.length))
 
     def offsets(self, tile: QueryTile) -> Tensor:
         """Return i − j of each pair of a tile, int64 `[t, c]`."""
@@ -92,11 +98,14 @@ class Block:
         return place[tile.rows, None] - place[tile.columns]
 
     def forbidden_pairs(self, tile: QueryTile) -> Tensor | None:
-        """Mark pairs of two documents, with padding or outside the window; return None if there are none.
+        """Mark pairs of two documents, with padding or out of reach; return None if there are none.
 
         The result is bool `[b, 1, t, c]`, or `[1, 1, t, c]` if it is the same for all rows of the batch.
         """
-        far = None if self.window is None else (self.offsets(tile).abs() > self.window)[None, None]
+        far = None
+        if not self.reaches_all:
+            (lowest, highest), offset = self.reached, self.offsets(tile)
+            far = ((offset < lowest) | (offset > highest))[None, None]
         if self.unmasked:
             return far
         own = self.document_ids[:, tile.rows].unsqueeze(-1)
@@ -104,8 +113,8 @@ class Block:
         return apart if far is None else apart | far
 
 
-def cut(document_ids: Tensor, num_heads: int, window: int | None = None) -> Iterator[Block]:
-    """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits or of one row."""
+def cut(document_ids: Tensor, num_heads: int, reached: tuple[int, int] = (-UNBOUNDED, UNBOUNDED)) -> Iterator[Block]:
+    """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits or of one row; `reached` as `reached_offsets`."""
     batch, seq = document_ids.shape
     place = torch.arange(1, seq + 1, device=document_ids.device)
     lengths = ((document_ids > 0) * place).amax(-1).clamp_min(1).tolist()
@@ -118,8 +127,8 @@ def cut(document_ids: Tensor, num_heads: int, window: int | None = None) -> Iter
                 break
             end, longest = end + 1, longer
         ids = document_ids[start:end, :longest]
-        reach = None if window is None or window >= longest - 1 else window
-        yield Block(slice(start, end), longest, ids, bool((ids == 1).all()), reach)
+        in_block = max(reached[0], 1 - longest), min(reached[1], longest - 1)
+        yield Block(slice(start, end), longest, ids, bool((ids == 1).all()), in_block)
         start = end
 
 
@@ -218,10 +227,10 @@ class BlockPositions:
     def _runs_of_keys(self) -> Iterator[tuple[slice, slice]]:
         """Yield the keys in runs, each with the range of table rows that queries read for them."""
         length, size = self.block.length, RUN_OF_KEYS if self.terms.table_row is not None else self.block.length
-        reach = length - 1 if self.block.window is None else self.block.window
+        lowest, highest = self.block.reached
         for start in range(0, length, size):
             end = min(start + size, length)
-            yield slice(start, end), self._rows(max(1 - end, -reach), min(length - 1 - start, reach))
+            yield slice(start, end), self._rows(max(1 - end, lowest), min(length - 1 - start, highest))
 
     def _own(self, bias: Tensor) -> Tensor:
         return bias if len(bias) == 1 else bias[self.block.rows]
@@ -456,12 +465,13 @@ class _BlockedAttention(torch.autograd.Function):
     def forward(ctx, attending: Attending, training: bool, query, key, value, *tensors):  # type: ignore[override]
         terms = attending.terms.with_tensors(tensors)
         document_ids, heads, dropout, *_ = attending[4:]
+        reached = reached_offsets(attending.window, attending.causal)
         batch, num_heads, seq = query.shape[:3]
         context = torch.empty_like(value)
         kind = torch.promote_types(query.dtype, torch.float32)
         products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=kind)
         kept: list[Tensor] = []  # per tile: probabilities (for HCD's heads the logits); dropout's decisions
-        for block in cut(document_ids, num_heads, attending.window):
+        for block in cut(document_ids, num_heads, reached):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)
             compared = ComparedHeads(heads, block, num_heads) if len(heads) else None
@@ -484,7 +494,7 @@ class _BlockedAttention(torch.autograd.Function):
             context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, document_ids, heads, *tensors, *kept)
         ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
-        ctx.window = attending.window
+        ctx.reached = reached
         ctx.logits_are_kept = len(heads) > 0
         return context, by_document(products, document_mask(document_ids, attending.num_documents))
 
@@ -502,7 +512,7 @@ class _BlockedAttention(torch.autograd.Function):
         d_products = by_query(both_ways, document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # the first backward pass restored the probabilities
         ctx.logits_are_kept = False
-        for block in cut(document_ids, num_heads, ctx.window):
+        for block in cut(document_ids, num_heads, ctx.reached):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)

@@ -24,7 +24,7 @@ from megatron_ddrp.model.embeddings import (
     document_mask,
     logits_cosine,
 )
-from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.positions.contract import PositionTerms, reached_offsets
 from megatron_ddrp.model.stages import Layout, wide
 
 
@@ -38,6 +38,13 @@ class Demand(NamedTuple):
     head_dim: int
     window: int | None = None
     """Same as `Attending.window`."""
+    causal: bool = False
+    """Same as `Attending.causal`."""
+
+    @property
+    def whole(self) -> bool:
+        """True if every token attends to its whole document."""
+        return self.window is None and not self.causal
 
 
 class Attending(NamedTuple):
@@ -62,6 +69,8 @@ class Attending(NamedTuple):
     """Layout of the rows, if the CPU knows it."""
     window: int | None = None
     """Tokens on each side of a query that it attends to, besides itself; None: its whole document."""
+    causal: bool = False
+    """True if no query attends to the tokens that follow it."""
 
     @property
     def num_documents(self) -> int:
@@ -71,17 +80,23 @@ class Attending(NamedTuple):
     @property
     def full(self) -> bool:
         """True if every token is known to attend to all of its row."""
-        return self.layout is not None and self.layout.full and self.window is None
+        return self.layout is not None and self.layout.full and self.demand.whole
 
     @property
     def compares_content(self) -> bool:
         """True if HCD compares content-only logits over whole documents, for which there are closed forms."""
-        return self.terms.compared.content_only and self.window is None
+        return self.terms.compared.content_only and self.demand.whole
 
     @property
     def demand(self) -> Demand:
         """`Demand` of this call."""
-        return Demand(self.query.device, self.query.dtype, self.dropout, self.query.shape[-1], self.window)
+        query = self.query
+        return Demand(query.device, query.dtype, self.dropout, query.shape[-1], self.window, self.causal)
+
+    @property
+    def allowed(self) -> Tensor:
+        """Pairs that may attend to each other, bool `[b, 1, s, s]`."""
+        return allowed_pairs(self.document_ids, self.window, self.causal)
 
 
 class Attended(NamedTuple):
@@ -165,17 +180,23 @@ def spread(per_offset: Tensor, lowest: int, highest: int) -> Tensor:
     return _Spread.apply(per_offset, highest)
 
 
-def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
+def allowed_pairs(document_ids: Tensor, window: int | None = None, causal: bool = False) -> Tensor:
     """Mark the pairs with the same non-zero document id; with a window, only those at most `window` tokens apart.
 
-    `document_ids` `[b, s]` → bool `[b, 1, s, s]`.
+    With `causal` the key must not follow the query. `document_ids` `[b, s]` → bool `[b, 1, s, s]`.
     """
     same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
     allowed = (same & (document_ids > 0).unsqueeze(-1)).unsqueeze(1)
-    if window is None:
+    if window is None and not causal:
         return allowed
     place = torch.arange(document_ids.shape[1], device=document_ids.device)
-    return allowed & ((place[:, None] - place).abs() <= window)
+    return allowed & in_reach(place[:, None] - place, window, causal)
+
+
+def in_reach(offset: Tensor, window: int | None, causal: bool) -> Tensor:
+    """Return whether queries may attend over each offset i − j, bool of the same shape, in one document."""
+    lowest, highest = reached_offsets(window, causal)
+    return (offset >= lowest) & (offset <= highest)
 
 
 def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor | None:
@@ -218,8 +239,7 @@ def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTer
             return content_cosine_of_all(query, key, documents)
         return cosine_of_gram(content_gram(query, key, documents, terms.scale))
     logits = attention_logits(query, key, terms.map(lambda x, _: x.to(query.dtype)))
-    allowed = allowed_pairs(attending.document_ids, attending.window)
-    return logits_cosine(logits, allowed, documents)
+    return logits_cosine(logits, attending.allowed, documents)
 
 
 class _TapHeads(torch.autograd.Function):

@@ -87,9 +87,10 @@ class PositionTerms:
             return self
         return replace(self, bias=None, offset_bias=None)
 
-    def within(self, window: int) -> PositionTerms:
-        """Return the terms for attention over the offsets −window, …, window, without the rows of other offsets."""
-        lowest, highest = max(self.lowest, -window), min(self.highest, window)
+    def within(self, window: int | None, causal: bool = False) -> PositionTerms:
+        """Return the terms for attention over `reached_offsets`, without the rows of other offsets."""
+        reached = reached_offsets(window, causal)
+        lowest, highest = max(self.lowest, reached[0]), min(self.highest, reached[1])
         if (lowest, highest) == (self.lowest, self.highest):
             return self
         kept, row = slice(lowest - self.lowest, highest - self.lowest + 1), self.table_row
@@ -109,6 +110,16 @@ class PositionTerms:
         """Apply `function(tensor, dimension of its heads)` to every tensor field that is set, and return the terms."""
         pairs = zip(self.tensors, HEAD_DIMENSIONS.values(), strict=True)
         return self.with_tensors(None if x is None else function(x, dimension) for x, dimension in pairs)
+
+
+UNBOUNDED = 2**31 - 1
+"""Offset beyond those of any row."""
+
+
+def reached_offsets(window: int | None, causal: bool) -> tuple[int, int]:
+    """Return the smallest and the largest i − j over which a query attends, as `Attending` has `window`, `causal`."""
+    farthest = UNBOUNDED if window is None else window
+    return 0 if causal else -farthest, farthest
 
 
 Map = Callable[[Tensor], Tensor]

@@ -19,6 +19,7 @@ class Case:
     terms: PositionTerms
     document_ids: torch.Tensor
     window: int | None = None
+    causal: bool = False
 
     @property
     def inputs(self):
@@ -30,7 +31,7 @@ class Case:
         counted = torch.ones(len(self.query), int(self.document_ids.max()), device=device)
         vectors = self.query, self.key, self.value
         rest = heads.to(device), dropout, counted
-        return Attending(*vectors, self.terms, self.document_ids, *rest, window=self.window)
+        return Attending(*vectors, self.terms, self.document_ids, *rest, window=self.window, causal=self.causal)
 
     @property
     def valid(self):
@@ -46,7 +47,7 @@ class Case:
         moved = self.terms.map(lambda x, _: move(x))
         # Heads side by side in memory, as the projections leave them.
         query, key, value = (move(x.transpose(1, 2)).transpose(1, 2) for x in (self.query, self.key, self.value))
-        return Case(query, key, value, moved, self.document_ids.to(query.device), self.window)
+        return Case(query, key, value, moved, self.document_ids.to(query.device), self.window, self.causal)
 
     def weight(self):
         """A fixed random weight for each entry of the context of valid tokens."""
@@ -67,6 +68,7 @@ def make_case(
     dtype=torch.float32,
     biases_compared=True,
     window=None,
+    causal=False,
 ):
     """`tables`: letters out of q, Q, k, K, v, V (query and key table, offset bias; capital = one per head).
 
@@ -88,7 +90,7 @@ def make_case(
     bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
     vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
     terms = PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest, biases_compared=biases_compared)
-    return Case(*vectors, terms, ids, window)
+    return Case(*vectors, terms, ids, window, causal)
 
 
 def answer(case, backend, dropout=0.0):

@@ -108,10 +108,10 @@ def assert_all_close(got, expected, atol=1e-11):
             torch.testing.assert_close(x, y, rtol=0, atol=atol)
 
 
-def assert_equals_eager(backend, kind, heads, window=None):
+def assert_equals_eager(backend, kind, heads, window=None, causal=False):
     """Compare a backend's context, cosine and gradients with those of eager attention."""
     vectors, terms, inputs = problem(kind, side_by_side=True)
-    arguments = *vectors, terms, torch.tensor(heads, dtype=torch.long), inputs, DOCUMENT_IDS, window
+    arguments = *vectors, terms, torch.tensor(heads, dtype=torch.long), inputs, DOCUMENT_IDS, window, causal
     (*got, gradients), (*wanted, expected) = (run_backend(name, *arguments) for name in (backend, "eager"))
     assert_all_close((*got, *gradients), (*wanted, *expected))
     assert (got[1] is None) == (not heads)
@@ -123,12 +123,12 @@ def test_logits_equal_the_contract_formula(kind):
     assert_same(attention_logits(query, key, terms), loop_logits(query, key, terms), [query, key, *tensors_of(terms)])
 
 
-def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS, window=None):
+def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS, window=None, causal=False):
     """Context of the valid tokens, cosine of the documents that count, weighted, and the gradients of both together."""
     counts = document_mask(document_ids, int(document_ids.max())).sum(-1) > 1  # [batch, documents]
     generator = torch.Generator().manual_seed(1)
     counted = torch.randn(counts.shape, generator=generator, dtype=torch.float32) * counts
-    attending = Attending(query, key, value, terms, document_ids, heads, 0.0, counted, window=window)
+    attending = Attending(query, key, value, terms, document_ids, heads, 0.0, counted, window=window, causal=causal)
     context, cosine = BACKENDS[name](attending)
     context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
     loss = (context * torch.randn(context.shape, generator=generator).to(context.dtype)).sum()
@@ -154,12 +154,27 @@ def test_backends_equal_eager(backend, block_elements, kind, heads, kept_length,
 
 @pytest.mark.parametrize("heads", [[], [0, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("kind", ["content", "query-shared", "key-per-head", "bias-1", "all-biases-not-compared"])
-@pytest.mark.parametrize("window", [0, 1, 3, SEQ - 1])
+@pytest.mark.parametrize(
+    "window, causal", [(0, False), (1, False), (3, False), (SEQ - 1, False), (None, True), (2, True)]
+)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "eager"])
-def test_backends_equal_eager_under_a_window(backend, window, kind, heads, monkeypatch):
+def test_backends_equal_eager_under_a_window(backend, window, causal, kind, heads, monkeypatch):
     monkeypatch.setattr(blocks, "SMALLEST_TILE", 2)
     monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
-    assert_equals_eager(backend, kind, heads, window)
+    assert_equals_eager(backend, kind, heads, window, causal)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind, window", [("content", None), ("all", None), ("all", 2)])
+def test_causal_context_equals_the_twin(backend, kind, window):
+    (query, key, value), terms, inputs = problem(kind)
+    none = torch.empty(0, dtype=torch.long)
+    context, _ = BACKENDS[backend](
+        Attending(query, key, value, terms.within(window, True), DOCUMENT_IDS, none, window=window, causal=True)
+    )
+    rows = zip(loop_logits(query, key, terms), value, DOCUMENT_IDS, strict=True)
+    slow = torch.stack([attend(within_window(a, window, True), v, ids.tolist()) for a, v, ids in rows])
+    assert_same(context * (DOCUMENT_IDS > 0)[:, None, :, None], slow, inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -62,7 +62,7 @@ def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
         "sdpa attention (fastest on CPUs in fp32 without terms in the logits and without dropout), fp32"
     )
     assert choices(Config(model=replace(whole, **local)), cpu).endswith(
-        "without dropout), in local layers blocked attention (fastest on CPUs for local layers), fp32"
+        "without dropout), in local layers blocked attention (fastest on CPUs for local and causal layers), fp32"
     )
     assert "local" not in choices(Config(model=replace(whole, attention_backend="eager", **local)), cpu)
 

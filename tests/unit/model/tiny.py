@@ -148,7 +148,7 @@ def twin_scores(name, table, projections, place, maps=()):
     return positions.TWINS[name](table, projections, place, *(maps if projections.uses_maps else ()))
 
 
-def twin_encode(model, batch, row, compared=False):
+def twin_encode(model, batch, row, compared=False, causal=False):
     """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row,
     with `compared` those that HCD compares."""
     config, embeddings = model.config, model.embeddings
@@ -172,7 +172,7 @@ def twin_encode(model, batch, row, compared=False):
             found = layer_scores(model, layer, place)(query, key)
             others = positions.COMPARED.get(model.config.position_encoding) if compared else None
             logits.append(found if others is None else others(query, key))
-            return attention.within_window(found, config.window(number))
+            return attention.within_window(found, config.window(number), causal)
 
         order = config.layernorm_position
         hidden = attention.bert_layer(
@@ -204,7 +204,7 @@ def predicted_places(labels):
     return [place for place, label in enumerate(labels.tolist()) if label != IGNORED_LABEL]
 
 
-def twin_decode(model, batch, row, before):
+def twin_decode(model, batch, row, before, causal=False):
     """DeBERTa's decoder at the predicted places of one row: `[num_predicted, D]`."""
     place, layer = batch.position_ids[row].tolist(), model.layers[-1]
     decoded = positions.enhanced_mask_decoder(
@@ -212,7 +212,7 @@ def twin_decode(model, batch, row, before):
         model.mask_decoder.absolute.weight,
         layer_parameters(layer),
         lambda query, key: attention.within_window(
-            layer_scores(model, layer, place)(query, key), model.config.window(len(model.layers) - 1)
+            layer_scores(model, layer, place)(query, key), model.config.window(len(model.layers) - 1), causal
         ),
         batch.document_ids[row].tolist(),
         place,
@@ -240,16 +240,16 @@ def twin_lm(model, predicted_hidden, labels):
     return objectives.masked_lm(logits, labels[wanted]), torch.tensor(right, dtype=torch.float64)
 
 
-def twin_sums(model, batch, draws):
+def twin_sums(model, batch, draws, causal=False):
     """`[4]`: the sums of the LM, TCD and HCD terms over the documents of a batch, and of the right guesses."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(4)]
     windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
-        before, hidden, logits = twin_encode(model, batch, row, compared=True)
+        before, hidden, logits = twin_encode(model, batch, row, compared=True, causal=causal)
         hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
         predicted = hidden[wanted]
         if wanted and model.mask_decoder is not None:
-            predicted = twin_decode(model, batch, row, before)
+            predicted = twin_decode(model, batch, row, before, causal)
         loss, right = twin_lm(model, predicted, batch.labels[row])
         sums[0], sums[3] = sums[0] + loss, sums[3] + right
         for number in range(1, int(batch.document_ids[row].max()) + 1):

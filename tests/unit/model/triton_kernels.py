@@ -121,6 +121,11 @@ CASES = {
     "window beside the band": (PACKED, (-2, 1), {"tables": "qKV", "heads": 2, "window": 4}),
     "window over more than the row": (PADDED, (-4, 3), {"tables": "q", "window": 40}),
     "window of tiles": ([[1] * 50 + [2] * 80], (-40, 70), {"tables": "qk", "window": 33}),
+    "causal, content": (PADDED, (0, 0), {"heads": 2, "causal": True}),
+    "causal, packed": (PACKED, (-4, 3), {"tables": "qKV", "heads": 2, "causal": True}),
+    "causal, without rows for following keys": ([[1] * 130], (0, 129), {"tables": "qV", "heads": 2, "causal": True}),
+    "causal window of tiles": ([[1] * 50 + [2] * 80], (-40, 70), {"tables": "qk", "window": 33, "causal": True}),
+    "causal, bias": ([[1] * 130], (-4, 3), {"tables": "k", "bias_batch": 1, "causal": True}),
     "window of tiles, bins": ([[1] * 130], (-4, 3), {"tables": "qk", "bias_batch": 1, "window": 40}),
 }
 

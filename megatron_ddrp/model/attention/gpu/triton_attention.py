@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.logits import Attending, Demand, tapped_cosine
 from megatron_ddrp.model.fused import is_nvidia, missing_for_triton
-from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
+from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, reached_offsets
 
 
 class Tile(NamedTuple):
@@ -163,7 +163,7 @@ class Offsets:
 
     def __init__(self, lowest: int, highest: int, seq: int) -> None:
         """Choose the offsets for rows of `seq` tokens; `lowest` and `highest` are those of `PositionTerms`."""
-        cover_all = 0 < seq - 1 == highest == -lowest
+        cover_all = 0 < seq - 1 == highest and lowest in (0, -highest)  # 0 in causal attention
         self.own = (lowest, highest)
         before = -seq % LENGTHS if cover_all else 0
         self.lowest, self.highest = lowest - before, highest + before
@@ -263,6 +263,8 @@ class Facts(NamedTuple):
     """Number of heads that HCD compares."""
     full: bool
     """Same as `Attending.full`."""
+    causal: bool = False
+    """Same as `Attending.causal`."""
 
     @classmethod
     def of(cls, attending: Attending) -> Facts:
@@ -273,7 +275,8 @@ class Facts(NamedTuple):
         of_terms = tuple(None if x is None else x.shape for x in terms.tensors)
         bounds = (terms.scale, terms.lowest, terms.highest)
         compared, full = len(attending.heads), attending.full
-        return cls(*of_query, *bounds, of_terms, attending.window, attending.dropout, compared, full)
+        window, dropout, causal = attending.window, attending.dropout, attending.causal
+        return cls(*of_query, *bounds, of_terms, window, dropout, compared, full, causal)
 
 
 @lru_cache(maxsize=1024)
@@ -281,11 +284,13 @@ def plan_of(facts: Facts) -> KernelPlan:
     """Return the plan of a call. Its parts cost more time than a launch, so calls of one shape share it."""
     batch, seq, num_heads, head_dim = facts.shape
     _, key_table_shape, bias_shape, _ = facts.of_terms
-    window = None if facts.window is None or facts.window >= seq - 1 else facts.window
+    lowest, highest = reached_offsets(facts.window, facts.causal)
+    before, after = min(highest, seq - 1), min(-lowest, seq - 1)
+    window = None if min(before, after) == seq - 1 else (before, after)
     offsets = Offsets(facts.lowest, facts.highest, seq)
     chosen = tiles(head_dim, facts.dtype, facts.capability, key_table_shape is not None)
     assert chosen.key_gradient.keys % chosen.query_gradient.keys == 0, chosen
-    reach = seq if window is None else chosen.largest + 2 * window
+    reach = seq if window is None else chosen.largest + before + after
     constants = {
         "D": head_dim,
         "D_PAD": max(16, _next_power_of_2(head_dim)),
@@ -317,7 +322,7 @@ LOWEST_CAPABILITY = (8, 0)
 
 def why_not_triton(demand: Demand) -> str | None:
     """Return the reason why this backend cannot run, in one line, or None if it can."""
-    device, dtype, dropout, head_dim, _ = demand
+    device, dtype, dropout, head_dim = demand[:4]
     if missing := missing_for_triton():
         return f"triton attention needs {missing}: use another backend"
     if os.environ.get("TRITON_INTERPRET") != "1" and (reason := why_not_device(device)):

@@ -90,18 +90,24 @@ def load_own_ids(ids, places, S):
 
 
 @triton.jit
-def partners(ids, own_ids, first, S, S_PAD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+def partners(
+    ids, own_ids, first, S, S_PAD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    BY_KEY: tl.constexpr = False,
+):  # fmt: skip
     """Return the range of places that contains every partner of a block of OWN places from `first`.
 
-    `own_ids` are the block's documents. The range begins at a tile border; it is empty for a block of padding.
+    `own_ids` are the block's documents. The range begins at a tile border; it is empty for a block of padding. WINDOW
+    is the number of places before and after a query that it attends to, None without a limit; with BY_KEY the block
+    holds keys.
     """
     if ids is None:
         start, end = 0, S
     else:
         places = tl.arange(0, S_PAD)
         if WINDOW is not None:  # S_PAD covers the block and its window on both sides
-            places += first - WINDOW
-            places = tl.where((places >= 0) & (places < first + OWN + WINDOW), places, S)
+            before, after = WINDOW[1 if BY_KEY else 0], WINDOW[0 if BY_KEY else 1]
+            places += first - before
+            places = tl.where((places >= 0) & (places < first + OWN + after), places, S)
         all_ids = load_ids(ids, places, S)
         first_id = tl.min(tl.where(own_ids > 0, own_ids, 2147483647), 0)
         shared = (all_ids >= first_id) & (all_ids <= tl.max(own_ids, 0))
@@ -111,11 +117,11 @@ def partners(ids, own_ids, first, S, S_PAD: tl.constexpr, OWN: tl.constexpr, BLO
 
 
 @triton.jit
-def allowed_pairs(own_ids, other_ids, distance, WINDOW: tl.constexpr):
-    """Return the pairs that may attend to each other; ids of one side are those of `load_own_ids`."""
+def allowed_pairs(own_ids, other_ids, offset, WINDOW: tl.constexpr):
+    """Return the pairs of an offset i − j that may attend to each other; own ids are those of `load_own_ids`."""
     allowed = own_ids == other_ids
     if WINDOW is not None:
-        allowed &= tl.abs(distance) <= WINDOW
+        allowed &= (offset <= WINDOW[0]) & (offset >= -WINDOW[1])
     return allowed
 
 
@@ -175,11 +181,11 @@ def logits_tile(
         logits += of_pair.to(tl.float32) * (1.0 / scale)
     if row_ids is not None:
         if TURN:
-            distance = columns[:, None] - rows[None, :]
-            allowed = allowed_pairs(column_ids[:, None], row_ids[None, :], distance, WINDOW)
+            offset = rows[None, :] - columns[:, None]
+            allowed = allowed_pairs(column_ids[:, None], row_ids[None, :], offset, WINDOW)
         else:
-            distance = rows[:, None] - columns[None, :]
-            allowed = allowed_pairs(row_ids[:, None], column_ids[None, :], distance, WINDOW)
+            offset = rows[:, None] - columns[None, :]
+            allowed = allowed_pairs(row_ids[:, None], column_ids[None, :], offset, WINDOW)
         logits = tl.where(allowed, logits, float("-inf"))
     return logits
 
@@ -297,7 +303,7 @@ def store_cells(
         inner = inside & (offset >= LOWEST) & (offset <= HIGHEST)
         if ids is not None:
             other_ids = tl.load(ids + other, mask=inside, other=0)
-            inner &= allowed_pairs(own_ids[:, None], other_ids, offset, WINDOW)
+            inner &= allowed_pairs(own_ids[:, None], other_ids, -offset if BY_KEY else offset, WINDOW)
         if BY_KEY:
             turned = (cells - CENTER)[:, None] + (own // 8 * 8)[None, :]
             in_row = (turned >= 0) & (turned < S) & (own < S)[None, :] & (cells < CELLS)[:, None]
@@ -426,7 +432,7 @@ def key_gradient_kernel(
     d_v = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     above = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
-    start, end = partners(ids, column_ids, first_column, S, S_PAD, BLOCK_N, BLOCK_M, WINDOW)
+    start, end = partners(ids, column_ids, first_column, S, S_PAD, BLOCK_N, BLOCK_M, WINDOW, True)
     if reach is not None:  # the range of the rows that are written, int32 [b, key blocks, 2]
         of_block = reach + (b * tl.cdiv(S, BLOCK_N) + first_column // BLOCK_N) * 2
         is_first = pair - first_pair < B  # programs of other heads would write the same
