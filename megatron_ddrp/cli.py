@@ -91,7 +91,8 @@ class ArgumentParser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             close = nearest(str(value), list(map(str, action.choices or ())))
-            error.message += f"; did you mean {close}?" if close else ""
+            hint = self.hints.get(f"{action.dest}={value}") or (f"did you mean {close}?" if close else "")
+            error.message += f"; {hint}" if hint else ""
             raise
 
     def error(self, message: str) -> NoReturn:

@@ -464,7 +464,11 @@ HINTS = dict.fromkeys(KNOWN, "it is Megatron-LM's and without effect here: leave
 HINTS |= {name.rstrip("="): f"use {words.removesuffix(' {}')}" for name, words in RENAMED.items()}
 HINTS |= {name.rstrip("="): rule.otherwise for name, rule in BY_VALUE.items() if rule.otherwise} | REMEDIES
 HINTS |= {"vocab-size": "the tokenizer's file decides it: leave it out"}
-"""Name of a foreign flag, with dashes → what to do where it is not taken: other values, YAML, plans."""
+HINTS |= {"objective=clm": "clm comes before another objective, or takes all steps by --objective-phases clm:1"}
+"""Name of a foreign flag, with dashes → what to do where it is not taken: other values, YAML, plans.
+
+Also FLAG=VALUE of a choice that is no choice there.
+"""
 
 
 def differing_defaults(settings: Iterable[str], ours: Mapping[str, Any]) -> str:

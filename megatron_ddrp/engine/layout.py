@@ -83,7 +83,7 @@ class Setup:
 
     def at(self, step: int) -> Setup:
         """Return the setup of step 1, 2, …: this one, or that of the causal phase."""
-        in_phase = step <= self.config.objective.causal_steps(self.config.training.train_iters)
+        in_phase = 0 < step <= self.config.objective.causal_steps(self.config.training.train_iters)
         return replace(self, causal=True) if in_phase else self
 
     @cached_property

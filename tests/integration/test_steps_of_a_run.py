@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from megatron_ddrp import pretrain
+from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.engine import step as engine_step
 from megatron_ddrp.objectives.contract import Objective
+from megatron_ddrp.run.metrics import curve_of
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import TINY
 
@@ -62,9 +64,8 @@ def test_validation_has_its_own_seed_and_leaves_dropout_on(
 
 def test_other_text_is_evaluated_as_validation_text_is_and_changes_no_step(train: Train, prose_then_code: str) -> None:
     def rows_of(**changes: Any) -> list[dict[str, float]]:
-        rows = train(eval_interval=2, eval_iters=2, hidden_dropout=0.1, log_similarity=True, **changes).rows
-        timed = ("step_time", "tokens_per_second", "peak_memory_gib")
-        return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+        settings = {"eval_interval": 2, "eval_iters": 2, "hidden_dropout": 0.1, "log_similarity": True}
+        return without_times(train(**settings, **changes).rows)
 
     alone, beside = rows_of(), rows_of(other_data_path=prose_then_code)
     other = [{name: row.pop(name) for name in [*row] if name.startswith("other_")} for row in beside]
@@ -94,6 +95,52 @@ def test_a_phase_has_its_rotary_base_from_its_first_to_its_last_step(
     rotary = {"position_encoding": "rope", "relative_distance": None, "rope_theta": 50.0}
     train(**rotary, seq_length_phases=("16:0.5:100",))
     assert bases == [100.0, 100.0, 50.0, 50.0]
+
+
+def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    timed = ("step_time", "tokens_per_second", "peak_memory_gib")
+    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight.detach() for name, weight in load_model(folder)[0].named_parameters()}
+
+
+def test_a_run_resumed_in_each_phase_and_at_their_border_is_the_run_never_stopped(train: Train, tmp_path: Path) -> None:
+    settings = {"train_iters": 8, "objective_phases": "clm:0.5", "log_interval": 3, "eval_interval": 8, "eval_iters": 1}
+    settings |= {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_encoding": "deberta", "packing": True}
+    whole = train(**settings, save=tmp_path / "whole").rows
+    folder = {"save": tmp_path / "parts", "load": tmp_path / "parts"}
+    parts = [row for _ in range(4) for row in train(**settings, **folder, exit_interval=2).rows]
+    assert without_times(parts) == without_times(whole)
+    ours, theirs = weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    *steps, validation = whole
+    assert [(row["iteration"], "clm_loss" in row, "lm_loss" in row) for row in steps] == [
+        *((1, True, False), (3, True, False), (4, True, False), (6, False, True), (8, False, True))
+    ]
+    assert "tcd_loss" not in steps[0] and "tcd_loss" in steps[-1]
+    assert "valid_lm_loss" in validation and not any("clm" in name for name in validation)
+    assert [tokens for tokens, _ in curve_of(whole)] == [row["consumed_tokens"] for row in steps[3:]]
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 0, "optimizer": "muon"}])
+def test_entries_for_following_tokens_rest_in_the_phase_and_learn_after_it(
+    train: Train, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Weight decay, at a rate of 0.05 and a decay of 1, would take a twentieth of them away in each step."""
+    found = []
+    for name, phase, lr in (("start", "clm:1", 0.0), ("causal", "clm:1", 0.05), ("both", "clm:0.5", 0.05)):
+        own = {"position_encoding": "bert-r", "objective_phases": phase, "lr": lr, "weight_decay": 1.0}
+        train(**own, **settings, objective="mlm", save=tmp_path / name)
+        found.append(weights_of(tmp_path / name))
+    start, causal, both = (weights["embeddings.position.relative"] for weights in found)
+    following, before = start[:8], start[8:]  # the row of i − j is i − j + 8
+    assert torch.equal(causal[:8], following) and not torch.isclose(causal[8:], before).any()
+    assert not torch.isclose(both[:8], following).any()
+    assert causal[8:].norm() > 0.9 * before.norm(), "tables do not decay in the phase"
+    unread = found[0]["embeddings.segment.weight"][1]
+    assert found[1]["embeddings.segment.weight"][1].norm() < 0.9 * unread.norm(), "other weights do"
 
 
 STEPS, MICRO_BATCHES = 4, 2

@@ -137,6 +137,21 @@ REFUSED = [
     ("objective", {"hcd_heads": 13}, "--hcd-heads 13 of --num-attention-heads 12"),
     ("objective", {"mask_prob": 0.0}, "--mask-prob is 0.0"),
     ("objective", {"eval_mask_prob": 1.0}, "--eval-mask-prob is 1.0"),
+    ("objective", {"objective_phases": "0.7"}, "--objective-phases 0.7: expected clm:END with END in (0, 1], such as"),
+    ("objective", {"objective_phases": "mlm:0.7"}, "--objective-phases mlm:0.7: expected clm:END"),
+    ("objective", {"objective_phases": "clm:0.7:1"}, "--objective-phases clm:0.7:1: expected clm:END"),
+    ("objective", {"objective_phases": "clm:1.1"}, "--objective-phases clm:1.1: expected clm:END"),
+    ("objective", {"objective_phases": "clm:nan"}, "--objective-phases clm:nan: expected clm:END"),
+    ("objective", {"objective_phases": "clm:0.0000001"}, "clm:0.0000001 of --train-iters 1000000 has no step: give a"),
+    (
+        "objective",
+        {"objective_phases": "clm:0.7", "notes": True},
+        "--objective-phases clm:0.7 with --notes: notes hold",
+    ),
+    *(
+        ("objective", {"objective_phases": "clm:0.7", "objective": name}, f"clm:0.7 with --objective {name}: the model")
+        for name in ("electra", "rtd")
+    ),
     ("training", {"micro_batch_size": 0}, "--micro-batch-size is 0"),
     ("training", {"train_iters": 0}, "--train-iters is 0"),
     ("training", {"num_threads": 0}, "--num-threads is 0"),

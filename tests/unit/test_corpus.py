@@ -187,6 +187,26 @@ def test_every_step_is_that_of_a_run_of_its_phase_and_rate(parts, tiny_corpus, b
     assert rows_of(changing, 0, "valid") == rows_of(make_config(tiny_corpus, data=data), 0, "valid")
 
 
+def test_a_causal_phase_reads_the_samples_of_a_run_without_one_and_masks_none(tiny_corpus):
+    plain = make_config(tiny_corpus, data={"data_path": str(tiny_corpus.prefix)}, train_iters=4)
+    causal, masked = (
+        Corpus.open(config).loader("train", 0, 1)
+        for config in (plain.replace(objective={"objective_phases": "clm:0.5", "mask_prob": "0.4:0.2"}), plain)
+    )
+    mask_id = masked.reader.tokenizer.mask_id
+    for step in range(4):
+        for ours, theirs in zip(causal.step(step * 32), masked.step(step * 32), strict=True):
+            assert np.array_equal(ours.sequence_ids, theirs.sequence_ids)
+            assert (mask_id in ours.input_ids) == (step >= 2)
+            follows = ours.labels[:, :-1] != IGNORED_LABEL
+            if step < 2:
+                assert np.array_equal(follows, ours.document_ids[:, 1:] > 0)
+                assert np.array_equal(ours.labels[:, :-1][follows], ours.input_ids[:, 1:][follows])
+    assert rows_of(causal_config := plain.replace(objective={"objective_phases": "clm:1"}), 0, "valid") == rows_of(
+        plain, 0, "valid"
+    ) and rows_of(causal_config, 96) != rows_of(plain, 96)
+
+
 def test_a_step_keeps_its_rate_where_the_batch_size_was_changed(tiny_corpus):
     config = make_config(tiny_corpus, data={"data_path": str(tiny_corpus.prefix)}, train_iters=8)
     loader = Corpus.open(config.replace(objective={"mask_prob": "0.4:0.2"})).loader("train", 0, 1)

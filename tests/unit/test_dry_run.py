@@ -209,9 +209,12 @@ def test_less_is_needed_by_recomputation_smaller_micro_batches_and_lower_rates(c
     assert needs[1] == pytest.approx(needs[0] / 2, rel=0.01) and needs[2] < needs[0] / 4
     found = [
         run_dry(capsys, f"--mask-prob {rate}")[1]["memory_per_rank"]["activations_estimate"]
-        for rate in ("0.3", "0.3:0.15", "0.15:0.3", "0.15")
+        for rate in ("0.3", "0.3:0.15", "0.15:0.3", "0.15", "0.3 --objective-phases clm:0.1")
     ]
     assert found[0] == found[1] == found[2] > found[3]
+    assert found[4] - found[0] == pytest.approx(0.7 / 0.15 * (found[0] - found[3]), rel=1e-2), (
+        "every token is predicted"
+    )
 
 
 @pytest.mark.parametrize(

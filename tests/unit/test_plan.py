@@ -9,6 +9,7 @@ import shlex
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,7 +43,7 @@ from megatron_ddrp.model.stages import Draws
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not, with_chosen_backend
-from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, step_seconds
+from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_of_step, flop_per_token, step_seconds
 from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
@@ -300,6 +301,18 @@ def test_local_layers_count_the_keys_of_their_window():
     assert last.mask_decoder < whole.mask_decoder
     wide = flop_per_token(configuration("deberta", local_attention=2000, **base))
     assert wide == whole
+
+
+def test_a_causal_phase_counts_half_of_the_pairs_and_a_head_for_every_token():
+    whole, phased = configuration("ddrp"), configuration("ddrp").replace(objective={"objective_phases": "clm:0.5"})
+    plain, causal, mean = flop_per_token(whole), flop_per_token(whole, causal=1.0), flop_per_token(phased)
+    assert (causal.attention, causal.tables) == (plain.attention / 2, plain.tables / 2)
+    assert causal.linear == plain.linear and causal.head == pytest.approx(plain.head * LENGTH / PREDICTED)
+    assert mean.total == pytest.approx((plain.total + causal.total) / 2)
+    setup = Setup(phased, Ranks(0, 1, torch.device("cpu")))
+    batch = SimpleNamespace(input_ids=np.zeros((ROWS, LENGTH)))
+    steps = [flop_of_step(setup.at(step), [batch]) for step in (1, phased.training.train_iters)]
+    assert steps == [each.total * ROWS * LENGTH for each in (causal, plain)]
 
 
 def test_terms_add_up_and_offsets_and_rows_that_are_not_there_count_not():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import read_config, write_state
@@ -14,6 +15,8 @@ from megatron_ddrp.commands.dry_run import hours_of
 from megatron_ddrp.config import Config, changed_settings
 from megatron_ddrp.config.run import changed_model
 from megatron_ddrp.config.training import MaskRates, parse_phases, phase_at
+from megatron_ddrp.engine.layout import Setup
+from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.devices import DEVICES
 from tests.refusals import refused
 
@@ -53,6 +56,23 @@ def test_each_step_has_its_phase_and_one_may_be_the_whole_run() -> None:
     config = Config().replace(training={"seq_length_phases": ("128:1",), "train_iters": 7})
     assert [phase_at(config.phases, done, 7).seq_length for done in range(7)] == [128] * 7
     assert config.mean_seq_length == 128 and config.model.seq_length == 512
+
+
+def test_a_causal_phase_comes_from_the_command_line_and_from_yaml_and_ends_at_its_share(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("objective-phases: clm:0.7\n")
+    for words in (["--objective-phases", "clm:0.7"], ["--config", str(tmp_path / "f.yaml")]):
+        config = parse_arguments([*words, "--train-iters", "10"]).config
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        setup = Setup(config, Ranks(0, 1, torch.device("cpu")))
+        assert [setup.at(step).causal for step in range(1, 11)] == [True] * 7 + [False] * 3
+        assert [setup.at(step).objective.labels["clm_loss"] for step in (1, 7)] == ["clm", "clm"]
+        assert setup.at(8) is setup and "clm_loss" not in setup.objective.labels
+    assert changed_settings(Config().to_dict(), config)[0] == "--objective-phases: none → clm:0.7"
+    refused(
+        "invalid choice: 'clm'.*; clm comes before another .* by --objective-phases clm:1",
+        parse_arguments,
+        ["--objective", "clm"],
+    )
 
 
 def test_theta_switches_with_the_phase_also_in_a_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from scipy import stats
 
 from megatron_ddrp.config.registry import MASKINGS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.masking import Masker, predict_next
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
 from megatron_ddrp.data.tokenizers.libraries import SentencePieceTokenizer, WordPieceTokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
@@ -435,3 +435,16 @@ def test_permute_scatters_neighbours_and_single_points_of_huge_ranges():
 def test_permute_refuses_indices_outside_the_range(index):
     with pytest.raises(ValueError, match=r"expected within \[0, 5\)"):
         permute([index], 5, 0, "shuffle", 0)
+
+
+def test_the_causal_phase_predicts_each_next_token_of_a_document_and_no_cls():
+    ids, documents = make_rows(6, 12, np.random.default_rng(2))
+    packed, of_packed = ids.reshape(2, -1), (documents * np.array([1, 2, 3] * 2)[:, None]).reshape(2, -1)
+    for rows, numbers in ((ids, documents), (packed, of_packed)):
+        read, labels = predict_next(rows, numbers, 0, 0)
+        assert read is rows and labels.shape == rows.shape
+        for row, places in enumerate(numbers.tolist()):
+            for place, document in enumerate(places):
+                goes_on = document != 0 and place + 1 < len(places) and places[place + 1] == document
+                assert labels[row, place] == (rows[row, place + 1] if goes_on else IGNORED_LABEL)
+        assert (labels == SEP).sum() == 6 and not (labels == CLS).any() and not (labels == PAD).any()

@@ -26,7 +26,6 @@ from megatron_ddrp.model.attention.logits import spread
 from megatron_ddrp.model.bert import SampleKeys, build_model
 from megatron_ddrp.model.graphs import ModelGraphs
 from megatron_ddrp.model.positions.absolute import set_theta
-from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from tests.emulated_graphs import Capture, Emulator, captured_shapes
 from tests.refusals import refused
@@ -57,7 +56,7 @@ def micro_batch(config: Config, step: int, documents: list[list[int]]) -> MicroB
     positions = np.where(document_ids > 0, place - np.maximum.accumulate(begins, axis=1), 0)
     labels = np.where((document_ids > 0) & ((place + step) % 3 == 0), ids, IGNORED_LABEL)
     arrays = Batch(ids, labels, document_ids, positions, ids * 0, document_ids)
-    return MicroBatch.of(arrays, Setup(config, Ranks(0, 1, CPU)), step)
+    return MicroBatch.of(arrays, Setup(config, Ranks(0, 1, CPU)).at(step), step)
 
 
 def training(
@@ -65,12 +64,11 @@ def training(
 ) -> list[Tensor | None]:
     """Return the sums of all micro-batches, and the gradients after each second one: they add up over two."""
     model.graphs = model_graphs  # type: ignore[assignment]
-    loss = WeightedLoss(torch.linspace(1, 2, len(make_objective(config.objective).sum_names)) / 10)
     found: list[Tensor | None] = []
     for number, step in enumerate(steps):
         torch.manual_seed(number)
         output = model(*step.inputs)
-        loss(output).backward()
+        WeightedLoss(torch.linspace(1, 2, len(output.sums)) / 10)(output).backward()
         found.append(output.sums.detach().clone())
         if number % 2:
             found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -111,6 +109,15 @@ def test_graphs_repeat_sums_and_gradients_to_the_last_bit(encoding: str, objecti
 def test_other_objectives_and_layers(encoding: str, objective: str, changes: Any, shapes: list[int]) -> None:
     config = config_of(encoding, objective, **changes)
     assert_equal_with_graphs(config, [PACKED, PADDED, PADDED, PACKED, PACKED, PADDED], shapes)
+
+
+@pytest.mark.parametrize(("encoding", "backend"), [("deberta", "eager"), ("alibi", "sdpa"), ("tupe-r", "eager")])
+def test_graphs_are_captured_anew_at_the_end_of_a_causal_phase(encoding: str, backend: str) -> None:
+    """Of two shapes in the phase and one after it, the last alone has graphs."""
+    config = config_of(encoding, attention_backend=backend)
+    config = config.replace(objective={"objective_phases": "clm:0.5"}, training={"train_iters": 10})
+    rows = [FULL, FULL, PADDED, PADDED, FULL, PADDED, *[FULL] * 4]  # steps 1 to 5 are in the phase
+    assert_equal_with_graphs(config, rows, [1])
 
 
 def one_model(encoding: str = "ddrp", **changes: Any) -> tuple[Config, Any, list[MicroBatch]]:
