@@ -13,7 +13,7 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import Draws, Inputs, layout_of
 
 pytestmark = pytest.mark.usefixtures("few_probes")
-IDS = torch.arange(48).reshape(2, 24) * 7 % 17
+IDS = torch.arange(48).reshape(2, 24) * 7 % 17 + 1  # not 0, whose row transformers keeps as padding
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 19}
 
 
