@@ -39,8 +39,8 @@ from tests.unit.model.attention_cases import make_case
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
 
-def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64, window=None):
-    return Demand(torch.device(device), dtype, dropout, head_dim, window)
+def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64, window=None, causal=False):
+    return Demand(torch.device(device), dtype, dropout, head_dim, window, causal)
 
 
 def test_auto_chooses_on_cpus_by_encoding_dropout_and_precision():
@@ -82,10 +82,13 @@ def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
         ((9, 0), {"dtype": torch.float32}, False, False, "sdpa", "works on every GPU"),
         ((7, 0), {"dtype": torch.float16}, False, False, "sdpa", "works on every GPU"),
         ((9, 0), {"window": 64}, True, True, "triton", "stores no logits"),
+        ((9, 0), {"causal": True}, True, True, "triton", "stores no logits"),
+        ((9, 0), {"causal": True}, False, True, "triton", "skips pairs outside the window"),
+        ((9, 0), {"causal": True, "dropout": 0.0}, False, True, "sdpa", "varlen for local and causal layers"),
         ((9, 0), {"window": 64}, False, True, "triton", "skips pairs outside the window"),
-        ((9, 0), {"window": 64, "dropout": 0.0}, False, True, "sdpa", "varlen for local layers"),
+        ((9, 0), {"window": 64, "dropout": 0.0}, False, True, "sdpa", "varlen for local and causal layers"),
         ((8, 0), {"window": 64, "dtype": torch.float32}, False, True, "triton", "skips pairs"),
-        ((7, 0), {"window": 64, "dtype": torch.float16}, False, True, "sdpa", "a mask for local layers"),
+        ((7, 0), {"window": 64, "dtype": torch.float16}, False, True, "sdpa", "a mask for local and causal layers"),
     ],
 )
 def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why, monkeypatch):
@@ -129,8 +132,8 @@ def attention_of_runs(query, key, value, begins, _, longest, __, *, window_size=
 
 
 @pytest.mark.parametrize("document_ids", [[[1] * 7, [1] * 4 + [0] * 3, [0] * 7], [[1, 1, 2, 2, 2, 3, 0]]], ids=len)
-@pytest.mark.parametrize("window", [None, 0, 2])
-def test_varlen_attention_is_that_of_the_mask(document_ids, window, monkeypatch):
+@pytest.mark.parametrize("window, causal", [(None, False), (0, False), (2, False), (None, True), (2, True)])
+def test_varlen_attention_is_that_of_the_mask(document_ids, window, causal, monkeypatch):
     module = SimpleNamespace(varlen_attn=attention_of_runs)
     monkeypatch.setattr(attention, "varlen", module, raising=False)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
@@ -138,10 +141,23 @@ def test_varlen_attention_is_that_of_the_mask(document_ids, window, monkeypatch)
     ids = torch.tensor(document_ids)
     nothing = torch.zeros_like(ids)
     layout = layout_of(Batch(ids, nothing - 100, ids, nothing, nothing, nothing))
-    attending = make_case(document_ids, 0, 0).attending()._replace(layout=layout, window=window)
+    attending = make_case(document_ids, 0, 0).attending()._replace(layout=layout, window=window, causal=causal)
     (context, _), (expected, _) = sdpa_attention(attending), eager_attention(attending)
     valid = (ids > 0)[:, None, :, None]
     torch.testing.assert_close(context * valid, expected * valid)
+
+
+def test_full_causal_rows_need_no_mask(monkeypatch):
+    called = []
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **o: (called.append(o), fused(*x, **o))[1])
+    full = make_case([[1] * 7], 0, 0, causal=True).attending()._replace(layout=SimpleNamespace(full=True))
+    for attending in (full, full._replace(window=2), make_case([[1] * 7], -1, 1, "q", causal=True).attending()):
+        torch.testing.assert_close(sdpa_attention(attending)[0], eager_attention(attending)[0])
+    assert [(options["is_causal"], options["attn_mask"] is None) for options in called] == [
+        (True, True),
+        *[(False, False)] * 2,
+    ]
 
 
 NONE = torch.empty(0, dtype=torch.long)
