@@ -44,27 +44,27 @@ def affected_tests(changed: Collection[str], sources: Mapping[str, str]) -> list
     trees = {file: ast.parse(text) for file, text in sources.items()}
     package = {file for file in trees if file.startswith("megatron_ddrp/")}
     tests = {file for file in trees if Path(file).name.startswith("test_") and "/cluster/" not in file}
-    modules = {_module(file) for file in trees}
-    needs = {file: _imports(tree, modules) for file, tree in trees.items()}
+    modules = {module_of(file) for file in trees}
+    needs = {file: imports_of(tree, modules) for file, tree in trees.items()}
     for file in trees.keys() - package:
         needs[file] |= _strings(trees[file])
     for file in tests:
         needs[file] |= {name for name in _conftests(file, trees) if _fixtures(trees[name]) & _parameters(trees[file])}
     loose = {name for file in reached for name in _loose_names(file)}
-    changed_modules = set(map(_module, changed))
+    changed_modules = set(map(module_of, changed))
     loose |= {word for *words, place in ON_FIRST_USE if place.partition(":")[0] in changed_modules for word in words}
     reached |= {file for file in tests if needs[file] & loose}
     others = {Path(file).name for file in changed if not file.endswith(".py")}  # such as templates of pages
     reached |= {file for file in package if _strings(trees[file]) & others}
     new = reached
     while new:
-        names = {name for file in new for name in (file, _module(file))}
+        names = {name for file in new for name in (file, module_of(file))}
         new = {file for file in trees.keys() - reached if needs[file] & names}
         reached |= new
     return sorted((reached | {f"tests/unit/{name}.py" for name in OF_ALL_SOURCES}) & tests)
 
 
-def _module(file: str) -> str:
+def module_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -72,11 +72,11 @@ def _loose_names(file: str) -> set[str]:
     """Return the strings by which a test may read a file: the file's name and folders, or of Python the first folder
     alone. An `__init__.py` runs for every module of its package."""
     parts = Path(file).parts
-    names = {parts[0], parts[-1], _module(file)} if file.endswith(".py") else {*parts}
+    names = {parts[0], parts[-1], module_of(file)} if file.endswith(".py") else {*parts}
     return names - {"tests", "__init__.py"}
 
 
-def _imports(tree: ast.Module, modules: Collection[str]) -> set[str]:
+def imports_of(tree: ast.Module, modules: Collection[str]) -> set[str]:
     """Return the names of modules that a file imports, and the names that it takes from them."""
     found: set[str] = set()
     for node in ast.walk(tree):

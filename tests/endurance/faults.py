@@ -2,22 +2,26 @@
 
     python -m tests.endurance.faults [--only NAME …] [--jobs 2] [--limit 600] [--check]
 
-A fault is a small edit of one file of the package. It is applied to a copy of the working tree, where the fast tests of
-its area run until one fails, or all of them where none is fast. Results go to a file outside git, so a stopped run
-resumes; `--only` runs faults again. At the end the tests that caught a fault run without one. Exits 1 if fewer than
-95 % are caught. `--check` only looks whether the old text of every fault occurs exactly once.
+A fault is a small edit of one file of the package. It is applied to a copy of the working tree, where the tests listed
+for it run, and those that import its file: the fast tests of each file until one fails, or all of a listed file without
+any. If none fails, those that reach the file through others run too. Results go to a file outside git, so a stopped run
+resumes; `--only` runs faults again. A second table counts, for each file of tests, the faults that it caught and those
+that it alone caught. At the end the tests that caught a fault run without one. Exits 1 if fewer than 95 % are caught.
+`--check` only looks whether the old text of every fault occurs exactly once.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +32,13 @@ from tqdm import tqdm
 
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.jobs import digest
+from tests.changed import affected_tests, imports_of, module_of
 from tests.endurance.lines import ROOT
 
 ENOUGH = 0.95
 """Share of the faults that the tests must catch."""
 CAUGHT, SURVIVED, TIMEOUT = "caught", "survived", "out of time"
+IN_SUITE = ("tests/unit/", "tests/integration/")
 NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "quickstart", "runs", "site")
 FORK = multiprocessing.get_context("fork")
 PRELOADED = ("torch", "deepspeed", "transformers", "scipy.stats", "matplotlib.pyplot", "hypothesis")
@@ -68,23 +74,55 @@ def all_faults() -> list[Fault]:
     return [Fault(**entry) for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
 
 
-class FirstFailure:
-    """Plug-in of pytest that runs fast tests and keeps the name of the first failed one, or of a broken file."""
+def tests_that_see(fault: Fault) -> Iterator[set[str]]:
+    """Yield the tests listed for a fault with those that import its file, then all others that reach the file."""
+    sources = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("[!.]*/**/*.py")}
+    modules = set(map(module_of, sources))
+    reached = {file for file in affected_tests([fault.file], sources) if file.startswith(IN_SUITE)}
+    near = {file for file in reached if module_of(fault.file) in imports_of(ast.parse(sources[file]), modules)}
+    near |= {file for file in sources if Path(file).name.startswith("test_") and is_below(file, fault.tests)}
+    yield near
+    yield reached - near
 
-    name = ""
+
+def is_below(file: str, places: Collection[str]) -> bool:
+    """Whether a file is one of these files, or in one of these folders."""
+    return any(Path(file).is_relative_to(place) for place in places)
+
+
+class FirstFailures:
+    """Plug-in of pytest that runs each file until a test fails: its fast tests, or all of a listed file without any."""
+
+    def __init__(self, listed: Collection[str]) -> None:
+        self.listed = listed
+        self.failed: dict[str, str] = {}
+        """The first test that failed, by file; a broken file's is its own name."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out slow tests, unless all are slow."""
-        items[:] = [item for item in items if not item.get_closest_marker("slow")] or items
+        """Leave out slow tests."""
+        fast = [item for item in items if not item.get_closest_marker("slow")]
+        files = {item.path for item in fast}
+        items[:] = [*fast, *(i for i in items if i.path not in files and is_below(file_of(i.nodeid), self.listed))]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skip the rest of a file in which a test has failed."""
+        if file_of(item.nodeid) in self.failed:
+            pytest.skip()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.name = self.name or report.nodeid * report.failed
+        if report.failed:
+            self.failed.setdefault(file_of(report.nodeid), report.nodeid)
 
     pytest_collectreport = pytest_runtest_logreport
 
 
-def in_tree(tree: Path, tests: Iterable[str], told: Any) -> None:
-    """Run tests in a tree, in a fork of this process; send the exit code and the name of the first failed test."""
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def in_tree(tree: Path, tests: Collection[str], listed: Collection[str], told: Any) -> None:
+    """Run tests in a tree, in a fork of this process; send the exit code and the first failed test of each file."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     os.chdir(tree)
@@ -92,27 +130,40 @@ def in_tree(tree: Path, tests: Iterable[str], told: Any) -> None:
     sys.path[:] = [str(tree), *(place for place in sys.path if Path(place).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_ddrp", "tests")]:
         del sys.modules[name]
-    first = FirstFailure()
-    code = pytest.main(["-x", "-p", "no:cacheprovider", *tests], [first])
-    told.send((int(code), first.name))
+    first = FirstFailures(listed)
+    code = pytest.main(["-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], [first])
+    told.send((int(code), sorted(first.failed.values())))
     os._exit(0)
 
 
-def run_tests(tests: Iterable[str], limit: float | None, fault: Fault | None = None) -> tuple[str, str]:
-    """Run the fast tests in a copy of the tree until one fails; return the result and the name of the failed test."""
+def run_tests(
+    tests: Collection[str], listed: Collection[str], limit: float | None, fault: Fault | None = None
+) -> tuple[str, list[str]]:
+    """Run tests in a copy of the tree, each file until one fails; return the result and the names of the failed."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(shutil.copytree(ROOT, Path(folder).resolve() / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED)))
         if fault is not None:
             sound = (tree / fault.file).read_text(encoding="utf-8")
             (tree / fault.file).write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
         heard, told = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=in_tree, args=(tree, tests, told))
+        process = FORK.Process(target=in_tree, args=(tree, sorted(tests), listed, told))
         process.start()
-        code, failed = heard.recv() if heard.poll(limit) else (None, "")
+        code, failed = heard.recv() if heard.poll(limit) else (None, [])
         process.kill()
         process.join()
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        code = pytest.ExitCode.OK
     assert code in (None, bool(failed)), f"pytest {' '.join(tests)} ended with {code}"
-    return TIMEOUT if code is None else CAUGHT if failed else SURVIVED, failed.removeprefix("tests/")
+    return TIMEOUT if code is None else CAUGHT if failed else SURVIVED, [name.removeprefix("tests/") for name in failed]
+
+
+def result_of(fault: Fault, limit: float) -> dict[str, Any]:
+    """Return a fault's row: its result, and the tests that caught it, one per file."""
+    for tests in filter(None, tests_that_see(fault)):
+        result, failed = run_tests(tests, fault.tests, limit, fault)
+        if result != SURVIVED:
+            break
+    return {"fault": fault.key, "result": result, "tests": failed}
 
 
 def main() -> int:
@@ -138,17 +189,21 @@ def main() -> int:
         results.seek(0)
         rows = {row["fault"]: row for row in map(json.loads, results)}
         left = [fault for fault in faults if arguments.only or fault.key not in rows]
-        running = {pool.submit(run_tests, fault.tests, arguments.limit, fault): fault.key for fault in left}
+        running = [pool.submit(result_of, fault, arguments.limit) for fault in left]
         for done in tqdm(as_completed(running), total=len(left), unit="fault"):
-            rows[running[done]] = dict(zip(("fault", "result", "test"), (running[done], *done.result()), strict=True))
-            results.write(json.dumps(rows[running[done]]) + "\n")
+            rows[done.result()["fault"]] = done.result()
+            results.write(json.dumps(done.result()) + "\n")
     found = sorted(((fault, rows[fault.key]) for fault in faults), key=lambda pair: pair[1]["result"] == CAUGHT)
-    cells = [[fault.name, row["result"], row["test"], fault.breaks] for fault, row in found]
+    cells = [[fault.name, row["result"], ", ".join(row["tests"]), fault.breaks] for fault, row in found]
     print(Table(["fault", "result", "caught by", "it breaks"], cells, wordy=(1, 2, 3)))
-    caught_by = sorted({f"tests/{row['test']}" for _, row in found if row["test"]})
-    result, test = run_tests(caught_by, None) if caught_by else (SURVIVED, "")
+    caught = Counter(file_of(test) for _, row in found for test in row["tests"])
+    alone = Counter(file_of(row["tests"][0]) for _, row in found if len(row["tests"]) == 1)
+    counts = [[file, str(times), str(alone[file])] for file, times in caught.most_common()]
+    print(Table(["file", "caught", "alone"], counts))
+    caught_by = {f"tests/{test}" for _, row in found for test in row["tests"]}
+    result, failed = run_tests(caught_by, set(map(file_of, caught_by)), None) if caught_by else (SURVIVED, [])
     if result != SURVIVED:
-        sys.exit(f"error: {test} fails without a fault too: mend it, and run its faults again")
+        sys.exit(f"error: {failed[0]} fails without a fault too: mend it, and run its faults again")
     share = sum(row["result"] == CAUGHT for _, row in found) / len(found)
     print(f"{share:.1%} of {len(found)} faults caught, expected {ENOUGH:.0%}", file=sys.stderr)
     return int(share < ENOUGH)
