@@ -230,35 +230,38 @@ def test_accumulation_steps_do_not_count_the_tasks_of_a_job_beside_which_a_proce
     assert parse_arguments(["--deepspeed_config", path]).config.training.global_batch_size == 3 * 4 * 4
 
 
+ADAMW = {"type": "AdamW"}
+
+
 @pytest.mark.parametrize(
     ("content", "words", "message"),
     [
         (
             {"zero_optimization": {"stage": 2}},
-            ["--zero-stage", "1"],
-            "zero_optimization.stage is 2 but the flags say 1: set it by --zero-stage and leave it out of the file",
+            *(
+                ["--zero-stage", "1"],
+                "zero_optimization.stage is 2 but the flags say 1: set it by --zero-stage and leave",
+            ),
         ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
-            ["--lr", "2"],
-            "optimizer.params.lr is 1.0 but the flags",
-        ),
+        ({"optimizer": ADAMW | {"params": {"lr": 1}}}, ["--lr", "2"], "optimizer.params.lr is 1.0 but the flags"),
         ({"fp16": {"enabled": True}}, ["--bf16"], "fp16.enabled is True but the flags say '--bf16'"),
+        ({"bf16": {"enabled": False}}, ["--bf16"], "bf16.enabled is False but the flags say True: set it by --bf16 "),
         (
-            {"optimizer": {"type": "AdamW"}},
-            ["--optimizer", "muon"],
-            "optimizer.type is 'adamw' but the flags say 'muon'",
+            {"train_batch_size": 64},
+            *(
+                ["--global-batch-size", "8"],
+                "train_batch_size is 64 but the flags say 8: set it by --global-batch-size",
+            ),
         ),
+        ({"optimizer": ADAMW}, ["--optimizer", "muon"], "optimizer.type is 'adamw' but the flags say 'muon'"),
         ({"optimizer": {"type": "Lamb"}}, [], "optimizer is 'Lamb': expected AdamW; leave it out and give --lr"),
         (
-            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
-            [],
-            "optimizer.params.adam_w_mode is False: our AdamW has no such setting",
+            {"optimizer": ADAMW | {"params": {"adam_w_mode": False}}},
+            *([], "optimizer.params.adam_w_mode is False: our AdamW has no such setting"),
         ),
         (
-            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
-            [],
-            "optimizer.params.betas is [0.9]: our AdamW has no such setting",
+            {"optimizer": ADAMW | {"params": {"betas": [0.9]}}},
+            *([], "optimizer.params.betas is [0.9]: our AdamW has no such setting"),
         ),
         ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage: got 7, expected one of 0, 1, 2, 3"),
     ],
