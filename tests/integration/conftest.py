@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,24 +12,15 @@ import pytest
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from tests.conftest import TinyCorpus
 from tests.integration.hosts import Host, missing, two_hosts
+from tests.integration.launch import start_ranks
+
+Flags = Callable[..., list[str]]
 
 TINY: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "relative_distance": 8,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "tcd_tokens": 6,
-    "micro_batch_size": 4,
-    "global_batch_size": 8,
-    "train_iters": 5,
-    "lr": 1e-3,
-    "lr_warmup_fraction": 0.2,
-    "log_interval": 1,
-    "eval_interval": 0,
-    "split": "90,10,0",
+    **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32},
+    **{"relative_distance": 8, "hidden_dropout": 0.0, "attention_dropout": 0.0, "tcd_tokens": 6},
+    **{"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 5, "lr": 1e-3},
+    **{"lr_warmup_fraction": 0.2, "log_interval": 1, "eval_interval": 0, "split": "90,10,0"},
 }
 
 
@@ -48,7 +41,7 @@ def command_line(flags: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
+def flags(tiny_corpus: TinyCorpus) -> Flags:
     """`flags(train_iters=9, bf16=True)`: the command line of a tiny run with some settings changed."""
     data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
 
@@ -56,6 +49,20 @@ def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
         return command_line(TINY | data | changes)
 
     return tiny
+
+
+@pytest.fixture(scope="session")
+def three_steps(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of its steps 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("three")
+    start_ranks(flags(save=folder, train_iters=3, save_interval=1)).check()
+    return folder
+
+
+@pytest.fixture
+def run(three_steps: Path, tmp_path: Path) -> Path:
+    """A copy of that run to damage."""
+    return Path(shutil.copytree(three_steps, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -9,13 +9,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.data.dataset.merging import shuffle
 from megatron_ddrp.engine.build import instead_of_fp16
 from tests.conftest import TinyCorpus
@@ -34,10 +32,8 @@ from tests.endurance.damage.verdict import (
     judge,
     plain_lines,
 )
+from tests.integration.conftest import Flags
 from tests.integration.launch import ROOT, Result, environment, lines, start_ranks
-
-Flags = Callable[..., list[str]]
-
 
 WRONG_ARGUMENTS, FAILURE = 2, 1
 PLUGIN = Path(__file__).with_name("plugin_encoding.py")
@@ -164,15 +160,11 @@ def test_ids_beyond_the_vocabulary(world_size: int, tiny_corpus: TinyCorpus, fla
     assert_refused(result, FAILURE, "token ids from", "300 pieces")
 
 
-@pytest.mark.parametrize(
-    ("suffix", "damage"),
-    [(".idx", "truncated"), (".idx", "overwritten"), (".bin", "truncated")],
-)
-def test_damaged_dataset(suffix: str, damage: str, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+def test_damaged_dataset(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    """Of all damage, which tests/unit/data/test_indexed_dataset.py knows, a file that was cut off."""
     prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx", ".json")
-    path = Path(f"{prefix}{suffix}")
-    data = path.read_bytes()
-    path.write_bytes(data[:-3] if damage == "truncated" else b"Lorem ipsum" + data[11:])
+    path = Path(f"{prefix}.idx")
+    path.write_bytes(path.read_bytes()[:-3])
     refuse(flags, tmp_path, {"data_path": prefix}, FAILURE, str(path))
 
 
@@ -208,14 +200,6 @@ def test_deepspeed_file_decides_what_no_flag_does(flags: Flags, tmp_path: Path) 
     assert again[0] == f"--config {run / 'config.json'}: --save of that run not taken; give your own"
 
 
-@pytest.fixture(scope="module")
-def finished_run(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with one checkpoint; copy it before damaging it."""
-    folder = tmp_path_factory.mktemp("finished")
-    start_ranks(flags(save=folder, train_iters=2), world_size=2).check()
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -225,31 +209,24 @@ def finished_run(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_checkpoint_of_another_model(
-    changes: dict[str, Any], words: tuple[str, ...], finished_run: Path, flags: Flags, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
-    before = contents(folder)
-    arguments = flags(save=folder, load=folder, **{"train_iters": 4, **changes})
+def test_checkpoint_of_another_model(changes: dict[str, Any], words: tuple[str, ...], run: Path, flags: Flags) -> None:
+    before = contents(run)
+    arguments = flags(save=run, load=run, **{"train_iters": 4, **changes})
     assert_refused(start_ranks(arguments, world_size=2), FAILURE, *words)
-    assert contents(folder) == before
+    assert contents(run) == before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["weights-00-of-01.safetensors", "optimizer-00-of-01.safetensors", "state.json"], ids=lambda name: name[:7]
-)
-def test_damaged_checkpoint(name: str, finished_run: Path, flags: Flags, tmp_path: Path) -> None:
-    """The only one there is: all ranks stop with it, and nothing is overwritten."""
-    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
-    path = newest(folder)
-    assert path
-    shard = path / name
+def test_a_damaged_checkpoint_that_is_the_only_one(run: Path, flags: Flags) -> None:
+    """All ranks stop with it, and nothing is overwritten. Each file's damage is in tests/unit/test_checkpoint.py."""
+    for older in ("iter_0000001", "iter_0000002"):
+        shutil.rmtree(run / older)
+    shard = run / "iter_0000003" / "weights-00-of-01.safetensors"
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    before = contents(folder)
-    result = start_ranks(flags(save=folder, load=folder, train_iters=4), world_size=2)
-    assert_refused(result, FAILURE, str(folder), "no complete checkpoint", f"{path.name}: ", name)
-    assert contents(folder) == before
+    before = contents(run)
+    result = start_ranks(flags(save=run, load=run, train_iters=4), world_size=2)
+    assert_refused(result, FAILURE, str(run), "no complete checkpoint", f"iter_0000003: {shard.name}")
+    assert contents(run) == before
 
 
 @pytest.mark.slow
@@ -260,13 +237,6 @@ def test_damaged_checkpoint(name: str, finished_run: Path, flags: Flags, tmp_pat
 )
 def test_two_ranks_say_it_once(changes: dict[str, Any], exit_code: int, flags: Flags) -> None:
     assert_refused(start_ranks(flags(**changes), world_size=2), exit_code)
-
-
-def test_latest_that_names_nothing(flags: Flags, tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("iter_0000009\n", encoding="utf-8")
-    arguments = flags(save=tmp_path, load=tmp_path)
-    assert_refused(start_ranks(arguments), FAILURE, "latest names iter_0000009, which is missing")
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
 def test_a_run_is_not_laid_over_another_one(flags: Flags, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from megatron_ddrp.checkpoint import newest, read_state
 from megatron_ddrp.data.points import VARIABLE
 from megatron_ddrp.parallel.pipeline import whole_name
+from tests.integration.conftest import Flags
 from tests.integration.inside_engines import Fault, runs_with_faults, scaling, start_wrong, train_emulated
 from tests.integration.launch import (
     SCRIPT,
@@ -39,9 +40,6 @@ from tests.integration.launch import (
 from tests.integration.test_layout_changes import tensors
 from tests.integration.training_runs import TIMEOUT as OF_GROUPS
 from tests.integration.training_runs import run_ranks, train_runs
-
-Flags = Callable[..., list[str]]
-
 
 ASKED_TO_STOP = 75
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -66,8 +64,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
     assert told.exit_codes == [ASKED_TO_STOP] * 2
     assert [lines(text) for text in told.stderr] == [[], []]
     assert f"stopped at step 3 by {number.name}" in told.stdout[0]
-    path = newest(parts)
-    assert path and path.name == "iter_0000003"
+    assert newest(parts) == parts / "iter_0000003"
     assert (parts / "exit_code").read_text() == "75\n"
     start_ranks(command, 2).check()
     assert training_rows(parts) == training_rows(undisturbed)
@@ -77,8 +74,7 @@ def test_the_clock_stops_a_run(flags: Flags, tmp_path: Path) -> None:
     stopped = start_ranks(flags(save=tmp_path, exit_duration_in_mins=1e-6))
     assert stopped.exit_codes == [ASKED_TO_STOP]
     assert "by --exit-duration-in-mins" in stopped.stdout[0]
-    path = newest(tmp_path)
-    assert path and read_state(path)["iteration"] == 1
+    assert read_state(newest(tmp_path))["iteration"] == 1
     ended = start_ranks(flags(save=tmp_path, load=tmp_path, exit_duration_in_mins=60)).check()
     assert "resumed from" in ended.stdout[0]
 
@@ -93,7 +89,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(flags: Flags, tmp_path: Pat
     assert result.exit_codes == [1, -signal.SIGKILL]
     (line,) = lines(result.stderr[0])
     assert "rank 0 lost another rank: " in line and "Connection" in line
-    assert (newest(tmp_path) or tmp_path).name == "iter_0000002"
+    assert newest(tmp_path) == tmp_path / "iter_0000002"
     assert not (tmp_path / "exit_code").exists()
     start_ranks(flags(save=tmp_path, load=tmp_path), 2).check()
 
@@ -190,27 +186,44 @@ def skips(stdout: str) -> list[str]:
     return [line for line in stdout.splitlines() if " skipped, " in line]
 
 
+TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CAUSES = {
+    "output": "output of layers.1.feed_forward",
+    "gradient": "gradient of the output of layers.1.feed_forward",
+    "loss": "gradient of the output of head",
+}
+ON_RANKS = [
+    (TENSOR | {"zero_stage": 1}, 2, 1),
+    (PIPELINE | {"zero_stage": 0}, 2, 1),
+    (PIPELINE | {"zero_stage": 1}, 2, 1),
+    (TENSOR | PIPELINE | {"zero_stage": 0}, 4, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "settings", "cause"),
+    ("how", "settings", "ranks", "place"),
     [
-        ("output", {"zero_stage": 0}, "output of layers.1.feed_forward on rank 0"),
-        ("output", {"zero_stage": 1, "bf16": True}, "output of layers.1.feed_forward on rank 0"),
-        ("output", {"zero_stage": 2, "checkpoint_activations": True}, "output of layers.1.feed_forward on rank 0"),
-        ("output", {"zero_stage": 3}, "output of layers.1.feed_forward on rank 0"),
-        ("gradient", {"zero_stage": 0}, "gradient of the output of layers.1.feed_forward"),
-        ("gradient", {"zero_stage": 1}, "gradient of the output of layers.1.feed_forward"),
-        ("loss", {"zero_stage": 0}, "gradient of the output of head"),
-        ("loss", {"zero_stage": 2}, "gradient of the output of head"),
+        ("output", {"zero_stage": 0}, 1, 0),
+        ("output", {"zero_stage": 1, "bf16": True}, 1, 0),
+        ("output", {"zero_stage": 2, "checkpoint_activations": True}, 1, 0),
+        ("output", {"zero_stage": 3}, 1, 0),
+        ("gradient", {"zero_stage": 0}, 1, 0),
+        ("gradient", {"zero_stage": 1}, 1, 0),
+        ("loss", {"zero_stage": 0}, 1, 0),
+        ("loss", {"zero_stage": 2}, 1, 0),
+        *(pytest.param(how, *row, marks=pytest.mark.slow) for how in ("output", "gradient") for row in ON_RANKS),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_a_step_that_is_not_finite_changes_nothing(
-    how: str, settings: dict[str, Any], cause: str, flags: Flags, tmp_path: Path
+    how: str, settings: dict[str, Any], ranks: int, place: int, flags: Flags, tmp_path: Path
 ) -> None:
+    """Every rank hears of the module by its name in the whole model, and of the rank where it arose."""
     arguments = flags(save=tmp_path, save_interval=1, train_iters=4, **settings)
-    said = start_ranks(arguments, before=poisoned((3,), how)).check().stdout[0]
+    said = start_ranks(arguments, ranks, before=poisoned((3,), how, rank=place)).check().stdout[0]
     (line,) = skips(said)
-    assert line.startswith("step 3 skipped, parameters and optimizer unchanged: ") and cause in line
+    assert line.startswith(f"step 3 skipped, parameters and optimizer unchanged: {CAUSES[how]}")
+    assert f" on rank {place} is the first" in line
     before, after, later = (tensors(tmp_path / f"iter_000000{step}") for step in (2, 3, 4))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not all(torch.equal(later[name], tensor) for name, tensor in before.items())
@@ -231,33 +244,6 @@ def test_every_layout_skips_alike(flags: Flags, tmp_path: Path) -> None:
     for others in rows[1:]:
         assert others[1:3] == [None, None]
         assert others[3:] == pytest.approx(rows[0][3:], rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["output", "gradient"])
-@pytest.mark.parametrize(
-    ("settings", "ranks", "place"),
-    [
-        ({"tensor_model_parallel_size": 2, "zero_stage": 1}, 2, 1),
-        ({"pipeline_model_parallel_size": 2, "zero_stage": 0}, 2, 1),
-        ({"pipeline_model_parallel_size": 2, "zero_stage": 1}, 2, 1),
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 0}, 4, 2),
-    ],
-    ids=["tensor", "pipeline-zero0", "pipeline-zero1", "both"],
-)
-def test_model_parallel_ranks_skip_together_and_name_the_module(
-    how: str, settings: dict[str, Any], ranks: int, place: int, flags: Flags, tmp_path: Path
-) -> None:
-    """By its name in the whole model, on the rank where it arose, which every rank then hears of."""
-    arguments = flags(save=tmp_path, save_interval=1, train_iters=4, **settings)
-    said = start_ranks(arguments, ranks, before=poisoned((3,), how, rank=place)).check().stdout[0]
-    (line,) = skips(said)
-    wanted = "output of layers.1.feed_forward" if how == "output" else "gradient of the output of layers.1.feed_forward"
-    assert f"unchanged: {wanted}" in line and f" on rank {place} is the first" in line
-    before, after, later = (tensors(tmp_path / f"iter_000000{step}") for step in (2, 3, 4))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert not all(torch.equal(later[name], tensor) for name, tensor in before.items())
-    assert [read_state(tmp_path / f"iter_000000{step}")["optimizer_step"] for step in (2, 3, 4)] == [2, 2, 3]
 
 
 def test_a_passing_fault_is_mended_by_the_second_try(flags: Flags, tmp_path: Path) -> None:
@@ -282,37 +268,24 @@ SUPERVISOR = SCRIPT.parent / "examples" / "run_forever.sh"
 
 def supervise(folder: Path, commands: str, *more: str, **variables: str) -> subprocess.Popen[str]:
     """`run_forever.sh` around a stand-in for training: `commands` of the shell, with $D the folder."""
-    words = [
-        "bash",
-        str(SUPERVISOR),
-        "bash",
-        "-c",
-        commands,
-        "run",
-        "--save",
-        str(folder),
-        "--load",
-        str(folder),
-        *more,
-    ]
+    words = [*("bash", str(SUPERVISOR), "bash", "-c", commands, "run"), *("--save", str(folder), "--load", str(folder))]
     surroundings = environment() | {"D": str(folder), "BACKOFF": "0", **variables}
-    return subprocess.Popen(words, env=surroundings, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*words, *more], env=surroundings, stderr=subprocess.PIPE, text=True)
+
+
+STARTS = "echo >> $D/starts"
 
 
 @pytest.mark.parametrize(
     ("commands", "code", "starts"),
     [
-        ("echo >> $D/starts; test $(wc -l < $D/starts) -ge 4 && echo 0 > $D/exit_code", 0, 4),
-        ("echo >> $D/starts; test $(wc -l < $D/starts) -lt 3 || echo 0 > $D/exit_code", 0, 3),
-        ("echo >> $D/starts; exit 75", 75, 1),
-        ("echo >> $D/starts; exit 2", 2, 1),
-        ("echo >> $D/starts; exit 1", 1, 5),
-        ("echo >> $D/starts; echo 75 > $D/exit_code; exit 1", 75, 1),
-        (
-            "echo >> $D/starts; wc -l < $D/starts > $D/latest; "
-            "test $(wc -l < $D/starts) -ge 9 && echo 0 > $D/exit_code",
-            *(0, 9),
-        ),
+        (f"{STARTS}; test $(wc -l < $D/starts) -ge 4 && echo 0 > $D/exit_code", 0, 4),
+        (f"{STARTS}; test $(wc -l < $D/starts) -lt 3 || echo 0 > $D/exit_code", 0, 3),
+        (f"{STARTS}; exit 75", 75, 1),
+        (f"{STARTS}; exit 2", 2, 1),
+        (f"{STARTS}; exit 1", 1, 5),
+        (f"{STARTS}; echo 75 > $D/exit_code; exit 1", 75, 1),
+        (f"{STARTS}; wc -l < $D/starts > $D/latest; test $(wc -l < $D/starts) -ge 9 && echo 0 > $D/exit_code", 0, 9),
     ],
     ids=["failures", "lost-ssh", "asked", "arguments", "gives-up", "torchrun", "progress"],
 )
@@ -361,14 +334,16 @@ GRAPH_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a run's last checkpoint: weights, moments, notes."""
-    files = sorted(folder.glob("iter_*/*.safetensors"))
-    return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+def assert_same_tensors(folder: Path, reference: Path, name: object) -> None:
+    """All tensors of two runs' last checkpoints are the same bits: weights, moments, notes."""
+    files = (path.glob("iter_*/*.safetensors") for path in (folder, reference))
+    ours, theirs = ({(file.name, key): x for file in of for key, x in load_file(file).items()} for of in files)
+    assert ours.keys() == theirs.keys() and len(ours) > 50, name
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
 
 
 @pytest.mark.slow
-def test_steps_with_graphs_are_those_without(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_steps_with_graphs_are_those_without(flags: Flags, tmp_path: Path) -> None:
     lines = []
     for name, layout in GRAPH_LAYOUTS.items():
         for graphs in ("off", "on"):
@@ -380,16 +355,13 @@ def test_steps_with_graphs_are_those_without(flags: Callable[..., list[str]], tm
     ):
         assert with_graphs == without, name
         assert used_without == [] and len(used) == 1 and min(used[0]) >= 1, (name, used)
-        expected, found = (stored(tmp_path / name / graphs) for graphs in ("off", "on"))
-        assert expected.keys() == found.keys() and len(found) > 50, name
-        assert all(torch.equal(expected[key], found[key]) for key in expected), name
+        assert_same_tensors(tmp_path / name / "on", tmp_path / name / "off", name)
 
 
 HOST = socket.gethostname()
 
 REPLAYED: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": 4}
 ELECTRA = {"objective": "electra", "generator_size": 0.5}
-PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 16}
 LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 0, "global_batch_size": 24},
     {"zero_stage": 0, "optimizer": "muon", "checkpoint_activations": True, "packing": True},
@@ -397,10 +369,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 1, "bf16": True, "global_batch_size": 16},
     {"zero_stage": 2},
     {"zero_stage": 2, "offload_optimizer": "cpu"},
-    {"tensor_model_parallel_size": 2},
-    {"tensor_model_parallel_size": 2, "sequence_parallel": True} | ELECTRA,
-    PIPELINE | {"zero_stage": 1, "bf16": True},
-    PIPELINE | {"zero_stage": 0, "checkpoint_activations": True} | ELECTRA,
+    TENSOR,
+    TENSOR | {"sequence_parallel": True} | ELECTRA,
+    PIPELINE | {"zero_stage": 1, "bf16": True, "global_batch_size": 16},
+    PIPELINE | {"zero_stage": 0, "checkpoint_activations": True, "global_batch_size": 16} | ELECTRA,
     ELECTRA,
     {"zero_stage": 3, "global_batch_size": 16},
 ]
@@ -417,8 +389,7 @@ def assert_replays_change_nothing(ranks: int, layouts: list[dict[str, Any]], fla
     runs = train_runs(ranks, command_lines)
     for number, layout in enumerate(layouts):
         assert runs[2 * number] == runs[2 * number + 1], layout
-        off, on = (stored(folder / f"{number}" / interval) for interval in ("None", "1"))
-        assert off.keys() == on.keys() and all(torch.equal(off[name], on[name]) for name in off), layout
+        assert_same_tensors(folder / f"{number}" / "1", folder / f"{number}" / "None", layout)
 
 
 def test_replays_on_one_rank_change_nothing(flags: Flags, tmp_path: Path) -> None:
@@ -439,8 +410,7 @@ def test_replays_by_graphs_change_nothing(flags: Flags, tmp_path: Path) -> None:
     ]
     ((off, _), (on, used)) = run_ranks(1, train_emulated, command_lines, OF_GROUPS)[0]
     assert on == off and len(used) == 1 and min(used[0]) >= 1
-    before, after = stored(tmp_path / "None"), stored(tmp_path / "1")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(tmp_path / "1", tmp_path / "None", "replays by graphs")
 
 
 FAULTS: dict[str, tuple[dict[str, Any], Fault]] = {
@@ -451,8 +421,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault]] = {
     "in the replay": ({"zero_stage": 2}, Fault("activation", 1, number=1)),
     "offloaded": ({"zero_stage": 1, "offload_optimizer": "cpu"}, Fault("gradient", 1)),
     "offloaded, bf16": ({"bf16": True, "zero_stage": 2, "offload_optimizer": "cpu"}, Fault("gradient", 1)),
-    "first part": (PIPELINE | {"zero_stage": 0}, Fault("gradient", 0)),
-    "first part, bf16": (PIPELINE | {"bf16": True}, Fault("activation", 0)),
+    "first part": (PIPELINE | {"zero_stage": 0, "global_batch_size": 16}, Fault("gradient", 0)),
+    "first part, bf16": (PIPELINE | {"bf16": True, "global_batch_size": 16}, Fault("activation", 0)),
     "ZeRO 3": ({"zero_stage": 3, "hidden_size": 36}, Fault("gradient", 1)),
     "ZeRO 3, offloaded": ({"zero_stage": 3, "offload_optimizer": "cpu"}, Fault("activation", 1)),
 }
@@ -489,7 +459,7 @@ def test_tensor_parallel_ranks_that_share_a_fault_are_all_named(flags: Flags) ->
 @pytest.mark.slow
 def test_a_flipped_weight_ends_the_run(flags: Flags) -> None:
     """It stays between steps, so both passes agree; the rank beside it holds the same weight."""
-    layouts: list[dict[str, Any]] = [{"zero_stage": 0}, {"bf16": True}, {"tensor_model_parallel_size": 2}]
+    layouts: list[dict[str, Any]] = [{"zero_stage": 0}, {"bf16": True}, TENSOR]
     runs = [(flags(**layout, replay_interval=2), Fault("embeddings.norm.weight", 1)) for layout in layouts]
     for layout, ranks in zip(layouts, runs_with_faults(2, runs), strict=True):
         for seen in ranks:

@@ -30,6 +30,7 @@ from megatron_ddrp.parallel import rendezvous
 from megatron_ddrp.parallel.rendezvous import listen
 from megatron_ddrp.run import run_folder
 from megatron_ddrp.run.metrics import read_rows
+from tests.integration.conftest import Flags
 from tests.integration.hosts import INTERFACE, Host, ip, missing
 from tests.integration.launch import (
     SCRIPT,
@@ -43,9 +44,6 @@ from tests.integration.launch import (
     start_ranks,
     training_rows,
 )
-
-Flags = Callable[..., list[str]]
-
 
 SECONDS = 12
 """Time that ranks get to meet, where nothing but waiting can show that one will not come."""

@@ -5,7 +5,6 @@ Nothing in a checkpoint is unpickled or lost.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,34 +27,27 @@ from megatron_ddrp.config import load_config
 from megatron_ddrp.model import build_model
 from megatron_ddrp.run.run_folder import sole_writer
 from tests.endurance.kills import kill_and_compare
+from tests.integration.conftest import Flags
 from tests.integration.launch import start_ranks, training_rows
 from tests.integration.training_runs import Rows, largest_differences, train_runs
 
-Flags = Callable[..., list[str]]
-
-
 SAVED, STEPS = 2, 5
 
+TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank (ZeRO 0, fp32)": (1, {"zero_stage": 0}),
     "2 ranks (ZeRO 3, fp32)": (2, {"zero_stage": 3}),
-    "2 ranks (TP 2, ZeRO 2, fp32)": (2, {"tensor_model_parallel_size": 2, "zero_stage": 2}),
-    "2 ranks (PP 2, ZeRO 1, fp32)": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1}),
-    "4 ranks (TP 2, PP 2, ZeRO 0, fp32)": (
-        4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 0},
-    ),
+    "2 ranks (TP 2, ZeRO 2, fp32)": (2, {**TENSOR, "zero_stage": 2}),
+    "2 ranks (PP 2, ZeRO 1, fp32)": (2, {**PIPELINE, "zero_stage": 1}),
+    "4 ranks (TP 2, PP 2, ZeRO 0, fp32)": (4, {**TENSOR, **PIPELINE, "zero_stage": 0}),
 }
 MODELS = {"ddrp": {"position_encoding": "ddrp"}, "deberta": {"position_encoding": "deberta", "micro_batch_size": 2}}
 """One whose tables all heads share, and one that tensor parallelism cuts by heads."""
 PRECISE: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank (ZeRO 3, bf16)": (1, {"zero_stage": 3, "bf16": True}),
-    "2 ranks (TP 2, ZeRO 1, bf16)": (2, {"tensor_model_parallel_size": 2, "zero_stage": 1, "bf16": True}),
-    "2 ranks (PP 2, ZeRO 1, bf16)": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1, "bf16": True}),
-    "4 ranks (TP 2, PP 2, ZeRO 0, bf16)": (
-        4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 0, "bf16": True},
-    ),
+    "2 ranks (TP 2, ZeRO 1, bf16)": (2, {**TENSOR, "zero_stage": 1, "bf16": True}),
+    "2 ranks (PP 2, ZeRO 1, bf16)": (2, {**PIPELINE, "zero_stage": 1, "bf16": True}),
+    "4 ranks (TP 2, PP 2, ZeRO 0, bf16)": (4, {**TENSOR, **PIPELINE, "zero_stage": 0, "bf16": True}),
 }
 """Layouts that keep fp32 weights beside those they compute with."""
 
@@ -123,7 +115,6 @@ def test_every_layout_saves_the_bits_that_it_loaded(saved: Path, flags: Flags, t
         assert count == SAVED and any(tensor.abs().max() > 0 for tensor in before.values())
         for name, folder in folders.items():
             path = newest(folder)
-            assert path
             after = tensors(path)
             assert after.keys() == before.keys()
             unequal = [key for key, tensor in before.items() if not torch.equal(after[key], tensor)]
@@ -134,9 +125,9 @@ def test_every_layout_saves_the_bits_that_it_loaded(saved: Path, flags: Flags, t
 CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank (ZeRO 3, fp32)": (1, {"zero_stage": 3}),
     "2 ranks (ZeRO 1, fp32)": (2, {"zero_stage": 1}),
-    "2 ranks (TP 2, ZeRO 1, fp32)": (2, {"zero_stage": 1, "tensor_model_parallel_size": 2}),
+    "2 ranks (TP 2, ZeRO 1, fp32)": (2, {**TENSOR, "zero_stage": 1}),
     "2 ranks (ZeRO 2, fp32)": (2, {"zero_stage": 2}),
-    "2 ranks (PP 2, ZeRO 0, fp32)": (2, {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
+    "2 ranks (PP 2, ZeRO 0, fp32)": (2, {**PIPELINE, "zero_stage": 0}),
     "2 ranks (ZeRO 3, fp32)": (2, {"zero_stage": 3}),
     "1 rank (ZeRO 0, fp32)": (1, {"zero_stage": 0}),
 }
@@ -160,7 +151,6 @@ def test_one_run_passes_through_many_layouts(flags: Flags, tmp_path: Path) -> No
 
 def tensors(path: Path | None) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds."""
-    assert path
     kinds = [StoredTensors(path, kind) for kind in ("weights", "optimizer")]
     return {name: stored[name].clone() for stored in kinds for name in stored.names}
 
@@ -198,7 +188,6 @@ def test_weights_and_moments_pass_between_precisions_unrounded(
 def test_a_checkpoint_is_numbers_and_json(flags: Flags, tmp_path: Path) -> None:
     start_ranks(flags(save=tmp_path, train_iters=2)).check()
     path = newest(tmp_path)
-    assert path
     names = {file.name for file in path.iterdir()}
     assert names == {"state.json", "weights-00-of-01.safetensors", "optimizer-00-of-01.safetensors"}
     state = read_state(path)
@@ -218,13 +207,6 @@ def change_a_byte(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.fixture(scope="module")
-def three_checkpoints(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("three")
-    start_ranks(flags(save=folder, train_iters=6, save_interval=2)).check()
-    return folder
-
-
 @pytest.mark.parametrize(
     ("damage", "file", "reason"),
     [
@@ -236,31 +218,17 @@ def three_checkpoints(flags: Flags, tmp_path_factory: pytest.TempPathFactory) ->
     ids=["truncated", "changed", "missing", "state"],
 )
 def test_a_damaged_checkpoint_is_passed_over(
-    damage: Callable[[Path], None], file: str, reason: str, three_checkpoints: Path, flags: Flags, tmp_path: Path
+    damage: Callable[[Path], None], file: str, reason: str, run: Path, flags: Flags
 ) -> None:
-    folder = Path(shutil.copytree(three_checkpoints, tmp_path / "run"))
-    rows, wanted = training_rows(folder), tensors(newest(folder))
-    damage(folder / "iter_0000006" / file)
-    said = start_ranks(flags(save=folder, load=folder, train_iters=6, save_interval=2)).check().stdout[0]
+    rows, wanted = training_rows(run), tensors(newest(run))
+    damage(run / "iter_0000003" / file)
+    said = start_ranks(flags(save=run, load=run, train_iters=3)).check().stdout[0]
     (line,) = [line for line in said.splitlines() if line.startswith("skipped")]
-    assert "iter_0000006" in line and reason in line and file in line
-    assert f"resumed from {folder} at step 4" in said
-    assert training_rows(folder) == rows
-    again = tensors(newest(folder))
+    assert "iter_0000003" in line and reason in line and file in line
+    assert f"resumed from {run} at step 2" in said
+    assert training_rows(run) == rows
+    again = tensors(newest(run))
     assert all(torch.equal(again[name], tensor) for name, tensor in wanted.items())
-
-
-def test_without_latest_the_newest_whole_checkpoint_counts(three_checkpoints: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(three_checkpoints, tmp_path / "run"))
-    (folder / "latest").unlink()
-    assert newest(folder) == folder / "iter_0000006"
-    truncate(folder / "iter_0000006" / "weights-00-of-01.safetensors")
-    assert newest(folder) == folder / "iter_0000004"
-
-
-def test_milestones_stay(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(save=tmp_path, train_iters=7, save_interval=1, keep_last=2, milestone_interval=3)).check()
-    assert [int(path.name[5:]) for path in sorted(tmp_path.glob("iter_*"))] == [3, 6, 7]
 
 
 def test_one_run_a_folder(flags: Flags, tmp_path: Path) -> None:
@@ -284,40 +252,22 @@ def test_random_kills_leave_no_trace(flags: Flags, tmp_path: Path) -> None:
     assert seen["kills"] == 2
 
 
-def test_resuming_reads_the_state_it_says(flags: Flags, tmp_path: Path) -> None:
+def test_resuming_reads_the_state_it_says(run: Path, flags: Flags) -> None:
     """The optimizer's count of steps is its own: bias correction depends on it."""
-    start_ranks(flags(save=tmp_path, train_iters=2)).check()
-    path = newest(tmp_path)
-    assert path
-    state = read_state(path)
-    write_state(path, state | {"optimizer_step": 5})
-    start_ranks(flags(save=tmp_path, load=tmp_path, train_iters=3)).check()
-    again = newest(tmp_path)
-    assert again and read_state(again)["optimizer_step"] == 6
+    write_state(newest(run), read_state(newest(run)) | {"optimizer_step": 5})
+    start_ranks(flags(save=run, load=run, train_iters=4)).check()
+    assert read_state(newest(run))["optimizer_step"] == 6
 
 
 RECIPE_STEPS = 6
-RECIPE: dict[str, Any] = {
-    "objective": "mlm",
-    "position_encoding": "rope",
-    "rope_theta": 1000.0,
-    "seq_length_phases": "16:0.5:100",
-    "mask_prob": "0.4:0.2",
-    "optimizer": "muon",
-    "zero_stage": 0,
-    "train_iters": RECIPE_STEPS,
+MUON: dict[str, Any] = {"objective": "mlm", "optimizer": "muon", "zero_stage": 0}
+RECIPE = MUON | {
+    **{"position_encoding": "rope", "rope_theta": 1000.0, "seq_length_phases": "16:0.5:100"},
+    **{"mask_prob": "0.4:0.2", "train_iters": RECIPE_STEPS},
 }
-STABLE: dict[str, Any] = {
-    "optimizer": "muon",
-    "zero_stage": 0,
-    "lr_warmup_iters": 1,
-    "lr_warmup_fraction": None,
-    "objective": "mlm",
-}
-DECAY: dict[str, Any] = {
-    "lr_decay_style": "wsd",
-    "lr_wsd_decay_iters": 3,
-    "lr_wsd_decay_style": "minus_sqrt",
+STABLE = MUON | {"lr_warmup_iters": 1, "lr_warmup_fraction": None}
+DECAY = {
+    **{"lr_decay_style": "wsd", "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "minus_sqrt"},
     "train_iters": SAVED + 3,
 }
 
@@ -347,16 +297,21 @@ def runs(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, dict(zip(commands, train_runs(1, list(commands.values())), strict=True))
 
 
-def test_resumed_across_a_phase_is_the_run_never_stopped(runs: tuple[Path, dict[str, Rows]]) -> None:
+@pytest.mark.parametrize(
+    ("first", "then", "whole", "stop", "same"),
+    [
+        ("first", "rest", "whole", SAVED, SAVED - 1),
+        ("short rows", "longer rows", "whole", RECIPE_STEPS // 2, 1),
+        ("stable", "branch", "planned", SAVED, 1),
+    ],
+    ids=["across a phase", "longer rows after a checkpoint", "a branch off a checkpoint"],
+)
+def test_what_goes_on_is_the_run_planned_so(
+    first: str, then: str, whole: str, stop: int, same: int, runs: tuple[Path, dict[str, Rows]]
+) -> None:
     rows = runs[1]
-    assert rows["first"][: SAVED - 1] == rows["whole"][: SAVED - 1]
-    assert rows["rest"] == rows["whole"][SAVED:]
-
-
-def test_longer_rows_after_a_checkpoint_are_the_phases_planned_so(runs: tuple[Path, dict[str, Rows]]) -> None:
-    rows = runs[1]
-    assert rows["longer rows"] == rows["whole"][RECIPE_STEPS // 2 :]
-    assert rows["short rows"][0] == rows["whole"][0]
+    assert rows[first][:same] == rows[whole][:same]
+    assert rows[then] == rows[whole][stop:]
 
 
 def test_deepspeed_steps_both_optimizers(runs: tuple[Path, dict[str, Rows]]) -> None:
@@ -366,12 +321,6 @@ def test_deepspeed_steps_both_optimizers(runs: tuple[Path, dict[str, Rows]]) -> 
     assert all(stored[name].abs().max() > 0 for name in stored.names if "embedding" in name or "momentum" in name)
 
 
-def test_a_branch_off_a_checkpoint_is_the_run_planned_so(runs: tuple[Path, dict[str, Rows]]) -> None:
-    rows = runs[1]
-    assert rows["branch"] == rows["planned"][SAVED:]
-    assert rows["stable"][0] == rows["planned"][0]
-
-
 def test_accumulated_gradients_take_the_same_steps(runs: tuple[Path, dict[str, Rows]]) -> None:
     found = largest_differences(runs[1]["in one go"], runs[1]["whole"])
     assert max(found.values()) <= 2e-5, found
@@ -379,31 +328,28 @@ def test_accumulated_gradients_take_the_same_steps(runs: tuple[Path, dict[str, R
 
 def test_other_layouts_go_on_alike(runs: tuple[Path, dict[str, Rows]], flags: Flags) -> None:
     folder, rows = runs
-    layouts = ({}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2})
-    for layout, got in zip(
-        layouts, train_runs(2, [flags(**RECIPE, **layout, load=folder / "first") for layout in layouts]), strict=True
-    ):
+    layouts = ({}, TENSOR, PIPELINE)
+    resumed = train_runs(2, [flags(**RECIPE, **layout, load=folder / "first") for layout in layouts])
+    for layout, got in zip(layouts, resumed, strict=True):
         found = largest_differences(got, rows["whole"][SAVED:])
         assert max(found.values()) <= 2e-5, (layout, found)
 
 
 NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5, "zero_stage": 1}
 COURSE = {**NOTES, "train_iters": 10, "global_batch_size": 16, "generator_size": 0.5}
-TENSOR_2 = {"tensor_model_parallel_size": 2, "micro_batch_size": 8}
+TENSOR_2 = TENSOR | {"micro_batch_size": 8}
 NOTES_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
     "tensor 2": (2, TENSOR_2),
     "tensor 2 with sequence": (2, {**TENSOR_2, "sequence_parallel": True, "packing": True}),
-    "pipeline 2": (2, {"pipeline_model_parallel_size": 2}),
+    "pipeline 2": (2, PIPELINE),
     "data 4": (4, {"packing": True}),
-    "tensor 2 x pipeline 2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tensor 2 x pipeline 2": (4, TENSOR | PIPELINE),
 }
 
 
 def dictionary(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    path = newest(folder)
-    assert path is not None
-    return read_notes(path)[1:]
+    return read_notes(newest(folder))[1:]
 
 
 @pytest.fixture(scope="module")
@@ -479,7 +425,7 @@ def test_an_older_electra_goes_on_in_its_own_layout(flags: Flags, tmp_path: Path
     for name, load, changes in (
         ("whole", "older", {}),
         ("part", "older", {"exit_interval": 2}),
-        ("part", "part", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "checkpoint_activations": True}),
+        ("part", "part", TENSOR | {"sequence_parallel": True, "checkpoint_activations": True}),
     ):
         size = changes.get("tensor_model_parallel_size", 1)
         folders = {"load": tmp_path / load, "save": tmp_path / name}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_ddrp.parallel import process_group as agreement
 from megatron_ddrp.parallel.pipeline import HEADER, IN_FLIGHT, MailOfRanks
 from megatron_ddrp.parallel.process_group import gather_objects, place_in_grid
 from tests.integration import training_runs
+from tests.integration.conftest import Flags
 from tests.integration.launch import TIMEOUT
 from tests.integration.training_runs import run_ranks
 
@@ -43,7 +43,7 @@ def _post_and_take(_: list[list[str]], __: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_rank_keeps_no_times_of_past_steps(flags: Callable[..., list[str]]) -> None:
+def test_a_rank_keeps_no_times_of_past_steps(flags: Flags) -> None:
     run = flags(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=2, global_batch_size=4, train_iters=5)
     assert run_ranks(2, _times_kept, [run], TIMEOUT) == [0, 0]
 

@@ -20,16 +20,15 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, newest, read_state, write_state
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.run import loop
 from megatron_ddrp.run.metrics import stored_gap
 from tests.conftest import TinyCorpus
+from tests.datasets import wordpiece_job
+from tests.integration.conftest import Flags
 from tests.integration.launch import Hold, Result, armed, lines, read_rows, run_program, start_ranks, training_rows
 from tests.integration.test_bad_input import assert_refused, contents
-
-Flags = Callable[..., list[str]]
-
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 STEPS = 6
@@ -65,15 +64,17 @@ def undisturbed(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_stopped_and_restarted(zero_stage: int, flags: Flags, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero_stage", "ranks"), [(0, 1), (1, 1), (2, 1), (3, 1), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
+def test_stopped_and_restarted(zero_stage: int, ranks: int, flags: Flags, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_ranks(arguments(flags, whole, zero_stage=zero_stage)).check()
+    start_ranks(arguments(flags, whole, zero_stage=zero_stage), ranks).check()
     command = arguments(flags, parts, zero_stage=zero_stage, exit_interval=STEPS // 2)
-    first = start_ranks(command).check()
+    first = start_ranks(command, ranks).check()
     assert "holds no checkpoint: starting afresh" in first.stdout[0]
     assert [row["iteration"] for row in training_rows(parts)] == list(range(1, STEPS // 2 + 1))
-    second = start_ranks(command).check()
+    second = start_ranks(command, ranks).check()
     assert f"resumed from {parts} at step {STEPS // 2}" in second.stdout[0]
     assert_same_run(parts, whole)
 
@@ -109,15 +110,6 @@ def test_stopped_between_two_logged_steps(flags: Flags, tmp_path: Path) -> None:
         start_ranks(arguments(flags, parts, **every, exit_interval=15)).check()
     assert [row["iteration"] for row in training_rows(parts)] == [1, 10, 20]
     assert training_rows(parts) == training_rows(whole)
-
-
-@pytest.mark.slow
-def test_stopped_and_restarted_on_two_ranks(flags: Flags, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_ranks(arguments(flags, whole), world_size=2).check()
-    for _ in range(2):
-        start_ranks(arguments(flags, parts, exit_interval=STEPS // 2), world_size=2).check()
-    assert_same_run(parts, whole)
 
 
 def test_dropout_is_on_in_every_step(undisturbed: Path, flags: Flags, tmp_path: Path) -> None:
@@ -162,29 +154,21 @@ def test_killed_at_each_point_of_a_save(undisturbed: Path, flags: Flags, tmp_pat
     assert not list(killed.glob("*.tmp")), "leftovers of the killed run stay for ever"
 
 
-def test_a_finished_run_started_again_changes_nothing(flags: Flags, tmp_path: Path) -> None:
-    command = arguments(flags, tmp_path)
+def test_a_finished_run_started_again_changes_nothing_and_goes_on_under_more_steps(run: Path, flags: Flags) -> None:
+    command = flags(save=run, load=run, train_iters=3)
+    rows, state = read_rows(run), read_state(checkpoint_of(run))
     start_ranks(command).check()
-    rows, state = read_rows(tmp_path), read_state(checkpoint_of(tmp_path))
-    start_ranks(command).check()
-    assert read_rows(tmp_path) == rows
-    assert read_state(checkpoint_of(tmp_path)) == state
+    assert read_rows(run) == rows and read_state(checkpoint_of(run)) == state
+    start_ranks([*command, "--train-iters", 5]).check()
+    assert [row["iteration"] for row in training_rows(run)] == [1, 2, 3, 4, 5]
+    assert read_state(checkpoint_of(run))["consumed_samples"] == 5 * 8
 
 
-def test_a_finished_run_goes_on_under_more_steps(flags: Flags, tmp_path: Path) -> None:
-    start_ranks(arguments(flags, tmp_path, train_iters=3)).check()
-    start_ranks(arguments(flags, tmp_path, train_iters=5)).check()
-    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
-    assert read_state(checkpoint_of(tmp_path))["consumed_samples"] == 5 * 8
-
-
-def test_loading_from_another_folder_leaves_it_alone(flags: Flags, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    start_ranks(arguments(flags, source, train_iters=3)).check()
-    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
-    start_ranks(arguments(flags, target, load=source, train_iters=5)).check()
+def test_loading_from_another_folder_leaves_it_alone(run: Path, flags: Flags, tmp_path: Path) -> None:
+    before, target = contents(run), tmp_path / "target"
+    start_ranks(flags(save=target, load=run, train_iters=5)).check()
     assert [row["iteration"] for row in training_rows(target)] == [4, 5]
-    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    assert contents(run) == before
 
 
 def test_changed_settings_are_told_at_a_resume(flags: Flags, tmp_path: Path) -> None:
@@ -210,8 +194,7 @@ def test_one_interrupt_saves_and_the_same_command_resumes(flags: Flags, tmp_path
     assert ended.exit_codes == [75], ended.stderr
     assert ended.stderr == ["SIGINT: stopping after this step; once more ends at once, without saving\n"]
     assert "stopped at step 3 by SIGINT\n" in ended.stdout[0]
-    path = newest(parts)
-    assert path and path.name == "iter_0000003"
+    assert checkpoint_of(parts).name == "iter_0000003"
     start_ranks(command).check()
     assert training_rows(parts) == training_rows(whole)
 
@@ -281,7 +264,7 @@ def test_two_interrupts_end_at_once(flags: Flags, tmp_path: Path) -> None:
     ended = interrupted(flags(save=tmp_path, save_interval=2), 2)
     assert ended.exit_codes == [130]
     assert ended.stderr[0].splitlines()[1:] == ["pretrain_bert.py: error: interrupted"]
-    assert (newest(tmp_path) or tmp_path).name == "iter_0000002"
+    assert checkpoint_of(tmp_path).name == "iter_0000002"
 
 
 def test_without_a_folder_it_says_that_nothing_is_saved(flags: Flags) -> None:
@@ -290,29 +273,15 @@ def test_without_a_folder_it_says_that_nothing_is_saved(flags: Flags) -> None:
     assert "stopped at step 3 by SIGINT; nothing is saved without --save" in ended.stdout[0]
 
 
-@pytest.fixture(scope="module")
-def three_steps(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of its steps 1, 2 and 3."""
-    folder = tmp_path_factory.mktemp("three")
-    start_ranks(flags(save=folder, train_iters=3, save_interval=1)).check()
-    return folder
-
-
-@pytest.fixture
-def run(three_steps: Path, tmp_path: Path) -> Path:
-    """A copy of that run to damage."""
-    return Path(shutil.copytree(three_steps, tmp_path / "run"))
-
-
 def told(stdout: str) -> list[str]:
     """The notices before the first step."""
     return [line for line in stdout.splitlines() if " latest" in line or "/latest" in line or "skipped" in line]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\n", b"best\n"], ids=["empty", "not-utf8", "unknown"])
-def test_a_damaged_latest_never_begins_afresh(content: bytes, run: Path, flags: Flags) -> None:
-    (run / "latest").write_bytes(content)
+def test_a_damaged_latest_never_begins_afresh(run: Path, flags: Flags) -> None:
+    """tests/unit/test_checkpoint.py knows all that it may hold."""
+    (run / "latest").write_bytes(b"\xff\xfe\n")
     before = contents(run)
     assert_refused(start_ranks(flags(save=run, train_iters=4)), 1, "holds a run already")
     assert contents(run) == before
@@ -412,13 +381,8 @@ def second(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("second")
     lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "second.jsonl").write_text("".join(lines[5::6]), encoding="utf-8")
-    config = PreprocessConfig(
-        input=(str(folder / "second.jsonl"),),
-        output_prefix=str(folder / "second"),
-        tokenizer_type="BertWordPieceLowerCase",
-        vocab_file=str(tiny_corpus.vocab_file),
-    )
-    return str(preprocess(config).prefixes[0])
+    job = wordpiece_job(tiny_corpus.vocab_file, folder / "second", folder / "second.jsonl")
+    return str(preprocess(job).prefixes[0])
 
 
 KINDS = ("valid", "other")

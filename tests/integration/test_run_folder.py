@@ -8,7 +8,6 @@ import gzip
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,18 @@ from megatron_ddrp.checkpoint import load_model, newest, read_state
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
-from megatron_ddrp.errors import FAILURE, UserError
+from megatron_ddrp.errors import FAILURE
 from megatron_ddrp.model.embeddings import document_mask, token_cosine
 from megatron_ddrp.model.stages import Draws
 from tests.conftest import TinyCorpus
-from tests.integration.conftest import TINY
+from tests.datasets import wordpiece_job
+from tests.integration.conftest import TINY, Flags
 from tests.integration.launch import OF_THE_MACHINE, read_rows, start_ranks, training_rows
+from tests.integration.test_bad_input import contents, refuse
 from tests.unit.model.tiny import encode, named_sums
 
-Flags = Callable[..., list[str]]
 COMPILER = "torch._inductor.compile_fx"
 
 
@@ -82,22 +82,17 @@ def test_a_run_leaves_all_that_others_read(tiny_corpus: TinyCorpus, flags: Flags
     assert result.stderr == [""]
 
 
-def test_yaml_is_read_and_flags_win(flags: Flags, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("lr: 3e-4\ntrain-iters: 9\nposition_encoding: absolute\nbf16: true\n", encoding="utf-8")
-    arguments = flags(config=path, save=tmp_path / "run", lr=None, train_iters=2)
-    start_ranks(arguments).check()
-    config = load_config(tmp_path / "run")
-    assert config.optimizer.lr == 3e-4
-    assert config.training.train_iters == 2
-    assert config.model.position_encoding == "absolute"
-    assert config.training.bf16
-    assert len(training_rows(tmp_path / "run")) == 2
-
-
-@pytest.mark.parametrize(("keep_last", "kept"), [(0, [2, 4, 6, 7]), (2, [6, 7])])
-def test_keep_last(keep_last: int, kept: list[int], flags: Flags, tmp_path: Path) -> None:
-    start_ranks(flags(train_iters=7, save_interval=2, keep_last=keep_last, save=tmp_path)).check()
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"save_interval": 2, "keep_last": 0}, [2, 4, 6, 7]),
+        ({"save_interval": 2, "keep_last": 2}, [6, 7]),
+        ({"save_interval": 1, "keep_last": 2, "milestone_interval": 3}, [3, 6, 7]),
+    ],
+    ids=["all", "the last", "milestones"],
+)
+def test_checkpoints_that_are_kept(changes: dict[str, int], kept: list[int], flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(train_iters=7, save=tmp_path, **changes)).check()
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_{number:07d}" for number in kept]
     assert newest(tmp_path) == tmp_path / "iter_0000007"
 
@@ -190,19 +185,6 @@ def test_dry_run_counts_and_touches_nothing(
     assert f"{summary['parameters']:,} parameters ({positions:,} of positions)" in trained
 
 
-@pytest.mark.parametrize(("relative_table", "positions"), [("shared", 4288), ("per-layer", 51456)])
-def test_dry_run_of_the_papers_base_model(relative_table: str, positions: int) -> None:
-    """The defaults, with no data at all; 4,288 = (3 + 64) · 64 is the paper's own count."""
-    result = start_ranks(["--dry-run", "--relative-table", relative_table]).check()
-    summary = json.loads(result.stdout[0].splitlines()[-1])
-    assert summary["position_parameters"] == positions
-    assert summary["tokens_per_step"] == 256 * 512
-
-
-def test_dry_run_refuses_what_a_run_refuses() -> None:
-    assert start_ranks(["--dry-run", "--hidden-size", "100"]).exit_codes == [2]
-
-
 ONE_VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
 
 
@@ -253,12 +235,6 @@ def test_squared_cosines_are_trained_on_but_not_logged(flags, tmp_path: Path) ->
         torch.testing.assert_close(sums["tcd_loss"], token_cosine(hidden, documents, squared=True).sum())
     assert last["token_similarity"] == pytest.approx(similarity / count, rel=1e-5)
     assert abs(similarity - squared) > 0.01 * count
-
-
-def test_one_head_has_no_similarity(flags) -> None:
-    words = flags(log_similarity=True, num_attention_heads=1, objective="mlm")
-    with pytest.raises(UserError, match="f.H. compares heads"):
-        parse_arguments(words)
 
 
 PROFILED = {"objective": "mlm", "train_iters": 6, "eval_interval": 0, "log_interval": 1}
@@ -314,11 +290,6 @@ def test_a_profile_that_cannot_be_written_or_made_is_told_and_the_run_goes_on(fl
     assert "no profile: steps 11 to 12 are not among those of this run, 1 to 6; set --profile-step-start" in done
 
 
-def test_a_profile_needs_a_folder(flags) -> None:
-    with pytest.raises(UserError, match="--profile writes into the --save folder: give --save DIR"):
-        parse_arguments([*flags(**PROFILED), "--profile"])
-
-
 LEARNING_RATE = 1e-4
 
 
@@ -330,14 +301,9 @@ def imported(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
 
     torch.manual_seed(5)
     pieces = len(tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines())
-    config = transformers.BertConfig(
-        vocab_size=pieces,
-        hidden_size=TINY["hidden_size"],
-        num_hidden_layers=TINY["num_layers"],
-        num_attention_heads=TINY["num_attention_heads"],
-        intermediate_size=4 * TINY["hidden_size"],
-        max_position_embeddings=TINY["seq_length"],
-    )
+    sizes = {"num_hidden_layers": TINY["num_layers"], "max_position_embeddings": TINY["seq_length"]}
+    sizes |= {name: TINY[name] for name in ("hidden_size", "num_attention_heads")}
+    config = transformers.BertConfig(vocab_size=pieces, intermediate_size=4 * TINY["hidden_size"], **sizes)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
     shutil.copyfile(tiny_corpus.vocab_file, tmp_path / "hf" / "vocab.txt")
     import_folder(tmp_path / "hf", tmp_path / "start")
@@ -346,16 +312,14 @@ def imported(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_training_goes_on_from_imported_weights(
-    zero_stage: int, imported: Path, flags: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    before = {path: path.read_bytes() for path in imported.rglob("*") if path.is_file()}
+def test_training_goes_on_from_imported_weights(zero_stage: int, imported: Path, flags: Flags, tmp_path: Path) -> None:
+    before = contents(imported)
     settings = {"position_encoding": "absolute", "relative_distance": 64, "zero_stage": zero_stage}
     common = {**settings, "load": imported, "save": tmp_path / "run", "train_iters": 2, "lr": LEARNING_RATE}
     result = start_ranks(flags(**common, weight_decay=0.0), world_size=2).check()
     assert f"weights from {imported / 'iter_0000000'}, optimizer fresh" in result.stdout[0]
     assert [row["iteration"] for row in training_rows(tmp_path / "run")] == [1, 2]
-    assert {path: path.read_bytes() for path in imported.rglob("*") if path.is_file()} == before
+    assert contents(imported) == before
     (start, _, _), (end, _, _) = load_model(imported), load_model(tmp_path / "run")
     moved = {name: (end.get_parameter(name) - weight).abs().max() for name, weight in start.named_parameters()}
     assert max(moved.values()) < 2.5 * LEARNING_RATE, "other weights than the imported ones were trained"
@@ -364,9 +328,7 @@ def test_training_goes_on_from_imported_weights(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_remembers_the_import_that_it_started_from(
-    imported: Path, flags: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_resumed_run_remembers_the_import_that_it_started_from(imported: Path, flags: Flags, tmp_path: Path) -> None:
     common = {"position_encoding": "absolute", "relative_distance": 64, "save": tmp_path / "run", "train_iters": 2}
     start_ranks(flags(**common, load=imported, exit_interval=1)).check()
     start_ranks(flags(**common, load=tmp_path / "run")).check()
@@ -377,26 +339,19 @@ def test_a_resumed_run_remembers_the_import_that_it_started_from(
 
 
 @pytest.mark.slow
-def test_other_flags_than_the_imports_are_named(
-    imported: Path, flags: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    result = start_ranks(flags(load=imported, save=tmp_path / "run"))
-    assert result.exit_codes == [FAILURE] and len(result.stderr[0].splitlines()) == 1
-    assert "--position-encoding is absolute there and ddrp here" in result.stderr[0]
-    assert not (tmp_path / "run").exists()
+def test_other_flags_than_the_imports_are_named(imported: Path, flags: Flags, tmp_path: Path) -> None:
+    refuse(flags, tmp_path, {"load": imported}, FAILURE, "--position-encoding is absolute there and ddrp here")
 
 
 @pytest.mark.slow
 def test_data_of_another_vocabulary_than_the_imports_are_refused(
-    imported: Path, tiny_corpus: TinyCorpus, flags: Callable[..., list[str]], tmp_path: Path
+    imported: Path, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path
 ) -> None:
     pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
     vocabulary = tmp_path / "other.txt"
     vocabulary.write_text("\n".join([*pieces[:-2], pieces[-1], pieces[-2]]) + "\n", encoding="utf-8")
-    texts, kind = (str(tiny_corpus.text_file),), "BertWordPieceLowerCase"
-    data = preprocess(PreprocessConfig(texts, str(tmp_path / "other"), kind, vocab_file=str(vocabulary)))
-    common = {"data_path": data.prefixes[0], "vocab_file": vocabulary, "load": imported, "save": tmp_path / "run"}
-    result = start_ranks(flags(**common, position_encoding="absolute", relative_distance=64, train_iters=1))
-    assert result.exit_codes == [FAILURE] and len(result.stderr[0].splitlines()) == 1
-    assert f"2 of its pieces differ, such as {len(pieces) - 2}, {pieces[-2]!r} there" in result.stderr[0]
-    assert not (tmp_path / "run").exists()
+    data = preprocess(wordpiece_job(vocabulary, tmp_path / "other", tiny_corpus.text_file))
+    changes = {"data_path": data.prefixes[0], "vocab_file": vocabulary, "load": imported}
+    changes |= {"position_encoding": "absolute", "relative_distance": 64}
+    words = f"2 of its pieces differ, such as {len(pieces) - 2}, {pieces[-2]!r} there"
+    refuse(flags, tmp_path, changes, FAILURE, words)

@@ -201,10 +201,13 @@ def test_a_range_holds_the_ends_that_it_names():
 
 def test_pairs_of_concerns_are_refused():
     refused("--fp16 with --zero-stage 0", Config().replace, training={"fp16": True}, parallel={"zero_stage": 0})
+    refused("--profile writes into the --save folder: give --save DIR", Config().replace, logging={"profile": True})
     Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
     # One head has no pair: the mean over pairs would be 0/0.
     one = {"num_attention_heads": 1}
     refused("--num-attention-heads is 1", Config().replace, model=one, objective={"hcd_heads": 0})
+    similarity = {"objective": {"objective": "mlm"}, "logging": {"log_similarity": True}}
+    refused("f.H. compares heads", Config().replace, model=one, **similarity)
     Config().replace(model=one, objective={"hcd_weight": 0.0})
     Config().replace(model=one, objective={"objective": "mlm", "hcd_weight": None})
 

@@ -46,6 +46,13 @@ def test_every_setting_says_what_it_comes_to(capsys):
     assert "layout: 1 rank = 1 tensor x 1 pipeline x 1 data, ZeRO 1, fp32" in text and "2 micro-batches of 4" in text
 
 
+@pytest.mark.parametrize(("relative_table", "positions"), [("shared", 4288), ("per-layer", 51456)])
+def test_the_papers_base_model_is_the_default(capsys, relative_table, positions):
+    """With no data at all; 4,288 = (3 + 64) · 64 is the paper's own count."""
+    facts = run_dry(capsys, f"--relative-table {relative_table}")[1]
+    assert facts["position_parameters"] == positions and facts["tokens_per_step"] == 256 * 512
+
+
 def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypatch):
     assert run_dry(capsys, "")[1]["world_size"] == 1
     monkeypatch.setenv("SLURM_NTASKS", "4")
