@@ -11,8 +11,8 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def refused(words: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> UserError:
-    """Check that a call raises a `UserError` of one line that matches `words`, and return the error."""
-    with pytest.raises(UserError, match=words) as caught:
+    """Check that a call raises a `UserError` of one line that matches `words`, if any, and return the error."""
+    with pytest.raises(UserError, match=words or None) as caught:
         call(*arguments, **named)
     assert "\n" not in str(caught.value)
     return caught.value

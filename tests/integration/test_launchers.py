@@ -28,21 +28,18 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_ddrp import __version__
+from megatron_ddrp import __main__, __version__
 from megatron_ddrp.checkpoint import newest
-from megatron_ddrp.commands import COMMANDS
+from megatron_ddrp.commands import COMMANDS, pretrain
 from megatron_ddrp.commands.functions import as_command
 from megatron_ddrp.commands.pretrain import read_arguments
 from megatron_ddrp.data.points import VARIABLE
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.train import train
-from tests.conftest import TinyCorpus, documents
-from tests.integration.conftest import TINY
+from tests.conftest import Ended, TinyCorpus, documents
+from tests.integration.conftest import TINY, Flags
 from tests.integration.launch import ROOT, SCRIPT, TIMEOUT, Hold, environment, free_port, run_command, start_ranks
 from tests.integration.test_run_folder import COMPLETE, assert_complete
-
-Flags = Callable[..., list[str]]
-
 
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
@@ -137,17 +134,9 @@ def test_mpirun_without_a_place_to_meet_is_refused(flags: Flags) -> None:
     assert "export MASTER_ADDR and MASTER_PORT before it (mpirun passes them on by -x)" in ended.stderr
 
 
-def test_underscores_and_the_launchers_own_flags(flags: Flags, tmp_path: Path) -> None:
-    words = flags(save=tmp_path, train_iters=1)
-    words = ["--" + word[2:].replace("-", "_") if word.startswith("--") else word for word in words]
-    start_ranks([*words, "--local_rank=0", "--deepspeed"]).check()
-    assert (tmp_path / "metrics.jsonl").is_file()
-
-
-def test_help_teaches_by_concern() -> None:
-    ended = run_command([sys.executable, SCRIPT, "--help"])
-    assert ended.returncode == 0
-    assert ended.stderr == ""
+def test_help_teaches_by_concern(run_tool: Callable[..., Ended]) -> None:
+    ended = run_tool(pretrain, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
     concerns = ("Run", "Model", "Objective", "Data", "Training", "Optimizer", "Scale", "Checkpoints", "Logging")
     places = [ended.stdout.index(f"\n{concern}:\n") for concern in concerns]
     assert places == sorted(places)
@@ -214,12 +203,8 @@ def test_the_source_archive_holds_docs_examples_and_tests(package: Package) -> N
     with tarfile.open(package.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = ("README.md", "LICENSE", "Makefile", "docs/data.md", "examples/quickstart.sh", "pretrain_bert.py")
-    assert {
-        *tracked,
-        "tests/integration/test_launchers.py",
-        "tools/preprocess_data.py",
-        "tasks/glue/__main__.py",
-    } <= names
+    others = ("tests/integration/test_launchers.py", "tools/preprocess_data.py", "tasks/glue/__main__.py")
+    assert {*tracked, *others} <= names
     assert not [name for name in names if name.startswith((".venv", ".hypothesis", "quickstart/"))]
 
 
@@ -278,15 +263,12 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ddrp", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    done = start_ranks(words, None, program="megatron_ddrp")
+    assert done.exit_codes == [2] and message in done.stderr[0] and done.stderr[0].count("\n") == 1
 
 
-def test_the_list_of_commands_names_each_with_a_line() -> None:
-    words = [sys.executable, "-m", "megatron_ddrp", "--help"]
-    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+def test_the_list_of_commands_names_each_with_a_line(run_tool: Callable[..., Ended]) -> None:
+    shown = run_tool(__main__, "--help").stdout
     assert all(f"  {name} " in shown and command.summary in shown for name, command in COMMANDS.items())
 
 
