@@ -408,7 +408,7 @@ def _load(path: Path, place: Place) -> Any:
     content = load_values(path, place)
     if content is None and not path.stat().st_size:  # cut off; comments alone are a choice
         raise place.error("empty; write settings, or leave --config out")
-    return content or {}
+    return {} if content is None else content
 
 
 def _is_of_a_run(content: Mapping[str, Any]) -> bool:

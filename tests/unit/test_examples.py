@@ -215,6 +215,9 @@ def test_the_slurm_recipe_follows_the_code_of_the_run(rank, code, as_flag, tmp_p
     assert done.returncode == code and ("scontrol requeue 20007" in done.stdout) == (code == 75)
 
 
+LARGE = ("--micro-batch-size", "256", "--global-batch-size", "4096")
+
+
 @pytest.mark.parametrize(
     ("variables", "words", "queued"),
     [
@@ -223,12 +226,8 @@ def test_the_slurm_recipe_follows_the_code_of_the_run(rank, code, as_flag, tmp_p
         ({"NODES": "3", "DRY_RUN": "1"}, (), ""),
         ({}, ("--micro-batch-size", "32"), ""),
         ({}, ("--no-such-flag",), ""),
-        ({}, ("--micro-batch-size", "256", "--global-batch-size", "4096"), ""),
-        (
-            {"DEVICE_MEMORY": "800"},
-            ("--micro-batch-size", "256", "--global-batch-size", "4096"),
-            "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8",
-        ),
+        ({}, LARGE, ""),
+        ({"DEVICE_MEMORY": "800"}, LARGE, "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8"),
     ],
 )
 def test_the_slurm_recipe_queues_only_what_a_dry_run_accepts(variables, words, queued, tmp_path, capsys):
@@ -294,19 +293,8 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
     trainings = [line for line in commands if " megatron-ddrp pretrain " in line or " megatron_ddrp pretrain " in line]
-    expected = {
-        "backbones": 72,
-        "cpu-hours": 24,
-        "gpu-30min": 42,
-        "measures": 20,
-        "paper": 38,
-        "ladder": 194,
-        "plateau": 103,
-        "fast": 72,
-        "novels": 6,
-        "depth": 33,
-        "recipe-rates": 24,
-    }
+    expected = {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "measures": 20, "paper": 38, "ladder": 194}
+    expected |= {"plateau": 103, "fast": 72, "novels": 6, "depth": 33, "recipe-rates": 24}
     assert len(trainings) == expected[plan.stem]
     assert re.search(rf"^ +{len(trainings)} x run$", done.stdout, re.MULTILINE)
     assert not (tmp_path / "out").exists()
@@ -467,12 +455,8 @@ def test_caches_on_local_disks_and_the_interface_reach_all_machines(name: str, t
     shown, *sent = launch(name, tmp_path, GLOO_SOCKET_IFNAME="eth1", TRITON_CACHE_DIR="/scratch/triton")
     local = f"/tmp/torchinductor_{os.getuid()}"
     assert shown.startswith(f"/scratch/triton {local} /")
-    assert set(sent) == {
-        "GLOO_SOCKET_IFNAME=eth1",
-        "TRITON_CACHE_DIR=/scratch/triton",
-        f"TORCHINDUCTOR_CACHE_DIR={local}",
-        "OMP_NUM_THREADS=4",
-    }
+    caches = {"TRITON_CACHE_DIR=/scratch/triton", f"TORCHINDUCTOR_CACHE_DIR={local}"}
+    assert set(sent) == {"GLOO_SOCKET_IFNAME=eth1", "OMP_NUM_THREADS=4", *caches}
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
