@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.errors import run_command
 from megatron_ddrp.pages import plotting
+from tests.datasets import wordpiece_job
 
 settings.register_profile("untimed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # by default a test fails if a busy machine is slow
@@ -91,8 +92,8 @@ def write_corpus(folder: Path) -> TinyCorpus:
     text_file = folder / "corpus.jsonl"
     text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     vocab_file = write_vocabulary(texts, folder / "vocab.txt")
-    config = PreprocessConfig((str(text_file),), str(folder / "corpus"), "BertWordPieceLowerCase", str(vocab_file))
-    return TinyCorpus(text_file, vocab_file, Path(preprocess(config).prefixes[0]))
+    prefix = preprocess(wordpiece_job(vocab_file, folder / "corpus", text_file)).prefixes[0]
+    return TinyCorpus(text_file, vocab_file, Path(prefix))
 
 
 def coarse_figure(figure: Any, ending: str, render: Callable[..., bytes] = plotting.render) -> bytes:
@@ -130,13 +131,8 @@ def prose_then_code(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFa
     blocks = [block for block in inspect.getsource(argparse).split("\n\n") if len(block.split()) >= 10][:40]
     code = folder / "code.jsonl"
     code.write_text("".join(json.dumps({"text": block}) + "\n" for block in blocks), encoding="utf-8")
-    config = PreprocessConfig(
-        input=(str(tiny_corpus.text_file), str(code)),
-        output_prefix=str(folder / "both"),
-        tokenizer_type="BertWordPieceLowerCase",
-        vocab_file=str(tiny_corpus.vocab_file),
-    )
-    return str(preprocess(config).prefixes[0])
+    job = wordpiece_job(tiny_corpus.vocab_file, folder / "both", tiny_corpus.text_file, code)
+    return str(preprocess(job).prefixes[0])
 
 
 class Ended(NamedTuple):

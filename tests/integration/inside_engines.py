@@ -82,16 +82,19 @@ def error_of_first_step(config: Config) -> float:
     return found[0]
 
 
-def _built(config: Config) -> tuple[Any, BatchLoader, Setup]:
-    """Return the engine of this rank, its samples and the setup."""
+def _opened(config: Config) -> tuple[Config, BatchLoader, Setup]:
+    """Return the configuration with the size of the vocabulary, this rank's samples and the setup."""
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
-    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    return config, corpus.loader("train", ranks.data_rank, ranks.data_size), Setup.of(config, ranks)
+
+
+def _built(config: Config) -> tuple[Any, BatchLoader, Setup]:
+    """Return the engine of this rank, its samples and the setup."""
+    config, loader, setup = _opened(config)
     torch.manual_seed(0)
-    model = build_model(config.model, objective=config.objective)
-    setup = Setup.of(config, ranks)
-    return build_engine(model, setup), loader, setup
+    return build_engine(build_model(config.model, objective=config.objective), setup), loader, setup
 
 
 class Proved(NamedTuple):
@@ -221,10 +224,7 @@ def waits_of_step(config: Config) -> Waits:
     """Return the waits of the step after `WARM_UP_STEPS`."""
     from deepspeed.accelerator import get_accelerator
 
-    ranks = place_in_grid(torch.device("cpu"), config.parallel)
-    corpus = Corpus.open(config)
-    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
-    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    config, loader, setup = _opened(config)
     accelerator, waiting = type(get_accelerator()), Waiting()
     with (
         deepspeed_without_gpu(),
@@ -233,9 +233,7 @@ def waits_of_step(config: Config) -> Waits:
         mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
         mock.patch.object(accelerator, "synchronize", lambda *_: waiting.count("synchronize")),
     ):
-        model = build_model(config.model, objective=config.objective)
-        setup = Setup.of(config, ranks)
-        engine = build.build_engine(model, setup)
+        engine = build.build_engine(build_model(config.model, objective=config.objective), setup)
         engine.optimizer.reduction_stream = Stream(waiting)
         for step in range(1, WARM_UP_STEPS + 1):
             _take(engine, loader, setup, step)
@@ -264,14 +262,10 @@ def held_by(world_size: int, command_lines: list[list[str]]) -> list[list[Held]]
 
 def two_steps(config: Config) -> Held:
     """Train two steps; in the second, the most that is held after any micro-batch's backward pass."""
-    ranks = place_in_grid(torch.device("cpu"), config.parallel)
-    corpus = Corpus.open(config)
-    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
-    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    config, loader, setup = _opened(config)
     gc.collect()
     before = size(all_tensors())
     model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
-    setup = Setup.of(config, ranks)
     engine = build_engine(model, setup)
     del model
     held: Held = {}
@@ -287,8 +281,7 @@ def two_steps(config: Config) -> Held:
     for step in (1, 2):
         if step == 2:
             engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
-        micro_batches = loader.step((step - 1) * config.training.global_batch_size)
-        train_step(engine, training_inputs(micro_batches, setup, step), setup, step)
+        _take(engine, loader, setup, step)
     engine.destroy()
     forget_layout()
     return held

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,16 @@ from torch import Tensor, nn
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import MODEL, OPTIMIZER, StoredTensors, newest
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, ParallelConfig, encoding_class
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
 from megatron_ddrp.parallel.pipeline import own_part
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.tensor_parallel import apply_sequence_parallel, apply_tensor_parallel
+from tests.integration.conftest import Flags
 from tests.integration.inside_engines import errors_by, proofs_by
 from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_run, train_runs
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config
-
-Flags = Callable[..., list[str]]
-
 
 REACH = 3
 
@@ -145,40 +145,49 @@ def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str]
         table = "per-layer" if name == "per-layer" else "shared"
         settings = {"num_attention_heads": 4, "hidden_size": 16, "relative_table": table, "deberta_emd": False}
         config = tiny_config(position_encoding=encoding, **settings | options)
-        for electra in (False, True):
+        for objective in (None, ObjectiveConfig(objective="electra", generator_size=0.5)):
+            build = partial(_build, config, objective)
             for way, (heads, cuts) in WAYS.items():
-                whole, part = (_build(config, electra) for _ in range(2))
-                expected = _gradients(whole, heads)
-                apply_tensor_parallel(part, ranks)
-                if cuts:
-                    part.checkpoint_activations = True
-                    apply_sequence_parallel(part, ranks)
-                ours = _gradients(part, heads)
-                assert ours.keys() == expected.keys()
-                off = max(_difference(n, ours[n], expected[n], config, ranks) for n in expected)
-                names = [n for n in expected if ".position." in n or "layer_position" in n]
-                found[f"{encoding} {name}{' electra' * electra}, {way}"] = (names, off)
+                _, off, names = _differences(build, tiny_batch(), heads, cuts, ranks)
+                names = [name for name in names if ".position." in name or "layer_position" in name]
+                found[f"{encoding} {name}{' electra' * bool(objective)}, {way}"] = (names, off)
     return found
 
 
-def _build(config: ModelConfig, electra: bool) -> Encoder:
+def _build(config: ModelConfig, objective: ObjectiveConfig | None) -> Encoder:
     torch.manual_seed(0)
-    objective = ObjectiveConfig(objective="electra", generator_size=0.5) if electra else None
     return build_model(config, objective=objective).double()
 
 
-def _gradients(model: Encoder, heads: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
-    """Of every trained parameter, by name; every term of the loss has its weight."""
-    batch = tiny_batch()
+def _differences(
+    build: Callable[[], Encoder], batch: Batch, heads: tuple[tuple[int, ...], ...], cuts: bool, ranks: Ranks
+) -> tuple[float, float, list[str]]:
+    """Return the largest differences of a sum and of a gradient to one process's, relative to the norm, and the names
+    of the trained parameters. With `cuts` the sequence is cut and layers are computed again."""
+    whole, part = build(), build()
+    expected_sums, expected = _gradients(whole, batch, heads)
+    apply_tensor_parallel(part, ranks)
+    if cuts:
+        part.checkpoint_activations = True
+        apply_sequence_parallel(part, ranks)
+    sums, ours = _gradients(part, batch, heads)
+    assert ours.keys() == expected.keys()
+    encoding = whole.config.encoding
+    off = max(_distance(ours[n], own_part(n, gradient, encoding, ranks), gradient) for n, gradient in expected.items())
+    return _distance(sums, expected_sums, expected_sums), off, list(expected)
+
+
+def _gradients(model: Encoder, batch: Batch, heads: tuple[tuple[int, ...], ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the sums, and of their weighted total the gradient of every trained parameter by name."""
     draws = some_draws(batch, heads)
     draws = draws._replace(own=model.head.objective.draw_own(batch.map(lambda field: field.numpy()), 1234, 1))
     sums = model(batch, draws).sums
     (sums * torch.linspace(0.7, 1.3, len(sums))).sum().backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    return sums.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
-def _difference(name: str, ours: Tensor, whole: Tensor, config: ModelConfig, ranks: Ranks) -> float:
-    return float((ours - own_part(name, whole, config.encoding, ranks)).norm() / whole.norm().clamp_min(1e-4))
+def _distance(ours: Tensor, expected: Tensor, whole: Tensor) -> float:
+    return float((ours - expected).norm() / whole.norm().clamp_min(1e-4))
 
 
 ZERO_3_OF_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -190,10 +199,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deberta": {"position_encoding": "deberta"},
     "deberta-v2": {"position_encoding": "deberta-v2", "deberta_emd": True},
     "tupe-r": {
-        "position_encoding": "tupe-r",
-        "absolute_embedding": True,
-        "objective": "electra",
-        "generator_size": 0.5,
+        **{"position_encoding": "tupe-r", "absolute_embedding": True},
+        **{"objective": "electra", "generator_size": 0.5},
     },
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
@@ -290,40 +297,19 @@ def _compare_objectives(_words: list[list[str]], _error: Path) -> dict[str, tupl
     found = {}
     for name, encoding in OBJECTIVE_CASES:
         config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
+        build = partial(_build_objective, config, ObjectiveConfig(objective=name, **OBJECTIVES[name]))
+        batch = packed_batch(tiny_batch(lengths=(7, 4, 5)), [[0, 2], [1]])
         for cuts in (False, True):
-            whole, part = (_build_objective(config, name) for _ in range(2))
-            expected_sums, expected = _gradients_of_objective(whole)
-            apply_tensor_parallel(part, ranks)
-            if cuts:
-                part.checkpoint_activations = True
-                apply_sequence_parallel(part, ranks)
-            sums, gradients = _gradients_of_objective(part)
-            assert gradients.keys() == expected.keys()
-            off = max(_distance(gradients[n], own_part(n, g, config.encoding, ranks), g) for n, g in expected.items())
-            found[f"{name} {encoding}{' in parts' * cuts}"] = (_distance(sums, expected_sums, expected_sums), off)
+            sums, off, _ = _differences(build, batch, ((0, 3), (1, 2)), cuts, ranks)
+            found[f"{name} {encoding}{' in parts' * cuts}"] = (sums, off)
     return found
 
 
-def _build_objective(config: ModelConfig, name: str) -> Encoder:
-    torch.manual_seed(0)
-    model = build_model(config, objective=ObjectiveConfig(objective=name, **OBJECTIVES[name])).double()
+def _build_objective(config: ModelConfig, objective: ObjectiveConfig) -> Encoder:
+    model = _build(config, objective)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.2)  # what starts at 0 acts too
     return model
-
-
-def _gradients_of_objective(model: Encoder) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sums of a packed batch, and of their weighted sum the gradient of every parameter by name."""
-    batch = packed_batch(tiny_batch(lengths=(7, 4, 5)), [[0, 2], [1]])
-    draws = some_draws(batch, heads=((0, 3), (1, 2)))
-    draws = draws._replace(own=model.head.objective.draw_own(batch.map(lambda field: field.numpy()), 1234, 1))
-    sums = model(batch, draws).sums
-    (sums * torch.linspace(0.7, 1.3, len(sums))).sum().backward()
-    return sums.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _distance(ours: Tensor, expected: Tensor, whole: Tensor) -> float:
-    return float((ours - expected).norm() / whole.norm().clamp_min(1e-4))
 
 
 OBJECTIVE_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -361,6 +347,7 @@ def test_objectives_in_every_layout_follow_one_process(flags: Flags, tmp_path: P
 
 
 SMALL = {"objective": "mlm", "position_encoding": "absolute", "seq_length": 16, "hidden_size": 16}
+TENSOR = {"tensor_model_parallel_size": 2}
 RUN = SMALL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
 OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 3000}}
 """Settings that reduce as GPUs do: several buckets, two in turn, from hooks of the last backward pass."""
@@ -395,17 +382,9 @@ PROVED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "ZeRO 1, overlapped": ({"zero_stage": 1}, OVERLAPPED, "embeddings.absolute.weight"),
     "ZeRO 2, overlapped": ({"zero_stage": 2}, OVERLAPPED, "embeddings.token.weight"),
     "offloaded": ({"zero_stage": 2, "offload_optimizer": "cpu"}, None, "embeddings.norm.weight"),
-    "tensor": ({"tensor_model_parallel_size": 2}, None, "layers.0.attention.query.weight"),
-    "positions of all heads": (
-        {"tensor_model_parallel_size": 2, "position_encoding": "ddrp"},
-        None,
-        "embeddings.position.direction",
-    ),
-    "sequence": (
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        None,
-        "embeddings.norm.weight",
-    ),
+    "tensor": (TENSOR, None, "layers.0.attention.query.weight"),
+    "positions of all heads": (TENSOR | {"position_encoding": "ddrp"}, None, "embeddings.position.direction"),
+    "sequence": (TENSOR | {"sequence_parallel": True}, None, "embeddings.norm.weight"),
     "tied weights of a pipeline": ({"pipeline_model_parallel_size": 2}, None, "embeddings.token.weight"),
     "electra": ({"objective": "electra"}, None, "generator.embeddings.projection.bias"),
     "in bf16": ({"zero_stage": 1}, IN_BF16, ""),

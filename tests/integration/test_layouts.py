@@ -24,7 +24,7 @@ from megatron_ddrp.config import ENCODINGS, Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import preprocess
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.stages import State
@@ -41,12 +41,11 @@ from megatron_ddrp.parallel.tensor_parallel import (
     split,
 )
 from tests.conftest import TinyCorpus, documents, write_vocabulary
+from tests.datasets import wordpiece_job
+from tests.integration.conftest import Flags
 from tests.integration.launch import read_rows, start_ranks, training_rows
 from tests.integration.training_runs import TIMEOUT, Rows, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
-
-Flags = Callable[..., list[str]]
-
 
 EXACT = ("iteration", "consumed_samples", "consumed_tokens", "lr")
 
@@ -71,12 +70,15 @@ def one_process(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 8, 16])
-def test_micro_batch_size_changes_nothing(
-    micro_batch_size: int, one_process: Path, flags: Flags, tmp_path: Path
+@pytest.mark.parametrize(
+    "changes",
+    [*({"micro_batch_size": size} for size in (1, 2, 8, 16)), {"checkpoint_activations": True}],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_micro_batches_and_recomputing_change_nothing(
+    changes: dict[str, Any], one_process: Path, flags: Flags, tmp_path: Path
 ) -> None:
-    arguments = flags(global_batch_size=16, micro_batch_size=micro_batch_size, zero_stage=0, save=tmp_path)
-    start_ranks(arguments).check()
+    start_ranks(flags(global_batch_size=16, zero_stage=0, save=tmp_path, **changes)).check()
     assert_same_course(training_rows(tmp_path), training_rows(one_process))
 
 
@@ -113,12 +115,6 @@ def test_two_ranks_follow_one_process_for_every_kind_of_model(
     if changes.get("objective") == "mlm":
         assert all("tcd_loss" not in row and "hcd_loss" not in row for row in rows)
     assert_same_course(rows, reference)
-
-
-def test_recomputing_activations_changes_nothing(one_process: Path, flags: Flags, tmp_path: Path) -> None:
-    arguments = flags(global_batch_size=16, zero_stage=0, checkpoint_activations=True, save=tmp_path)
-    start_ranks(arguments).check()
-    assert_same_course(training_rows(tmp_path), training_rows(one_process))
 
 
 def test_another_seed_changes_the_course(one_process: Path, flags: Flags, tmp_path: Path) -> None:
@@ -178,9 +174,8 @@ def whole_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
         known = len(vocab_file.read_text(encoding="utf-8").splitlines())
         stream.writelines(f"[unused{number}]\n" for number in range(WHOLE_VOCABULARY - known))
     (folder / "corpus.txt").write_text("\n\n".join(texts), encoding="utf-8")
-    prefix = str(folder / "corpus")
-    config = PreprocessConfig((str(folder / "corpus.txt"),), prefix, "BertWordPieceLowerCase", str(vocab_file))
-    return {"data_path": Path(preprocess(config).prefixes[0]), "vocab_file": vocab_file}
+    job = wordpiece_job(vocab_file, folder / "corpus", folder / "corpus.txt")
+    return {"data_path": Path(preprocess(job).prefixes[0]), "vocab_file": vocab_file}
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +222,11 @@ def test_dropout_leaves_model_parallel_replicas_equal_and_is_the_same_when_recom
     """`train_runs` compares the bits of all replicas at the end."""
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_encoding": "deberta", "train_iters": 3}
     lines = []
-    for changes in (layout(2), layout(1, 2)):
+    for changes in (layout(2), layout(1, 2), layout(2, sequence_parallel=True)):
         lines += [words(**dropout, **changes), words(**dropout, **changes, checkpoint_activations=True)]
         lines.append(words(**(dropout | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), **changes))
     runs = train_runs(2, lines)
-    for plain, recomputed, without in (runs[:3], runs[3:]):
+    for plain, recomputed, without in (runs[:3], runs[3:6], runs[6:]):
         assert plain == recomputed
         assert plain[0]["lm_loss"] != without[0]["lm_loss"]
 
@@ -244,8 +239,7 @@ def test_the_script_itself(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path
         start_ranks(flags(**settings), world_size=size).check()
     rows, reference = training_rows(tmp_path / "two"), training_rows(tmp_path / "one")
     assert len(rows) == 3
-    for row, expected in zip(rows, reference, strict=True):
-        assert row == {key: pytest.approx(value, rel=1e-5, abs=1e-6) for key, value in expected.items()}
+    assert_same_course(rows, reference)
 
 
 SHARED = {"micro_batch_size": 2, "zero_stage": 0, "sequence_parallel": True}
@@ -305,16 +299,6 @@ def test_a_run_resumes_with_and_without_sequence_parallelism(flags: Flags, tmp_p
 
 
 @pytest.mark.slow
-def test_dropout_leaves_sequence_parallel_replicas_equal_and_is_the_same_when_recomputed(flags: Flags) -> None:
-    dropout = {**TENSOR_2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": 3}
-    lines = [flags(**dropout, position_encoding="deberta", checkpoint_activations=kind) for kind in (False, True)]
-    without = flags(**dropout | {"hidden_dropout": 0.0}, position_encoding="deberta")
-    plain, recomputed, other = train_runs(2, [*lines, without])
-    assert plain == recomputed
-    assert plain[0]["lm_loss"] != other[0]["lm_loss"]
-
-
-@pytest.mark.slow
 def test_what_travels_and_its_gradients() -> None:
     """For rows of several lengths."""
     assert run_ranks(3, _travel, [["6"], ["7"], ["2"]], TIMEOUT) == [3] * 3
@@ -348,13 +332,8 @@ def _travel_in_rows_of(length: int, ranks: Ranks) -> None:
     whole, weight = wholes[0], weights[0]
     check(partial(split, ranks=ranks), whole, own(whole), own(weight), weight)
     check(partial(join, length=length, ranks=ranks), own(whole), whole, weight, own(weight))
-    check(
-        partial(enter, entrance=gathering_entrance(length, ranks)),
-        own(whole),
-        whole,
-        weights[ranks.rank],
-        own(weights.sum(0)),
-    )
+    entering = partial(enter, entrance=gathering_entrance(length, ranks))
+    check(entering, own(whole), whole, weights[ranks.rank], own(weights.sum(0)))
     check(partial(leave, ranks=ranks), wholes[ranks.rank], own(wholes.sum(0)), own(weight), weight)
 
 
