@@ -28,7 +28,6 @@ from tests.integration.launch import ROOT, Hold, Result, armed, fork_jobs, run_c
 from tests.refusals import refused
 from tests.unit.conversion.conftest import WORDS, write_checkpoint
 
-SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
 PIECES = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
 
 
@@ -190,26 +189,6 @@ def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):
     run(command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA"), ranks=2)
     (row,) = rows(folder / "few")
     assert (row["train_examples"], row["steps"]) == (3, 1)
-
-
-OFFICIAL = {"CoLA": 1043, "SST-2": 872, "MRPC": 408, "STS-B": 1500, "RTE": 277}
-
-
-@pytest.mark.slow
-def test_the_official_development_sets_are_scored_whole(folder, tmp_path):
-    if not SHARED.is_file():
-        pytest.skip(f"the official files are not at hand ({SHARED})")
-    import tarfile
-
-    with tarfile.open(SHARED) as archive:
-        archive.extractall(tmp_path, filter="data")
-    words = command(folder, tmp_path / "out", "--seeds", "1", "--epochs", "1", "--max-train-examples", "32")
-    run([*words, "--data-dir", str(tmp_path / "glue"), "--tasks", *OFFICIAL])
-    found = rows(tmp_path / "out")
-    assert {row["task"]: row["dev_examples"] for row in found} == OFFICIAL
-    for row in found:
-        lines = (tmp_path / "out" / row["predictions"]).read_text().splitlines()
-        assert len(lines) == 1 + OFFICIAL[row["task"]]
 
 
 STEPS = 48
