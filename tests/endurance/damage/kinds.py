@@ -240,12 +240,8 @@ VALID_OR_NOT = STRUCTURE | TEXT | {"zeroed block": zero_block}
 """Damage that a reader can tell without knowing what stood there."""
 NEWEST = f"run/iter_{SAVED:07d}"
 RUN_READERS = (
-    "training",
-    "convert --load",
-    "glue --load",
-    "analyze attention-maps",
-    "analyze self-similarity",
-    "analyze notes",
+    *("training", "convert --load", "glue --load", "analyze attention-maps"),
+    *("analyze self-similarity", "analyze notes"),
 )
 KEPT_READERS = (("kept", ("predict", "glue --load, a kept model")), ("kept_bert", ("predict, a BERT",)))
 TEXT_ROWS = VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_type, "key missing": drop_key}

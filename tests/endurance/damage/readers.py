@@ -25,20 +25,9 @@ CLOCK = ("tokens_per_second", "step_time", "peak_memory_gib", "seconds", "crc32"
 """What two equal runs have different: times, memory, and the sum of a row that holds one."""
 DATASET, STEPS, SAVED = "data/corpus_text_document", 6, 4
 RUN = TINY | {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "notes": True,
-    "notes_min_count": 4,
-    "notes_max_count": 30,
-    "train_iters": STEPS,
-    "eval_interval": 2,
-    "eval_iters": 2,
-    "save_interval": 2,
-    "data_path": DATASET,
-    "vocab_file": "vocab.txt",
-    "save": "run",
+    **{"hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    **{"notes": True, "notes_min_count": 4, "notes_max_count": 30, "train_iters": STEPS, "eval_interval": 2},
+    **{"eval_iters": 2, "save_interval": 2, "data_path": DATASET, "vocab_file": "vocab.txt", "save": "run"},
 }
 """Flags of the run whose folder is damaged: dropout, validation and notes, so that every kind of file is there."""
 ONE_TASK = ("--tasks", "CoLA", "--data-dir", "glue_data", "--batch-size", "8", "--lr", "1e-2")
@@ -195,18 +184,11 @@ LIMIT = 120.0
 """Seconds after which a command counts as hanging: a hundred times what the slowest of them takes."""
 
 MORE_PRELOADED = [
-    "transformers",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert",
-    "matplotlib.pyplot",
-    "scipy.stats",
-    "megatron_ddrp.lab.analysis.reports",
-    "megatron_ddrp.conversion.from_huggingface",
-    "megatron_ddrp.conversion.to_huggingface",
-    "megatron_ddrp.data.preprocess.pipeline",
-    "megatron_ddrp.tasks.finetune.figure",
-    "megatron_ddrp.tasks.finetune.workers",
-    "tests.endurance.damage.readers",
+    *("transformers", "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"),
+    *("matplotlib.pyplot", "scipy.stats", "megatron_ddrp.lab.analysis.reports"),
+    *("megatron_ddrp.conversion.from_huggingface", "megatron_ddrp.conversion.to_huggingface"),
+    *("megatron_ddrp.data.preprocess.pipeline", "megatron_ddrp.tasks.finetune.figure"),
+    *("megatron_ddrp.tasks.finetune.workers", "tests.endurance.damage.readers"),
 ]
 CHUNK_BYTES = 1 << 13
 """Size of preprocessing's chunks here, so that a small text has several."""

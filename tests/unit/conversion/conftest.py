@@ -35,13 +35,8 @@ STRANGE = (
 )  # fmt: skip
 """Values that no key of a JSON file has."""
 SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": SEQ_LENGTH,
-    "hidden_dropout_prob": 0.0,
+    **{"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"intermediate_size": 48, "max_position_embeddings": SEQ_LENGTH, "hidden_dropout_prob": 0.0},
 }
 DEBERTA = {
     "relative_attention": True,
@@ -56,12 +51,8 @@ ROOM = 8 << 30
 def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
     """A `--save` folder with one checkpoint of a random tiny model."""
     settings = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "seq_length": SEQ_LENGTH,
-        "relative_distance": 4,
-        "vocab_size": tokenizer.vocab_size,
+        **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": SEQ_LENGTH},
+        **{"relative_distance": 4, "vocab_size": tokenizer.vocab_size},
         **model_settings,
     }
     if encoding_class(settings.get("position_encoding", "ddrp")).relative_distance is None:

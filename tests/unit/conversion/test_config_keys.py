@@ -143,22 +143,11 @@ def test_absent_keys_of_our_exports_mean_the_same_in_their_code_and_here():
 
 
 HEADS = {
-    "classifier_dropout": 0.25,
-    "classifier_pooling": "mean",
-    "initializer_cutoff_factor": 1.5,
-    "sparse_prediction": True,
-    "sparse_pred_ignore_index": -7,
-    "deterministic_flash_attn": True,
-    "summary_type": "mean",
-    "summary_use_proj": False,
-    "summary_proj_to_labels": True,
-    "summary_activation": "tanh",
-    "summary_first_dropout": 0.5,
-    "summary_last_dropout": 0,
-    "pooler_hidden_act": "tanh",
-    "pooler_hidden_size": 32,
-    "pooler_dropout": 0.5,
-    "cls_dropout": 0.25,
+    **{"classifier_dropout": 0.25, "classifier_pooling": "mean", "initializer_cutoff_factor": 1.5},
+    **{"sparse_prediction": True, "sparse_pred_ignore_index": -7, "deterministic_flash_attn": True},
+    **{"summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": True},
+    **{"summary_activation": "tanh", "summary_first_dropout": 0.5, "summary_last_dropout": 0},
+    **{"pooler_hidden_act": "tanh", "pooler_hidden_size": 32, "pooler_dropout": 0.5, "cls_dropout": 0.25},
 }
 """Another value than the default for every key of heads."""
 

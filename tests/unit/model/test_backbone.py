@@ -28,12 +28,8 @@ from tests.unit.model.tiny import (
 )
 
 MODERN = {
-    "position_encoding": "rope",
-    "layernorm_position": "pre",
-    "first_norm": False,
-    "ffn": "geglu",
-    "bias": False,
-    "num_segments": 0,
+    **{"position_encoding": "rope", "layernorm_position": "pre"},
+    **{"first_norm": False, "ffn": "geglu", "bias": False, "num_segments": 0},
 }
 OPTIONS = {
     "geglu": {"ffn": "geglu"},
@@ -194,16 +190,9 @@ def test_initialisation_leaves_no_bias_and_no_shift():
 
 
 SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 10,
-    "max_position_embeddings": 9,
-    "type_vocab_size": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "layer_norm_eps": 1e-7,
+    **{"vocab_size": 128, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3},
+    **{"intermediate_size": 10, "max_position_embeddings": 9, "type_vocab_size": 2},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layer_norm_eps": 1e-7},
 }
 
 

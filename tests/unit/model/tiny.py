@@ -18,16 +18,9 @@ from megatron_ddrp.objectives.contract import sample_keys
 from tests.reference import attention, objectives, positions
 
 TINY = {
-    "num_layers": 2,
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "ffn_hidden_size": 10,
-    "seq_length": 7,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "init_method_std": 0.4,
-    "relative_distance": 4,
-    "vocab_size": 11,
+    **{"num_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "ffn_hidden_size": 10},
+    **{"seq_length": 7, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    **{"init_method_std": 0.4, "relative_distance": 4, "vocab_size": 11},
 }
 
 
@@ -118,15 +111,10 @@ EPS = 1e-12
 def layer_parameters(layer):
     """The parameters of an `EncoderLayer`, those that it has, under the twin's names."""
     modules = {
-        "query": layer.attention.query,
-        "key": layer.attention.key,
-        "value": layer.attention.value,
-        "attention_output": layer.attention.output,
-        "attention_norm": layer.attention_norm,
-        "ffn_in": layer.feed_forward.input,
-        "ffn_gate": layer.feed_forward.gate,
-        "ffn_out": layer.feed_forward.output,
-        "ffn_norm": layer.feed_forward_norm,
+        **{"query": layer.attention.query, "key": layer.attention.key, "value": layer.attention.value},
+        **{"attention_output": layer.attention.output, "attention_norm": layer.attention_norm},
+        **{"ffn_in": layer.feed_forward.input, "ffn_gate": layer.feed_forward.gate},
+        **{"ffn_out": layer.feed_forward.output, "ffn_norm": layer.feed_forward_norm},
     }
     parameters = {
         f"{name}.{part}": getattr(module, part, None) for name, module in modules.items() for part in ("weight", "bias")

@@ -19,16 +19,9 @@ from tools.swap_words import make_task, sentences, swap
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart.sh"
 STAGES = [
-    "collect_documentation.py",
-    "train_tokenizer.py",
-    "preprocess_data.py",
-    "pretrain_bert.py",
-    "convert_checkpoint.py",
-    "swap_words.py",
-    "tasks.finetune",
-    "tasks.finetune",
-    "analyze.py",
-    "training_report.py",
+    *("collect_documentation.py", "train_tokenizer.py", "preprocess_data.py"),
+    *("pretrain_bert.py", "convert_checkpoint.py", "swap_words.py"),
+    *("tasks.finetune", "tasks.finetune", "analyze.py", "training_report.py"),
 ]
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "$CALLS"

@@ -25,12 +25,8 @@ ROWS = [
 ELECTRA = [
     {"iteration": 1, "lm_loss": 9.0, "rtd_loss": 0.7},
     {
-        "iteration": 100,
-        "valid_lm_loss": 6.0,
-        "valid_rtd_loss": 0.3,
-        "valid_rtd_accuracy": 0.91,
-        "valid_rtd_recall": 0.25,
-        "valid_replaced_share": 0.125,
+        **{"iteration": 100, "valid_lm_loss": 6.0, "valid_rtd_loss": 0.3},
+        **{"valid_rtd_accuracy": 0.91, "valid_rtd_recall": 0.25, "valid_replaced_share": 0.125},
     },
 ]
 
@@ -130,12 +126,8 @@ def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
     ]
     assert run_report.training_seconds(rows) == 2.0 + 9 * 1.0
     assert dict(run_report.facts(tmp_path, rows)) == {
-        "steps": "10",
-        "tokens seen, without padding": "1,100",
-        "throughput": "100 tokens per second",
-        "time per step": "1.500 s (median)",
-        "time of all steps": "11s",
-        "peak memory of a rank": "0.75 GiB",
+        **{"steps": "10", "tokens seen, without padding": "1,100", "throughput": "100 tokens per second"},
+        **{"time per step": "1.500 s (median)", "time of all steps": "11s", "peak memory of a rank": "0.75 GiB"},
     }
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 100}
     config = Config().replace(model=sizes | {"relative_distance": 4}, training={"global_batch_size": 32})

@@ -143,13 +143,8 @@ def test_specials_are_never_masked_nor_scored(tokenizer, score):
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
+    **{"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0},
 }
 FAMILIES = {
     "bert": {},
