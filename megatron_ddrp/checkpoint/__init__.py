@@ -6,8 +6,8 @@
     DIR/iter_0001000/
         state.json                          step, counts, sums since the last row of metrics.jsonl, optimizer step,
                                             loss scale, configuration, an imported folder's settings of heads, the
-                                            layout that wrote it, of each file its size and CRC-32, and its own
-                                            CRC-32
+                                            models of a mean, the layout that wrote it, of each file its size and
+                                            CRC-32, and its own CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`;
                                             for Muon's matrices `momentum_buffer/NAME`
@@ -15,14 +15,15 @@
 
 A pipeline writes one pair of files per stage; their union is the model. Nothing in the tensors depends on ranks, ZeRO
 or tensor parallelism, so every layout reads the checkpoints of every other. A checkpoint is written under a temporary
-name and renamed when complete; `latest` is replaced last. An imported checkpoint is iter_0000000 with weights only
-(`WEIGHTS_ONLY`).
+name and renamed when complete; `latest` is replaced last. An imported or merged checkpoint is iter_0000000 with
+weights only (`WEIGHTS_ONLY`).
 """
 
 from megatron_ddrp.checkpoint.folder import (
     BESIDE,
     HEAD_SETTINGS,
     LATEST,
+    MERGED,
     MODEL,
     OPTIMIZER,
     STARTED_FROM,

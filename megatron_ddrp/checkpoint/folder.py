@@ -25,7 +25,9 @@ from megatron_ddrp.foreign import parse_json
 
 STATE = "state.json"
 WEIGHTS_ONLY = "weights_only"
-"""Key of an imported checkpoint: it has no optimizer state, and training starts at iteration 0."""
+"""Key of an imported or merged checkpoint: it has no optimizer state, and training starts at iteration 0."""
+MERGED = "merged"
+"""Key of the models, with their shares, of which a checkpoint is the mean."""
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Fields of fp16's dynamic loss scaler that a checkpoint keeps."""
 STARTED_FROM = "started_from"

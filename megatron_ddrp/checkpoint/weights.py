@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_ddrp.checkpoint.folder import (
     BESIDE,
-    HEAD_SETTINGS,
     MODEL,
     TOKENIZER,
     WEIGHTS,
@@ -45,14 +44,13 @@ from megatron_ddrp.objectives.electra import NoteDictionary
 class StoredTensors:
     """Tensors of a checkpoint by name, read one at a time. Raises `UserError` if a file is damaged."""
 
-    def __init__(self, path: Path, kind: str = MODEL) -> None:
+    def __init__(self, path: Path, kind: str = MODEL, files: Iterable[str] = ()) -> None:
+        """Open the checkpoint's files of a `kind`, or the safetensors `files` of any other folder."""
         from safetensors import safe_open
 
         self.path = path
         self._files: dict[str, Any] = {}
-        for file in read_state(path)["files"]:
-            if kind_of(file) != kind:
-                continue
+        for file in files or [file for file in read_state(path)["files"] if kind_of(file) == kind]:
             with reading(path / file):
                 stored = safe_open(str(path / file), framework="pt")
                 self._files |= dict.fromkeys(stored.keys(), stored)
@@ -120,24 +118,23 @@ def load_weights(model: Any, path: Path) -> None:
         tensor.data.copy_(stored[name])
 
 
-def save_weights(weights: dict[str, Any], path: Path) -> dict[str, Any]:
+def save_weights(weights: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Write named tensors as PATH/model.safetensors; return its size and sum."""
     return write_tensors(path / WEIGHTS, {name: Form.of(tensor) for name, tensor in weights.items()}, weights.items())
 
 
 def save_weights_only(
-    weights: dict[str, Any], config: Config, folder: Path, head_settings: Mapping[str, Any] = MappingProxyType({})
+    weights: Mapping[str, Any], config: Config, folder: Path, facts: Mapping[str, Any] = MappingProxyType({})
 ) -> Path:
-    """Write weights that this project did not train, as iteration 0 of a folder; return the checkpoint's path.
+    """Write weights that no run trained as they are, as iteration 0 of a folder; return the checkpoint's path.
 
-    `head_settings` are those of heads that fine-tuning adds, for exports.
+    `facts` are further keys of its state, such as `HEAD_SETTINGS`.
     """
     path = folder / tag(0)
     path.mkdir()
     counts = {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0}
     files = {WEIGHTS: save_weights(weights, path)}
-    beside = {WEIGHTS_ONLY: True, HEAD_SETTINGS: dict(head_settings)}
-    write_state(path, {**counts, **beside, "files": files, "config": config.to_dict()})
+    write_state(path, {**counts, WEIGHTS_ONLY: True, **facts, "files": files, "config": config.to_dict()})
     return path
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "dataset": Command("megatron_ddrp.commands.dataset", "inspect, verify, merge or shuffle indexed datasets"),
     "plan": Command("megatron_ddrp.commands.plan", "a model, steps and a rate for your text, device and hours"),
     "convert": Command("megatron_ddrp.commands.convert", "convert a checkpoint to a Hugging Face folder, or back"),
+    "merge": Command("megatron_ddrp.commands.merge", "the weighted mean of checkpoints, or of Hugging Face folders"),
     "analyze": Command("megatron_ddrp.lab.analysis.command", "look inside encoders: attention, hidden states, speed"),
     "report": Command("megatron_ddrp.lab.run_report", "write a short report of a run, with its curves"),
     "glue": Command("megatron_ddrp.tasks.glue", "fine-tune encoders on GLUE over a grid and seeds", True),

@@ -170,6 +170,13 @@ def convert(**settings: Any) -> Path:
     return path_of(settings, "output")
 
 
+@takes_flags_of("merge")
+def merge(**settings: Any) -> Path:
+    """Write the weighted mean of checkpoints or of Hugging Face folders; return its folder."""
+    run_command("merge", settings)
+    return path_of(settings, "output")
+
+
 @takes_flags_of("finetune")
 def finetune(**settings: Any) -> Results:
     """Fine-tune encoders on your own tasks."""

@@ -332,6 +332,10 @@ def _setting_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+CHANGEABLE = {"hidden_dropout", "attention_dropout", "attention_backend", "compile"}
+"""Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
+
+
 def changed_model(theirs: Config, ours: Config) -> list[str]:
     """Return the names of the model's settings that were changed and have another effect on trained weights.
 

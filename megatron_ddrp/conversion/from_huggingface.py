@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -302,24 +302,30 @@ def import_folder(
     `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
     is missing or does not fit, or if `output` exists and may not be replaced.
     """
-    refuse = partial(refuse_output, output, overwrite, _is_import, "an untrained import")
+    refuse = partial(refuse_output, output, overwrite, is_untrained, "an untrained import")
     refuse()
     read = read_folder(local_folder(source), None if generator is None else local_folder(generator), tokenizer)
     with whole_folder(output, refuse) as folder:
-        whole = Config(model=read.config, objective=read.objective)
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
-        path = checkpoint.save_weights_only(
-            {name: t.detach() for name, t in tensors.items()}, whole, folder, read.head_settings
-        )
-        save_config(whole, folder)
-        if read.tokenizer:
-            read.tokenizer.save(folder / checkpoint.TOKENIZER)
-        checkpoint.mark_latest(folder, path.name)
+        weights = {name: tensor.detach() for name, tensor in tensors.items()}
+        facts = {checkpoint.HEAD_SETTINGS: read.head_settings}
+        write_untrained(weights, Config(model=read.config, objective=read.objective), folder, read.tokenizer, facts)
     return Import(**vars(read), output=output)
 
 
-def _is_import(folder: Path) -> bool:
-    """Return whether a folder holds an import and nothing from training."""
+def write_untrained(
+    weights: Mapping[str, Any], config: Config, folder: Path, tokenizer: Tokenizer | None, facts: Mapping[str, Any]
+) -> None:
+    """Write a whole folder for `--load` with one checkpoint, of weights only; `facts` are further keys of its state."""
+    path = checkpoint.save_weights_only(weights, config, folder, facts)
+    save_config(config, folder)
+    if tokenizer:
+        tokenizer.save(folder / checkpoint.TOKENIZER)
+    checkpoint.mark_latest(folder, path.name)
+
+
+def is_untrained(folder: Path) -> bool:
+    """Return whether a folder holds an import, or a mean of models, and nothing from training."""
     try:
         newest = checkpoint.newest(folder)
         return newest is not None and bool(checkpoint.read_state(newest).get(checkpoint.WEIGHTS_ONLY))

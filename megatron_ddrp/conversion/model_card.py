@@ -98,6 +98,14 @@ def progress(config: Config, state: dict[str, Any]) -> str:
     return f"The run made {state['iteration']:,} of {config.training.train_iters:,} steps{seen}.{start}"
 
 
+def untrained(state: Mapping[str, Any]) -> str:
+    """Return a sentence about the origin of weights that no run trained as they are; "" for those of a run."""
+    if shares := state.get(checkpoint.MERGED):
+        return f"These weights are the mean of {', '.join(f'{share:.4g} x `{name}`' for name, share in shares)}."
+    imported = state.get(checkpoint.WEIGHTS_ONLY)
+    return "These weights were imported from another folder and not trained since." if imported else ""
+
+
 def losses(run: Path, iteration: int) -> Table | None:
     """Return the last values of training and validation up to a step, as logged in metrics.jsonl."""
     rows = [row for row in read_rows(run, tell=lambda _: None) if row["iteration"] <= iteration]
@@ -227,7 +235,7 @@ def write_card(folder: Path, described: Described, publishing: Publishing) -> No
         data=data_table(datasets),
         unknown_data=[dataset.name for dataset in datasets if dataset.manifest is None],
         tokenizer=described.tokenizer,
-        trained=not state.get(checkpoint.WEIGHTS_ONLY),
+        untrained=untrained(state),
         progress=progress(config, state),
         losses=losses(described.source.resolve().parent, state["iteration"]),
         objective=objective_flags(config.objective),

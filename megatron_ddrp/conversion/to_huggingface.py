@@ -96,7 +96,7 @@ def export_checkpoint(
     model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
     cannot be exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
-    refuse = partial(refuse_output, output, overwrite, _is_hugging_face, "a Hugging Face folder")
+    refuse = partial(refuse_output, output, overwrite, is_hugging_face, "a Hugging Face folder")
     refuse()
     source = checkpoint.choose_checkpoint(load)
     state = checkpoint.read_state(source)
@@ -164,7 +164,8 @@ def _scores(model: Encoder) -> Scores:
     return scores
 
 
-def _is_hugging_face(folder: Path) -> bool:
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether a folder has a config.json of a model of transformers."""
     try:
         return "model_type" in read_object(folder / "config.json")
     except UserError:

@@ -49,7 +49,7 @@ def read_weights(folder: Path, finite: bool = True) -> dict[str, Tensor]:
             + (look_inside(folder) or "save the model as one of them")
         )
     tensors: dict[str, Tensor] = {}
-    for file, promised in (_shards(path) if path.name.endswith(INDEX) else {path: set()}).items():
+    for file, promised in (shards_of(path) if path.name.endswith(INDEX) else {path: set()}).items():
         held = _read_file(file)
         if lacking := promised - held.keys():
             raise UserError(f"{file}: it lacks {min(lacking)}, which {path.name} names there; copy the folder again")
@@ -73,7 +73,7 @@ def _without_shared_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return _without_shared_part({name.partition(".")[2]: tensor for name, tensor in tensors.items()})
 
 
-def _shards(index: Path) -> dict[Path, set[str]]:
+def shards_of(index: Path) -> dict[Path, set[str]]:
     """Return the files that an index names → the names of the weights in each."""
     places = read_object(index).get("weight_map")
     if misfit(places, Mapping[str, str]) or not places:

@@ -30,6 +30,7 @@ from megatron_ddrp.config import (
     changed_settings,
     flag,
 )
+from megatron_ddrp.config.run import CHANGEABLE
 from megatron_ddrp.data.atomic import make_folder
 from megatron_ddrp.data.dataset.indexed_dataset import TokenizerFlags
 from megatron_ddrp.data.points import point
@@ -45,9 +46,6 @@ from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.errors import UserError, refusals_as_user_errors, shared_error
 from megatron_ddrp.parallel.pipeline import gather_whole, local_buffers, local_parameters, own_part, uncut_shape
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
-
-CHANGEABLE = {"hidden_dropout", "attention_dropout", "attention_backend", "compile"}
-"""Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
 
 FREE_PIECE = "[unused"
 """Begin of BERT's pieces that no text gives; a user may give words of their own to them."""

@@ -237,10 +237,11 @@ def evaluate(
             run(engine, inputs, loss, ranks)
             total += loss.sums
     engine.train()
-    sums = sum_over_ranks(total * ranks.reports_losses).tolist()
-    all_counted = sum_over_ranks(torch.from_numpy(counted * ranks.reports_losses).to(ranks.device)).tolist()
+    sums, all_counted = total * ranks.reports_losses, torch.from_numpy(counted * ranks.reports_losses).to(ranks.device)
+    if ranks.world_size > 1:
+        sum_over_ranks(sums), sum_over_ranks(all_counted)
     names = (*objective.sum_names, *objective.counts)
-    losses = losses_of(dict(zip(names, (*sums, *all_counted), strict=True)), objective)
+    losses = losses_of(dict(zip(names, (*sums.tolist(), *all_counted.tolist()), strict=True)), objective)
     prefix = "" if split == "valid" else f"{split}_"
     similarities = {term.name: prefix + term.similarity for term in objective.terms if term.similarity}
     return {similarities.get(name, f"{split}_{name}"): value for name, value in losses.items() if name != "loss"}

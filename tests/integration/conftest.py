@@ -36,7 +36,8 @@ def command_line(flags: dict[str, Any]) -> list[str]:
     for name, value in flags.items():
         if value is None or value is False:
             continue
-        words += ["--" + name.replace("_", "-")] + ([] if value is True else [str(value)])
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        words += ["--" + name.replace("_", "-"), *map(str, values)]
     return words
 
 

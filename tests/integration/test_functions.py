@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sqlite3
 import sys
@@ -24,7 +25,17 @@ import pytest
 import torch
 
 import megatron_ddrp
-from megatron_ddrp import compare, finetune, minimal_pairs, preprocess, pretrain, report, train_tokenizer
+from megatron_ddrp import (
+    compare,
+    convert,
+    finetune,
+    merge,
+    minimal_pairs,
+    preprocess,
+    pretrain,
+    report,
+    train_tokenizer,
+)
 from megatron_ddrp.checkpoint import newest
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
@@ -494,6 +505,35 @@ def test_texts_are_read_when_the_settings_are_known(tiny_corpus: TinyCorpus, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
     pretrain(texts=documents(), **own | {"train_iters": 1})
     assert {"run", "run-texts_text_document.bin"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_merge_prints_the_losses_that_the_run_logged(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A validation is 256 rows: 32 batches of the run, or one of an export, so that their losses are equal."""
+    every = {"eval_interval": 3, "save_interval": 3, "eval_iters": 32, "lr_decay_style": "constant", "split": "3,1,0"}
+    rows = pretrain(**settings | every, save=tmp_path / "run").rows
+    runs = [tmp_path / "run" / name for name in ("iter_0000003", "iter_0000006")]
+    exports = [convert(load=run, output=tmp_path / f"hf{number}") for number, run in enumerate(runs)]
+
+    def printed(load: list[Path], **more: Any) -> list[float]:
+        capsys.readouterr()
+        merge(load=load, output=tmp_path / f"{load[0].name}_mean", data_path=settings["data_path"], **more)
+        return [float(loss) for loss in re.findall(r"validation mlm (\d\.\d{4})", capsys.readouterr().out)]
+
+    losses = printed(runs)
+    assert losses[:2] == [round(row["valid_lm_loss"], 4) for row in rows if "valid_lm_loss" in row]
+    assert losses[1] < losses[2] < losses[0]
+    assert printed(exports, split="3,1,0") == pytest.approx(losses, abs=1.1e-4)
+    again = pretrain(**settings | {"train_iters": 1}, load=tmp_path / "iter_0000003_mean")
+    assert again.rows[0]["lm_loss"] < rows[0]["lm_loss"] and capsys.readouterr().out.count(
+        "mean/iter_0000000, optimizer"
+    )
+    vocab = train_tokenizer(texts=documents(), vocab_size=300, output=tmp_path / "other.txt")
+    (other,) = preprocess(texts=documents(), output_prefix=tmp_path / "other", vocab_file=vocab)
+    with pytest.raises(UserError, match="other_text_document"):
+        merge(load=runs, output=tmp_path / "none", data_path=other)
+    assert not (tmp_path / "none").exists()
 
 
 def test_figures_leave_the_settings_of_matplotlib_as_they_were(

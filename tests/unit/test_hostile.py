@@ -262,6 +262,7 @@ class World(NamedTuple):
             "dataset merge": {"input": corpus.prefix, "output_prefix": at / "out"},
             "dataset shuffle": {"prefix": corpus.prefix, "output_prefix": at / "out"},
             "convert": {"load": at / "run", "output": at / "out"},
+            "merge": {"load": (at / "run", at / "run"), "output": at / "out", "data_path": corpus.prefix},
             "report": {"load": at / "run", "output_dir": at / "out"},
             "glue": sweep | {"data_dir": at / "glue", "tasks": "CoLA"},
             "finetune": sweep | {"train": at / "train.jsonl", "valid": at / "train.jsonl"},

@@ -123,7 +123,7 @@ def write_sums(folder: Path) -> None:
 
     transformers ignores the file of sums.
     """
-    read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
+    read = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".py" and path.name != CARD]
     files = {path.name: file_facts(path) for path in read}
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
