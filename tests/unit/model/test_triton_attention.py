@@ -299,3 +299,35 @@ def test_no_logits_are_stored(encoding, options, monkeypatch):
     monkeypatch.setattr(triton_attention, "launch", lambda *_: None)  # the kernels work on tiles
     assert pairs_of_rows("triton", encoding, **options) == set()
     assert pairs_of_rows("eager", encoding, **options)
+
+
+class Work(TorchDispatchMode):
+    """Collects the names of operations that compute, and of launched kernels, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if not function.is_view and "empty" not in name:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@needs_triton
+def test_a_table_takes_few_operations_beside_the_kernels(monkeypatch):
+    """The forward pass copies its rows once, for the backward pass too."""
+    case, work = make_case([[1] * 32], -4, 3, tables="q", heads=2), Work()
+    monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
+    monkeypatch.setattr(triton_attention, "launch", lambda kernel, *_: work.names.append(kernel.fn.__name__))
+    attending = case.attending()
+    triton_attention.triton_attention(attending)  # it makes what all calls share
+    work.names.clear()
+    with work:
+        context, _ = triton_attention.triton_attention(attending)
+        torch.autograd.grad(context, case.inputs, torch.ones_like(context))
+    forward, backward = " ".join(work.names).split(" ones_like ")
+    assert forward == "index _to_copy bmm forward_kernel"  # the copy: document numbers as int32
+    kernels = "rows_kernel key_gradient_kernel query_gradient_kernel"
+    assert backward == f"bmm {kernels} baddbmm_ bmm sum sum add_ add_ flip"

@@ -142,13 +142,15 @@ def _by_residue(x: Tensor) -> Tensor:
 
 
 @cache
-def _rows_of_cells(center: int, cells: int, own: tuple[int, int], by_key: bool, device: torch.device) -> Tensor:
-    """Return the table row of each cell in rows of P whose place is 0 … 7 modulo 8, int64 `[8, cells]`.
+def _places_of_cells(
+    center: int, cells: int, own: tuple[int, int], num_heads: int, by_key: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the head `[h, 1]` and the table row `[8, 1, cells]`, int64, of each cell in rows of P by place modulo 8.
 
     The offset falls from cell to cell and grows with the place; the key's is j − i. Kept, since CUDA graphs read it.
     """
-    offset = center + torch.arange(8, device=device)[:, None] - torch.arange(cells, device=device)
-    return (-offset if by_key else offset).clamp(*own) - own[0]
+    offset = center + torch.arange(8, device=device)[:, None, None] - torch.arange(cells, device=device)
+    return torch.arange(num_heads, device=device)[:, None], (-offset if by_key else offset).clamp(*own) - own[0]
 
 
 class Offsets:
@@ -171,9 +173,14 @@ class Offsets:
         self.center = _round_up(reach + 7, 8)  # the first eight cells serve offsets from `reach` on
         self.cells = _round_up(self.center + 15 + reach, 8)
 
-    def spread(self, table: Tensor, by_key: bool = False) -> Tensor:
-        """Copy the rows of `[1 | h, n, ..]` to their cells: `[8, 1 | h, cells, ..]`."""
-        return table[:, _rows_of_cells(self.center, self.cells, self.own, by_key, table.device)].transpose(0, 1)
+    def spread(self, table: Tensor, num_heads: int, by_key: bool = False) -> Tensor:
+        """Copy the rows of `[1 | h, n, ..]` to their cells in one launch: `[8, h, cells, ..]`."""
+        places = _places_of_cells(self.center, self.cells, self.own, num_heads, by_key, table.device)
+        return table.expand(num_heads, *table.shape[1:])[places]
+
+    def cells_of(self, table: Tensor | None, like: Tensor, by_key: bool = False) -> Tensor | None:
+        """Return a table's cells `[8·h, cells, d]` in the dtype of `like` `[b, s, h, d]`."""
+        return None if table is None else self.spread(table.to(like.dtype), like.shape[2], by_key).flatten(0, 1)
 
     def collect(self, d_cells: Tensor, like: Tensor, by_key: bool = False) -> Tensor:
         """Return the gradient of `spread`'s table `like`, in fp32: `[8, h, cells, ..]` → `[1 | h, n, ..]`.
@@ -189,22 +196,19 @@ class Offsets:
         over = (0, 1) if len(like) == 1 else (0,)
         both = (own, d_cells[:, :, :: self.cells - 1])
         gradient, ends = (x.sum(over, keepdim=True, dtype=torch.float32)[0] for x in both)
-        gradient[:, 0] += ends[:, 0]
-        gradient[:, -1] += ends[:, 1]
+        gradient[:, 0].add_(ends[:, 0])  # `+=` would copy the sum onto itself
+        gradient[:, -1].add_(ends[:, 1])
         return gradient if by_key else gradient.flip(1)
 
-    def products(self, vectors: Tensor, table: Tensor | None, by_key: bool = False) -> tuple[Tensor | None, ...]:
-        """Return P `[8·h, b·s/8, cells]` and the table's cells `[8·h, cells, d]` for vectors `[b, s, h, d]`."""
-        if table is None:
-            return None, None
-        cells = self.spread(table, by_key).expand(-1, vectors.shape[2], -1, -1).flatten(0, 1)
-        return torch.bmm(_by_residue(vectors), cells.transpose(1, 2)), cells
+    def products(self, vectors: Tensor, cells: Tensor | None) -> Tensor | None:
+        """Return P `[8·h, b·s/8, cells]` for vectors `[b, s, h, d]` and the cells of a table."""
+        return None if cells is None else torch.bmm(_by_residue(vectors), cells.transpose(1, 2))
 
     def offset_bias(self, bias: Tensor | None, scale: float, num_heads: int, by_key: bool = False) -> Tensor | None:
         """Return v/scale `[8, h, cells]` in fp32 for v `[1 | h, n]`: the kernels multiply by the scale."""
         if bias is None:
             return None
-        return self.spread(bias.float() / scale, by_key).expand(-1, num_heads, -1).contiguous()
+        return self.spread(bias.float() / scale, num_heads, by_key)
 
     def empty(self, vectors: Tensor) -> Tensor:
         """Allocate the gradient of P, `[8·h, b·s/8, cells]`, for queries or keys `[b, s, h, d]`."""
@@ -214,10 +218,7 @@ class Offsets:
     def through_table(
         self, d_vectors: Tensor, vectors: Tensor, d_products: Tensor, cells: Tensor, table: Tensor, by_key: bool = False
     ) -> Tensor:
-        """Add P's gradient times the table to `d_vectors`; return the table's gradient.
-
-        `cells` are those of `products`.
-        """
+        """Add P's gradient times the table, whose cells are `cells`, to `d_vectors`; return the table's gradient."""
         _by_residue(d_vectors).baddbmm_(d_products, cells)
         d_cells = torch.bmm(d_products.transpose(1, 2), _by_residue(vectors))
         return self.collect(d_cells.unflatten(0, (8, -1)), table, by_key)
@@ -362,8 +363,11 @@ class Given(NamedTuple):
     key: Tensor
     value: Tensor
     query_table: Tensor | None
-    """T^q `[1 | h, n, d]`, in the dtype of the queries."""
+    """T^q `[1 | h, n, d]`."""
     key_table: Tensor | None
+    query_cells: Tensor | None
+    """Cells of T^q, `[8·h, cells, d]`, in the dtype of the queries."""
+    key_cells: Tensor | None
     bias: Tensor | None
     """B `[1 | b, h, s, s]`."""
     offset_bias: Tensor | None
@@ -377,12 +381,11 @@ class _Problem:
     """Arguments that all kernels share, and the launches of the kernels."""
 
     def __init__(self, plan: KernelPlan, given: Given) -> None:
-        query, key, value, query_table, key_table, bias, offset_bias, self.ids, heads, seed = given
+        query, key, *_, query_cells, key_cells, bias, _, self.ids, heads, _ = given
         self.offsets, self.tiles, self.numbers, self.sizes, self.constants, full = plan
         self.given, self.query = given, query
         self.heads = heads if len(heads) else None
-        self.by_query, self.query_cells = self.offsets.products(query, query_table)
-        self.by_key, self.key_cells = self.offsets.products(key, key_table, by_key=True)
+        self.by_query, self.by_key = self.offsets.products(query, query_cells), self.offsets.products(key, key_cells)
         self.bias = None if bias is None else bias.contiguous()
         self.read_ids = None if full else self.ids
 
@@ -463,11 +466,11 @@ class _Problem:
         d_bias = torch.empty_like(self.bias) if self.bias is not None and wants["bias"] else None
         self._through_logits(context, d_context, lse, (*d_vectors, d_by_query, d_by_key, d_bias), pulls)
         d_query_table = d_key_table = d_offset_bias = None
-        if d_by_query is not None and given.query_table is not None and self.query_cells is not None:
-            of_query = (given.query, d_by_query, self.query_cells, given.query_table)
+        if d_by_query is not None and given.query_table is not None and given.query_cells is not None:
+            of_query = (given.query, d_by_query, given.query_cells, given.query_table)
             d_query_table = offsets.through_table(d_query, *of_query)
-        if d_by_key is not None and given.key_table is not None and self.key_cells is not None:
-            of_key = (given.key, d_by_key, self.key_cells, given.key_table)
+        if d_by_key is not None and given.key_table is not None and given.key_cells is not None:
+            of_key = (given.key, d_by_key, given.key_cells, given.key_table)
             d_key_table = offsets.through_table(d_key, *of_key, by_key=True)
         if d_by_query is not None and given.offset_bias is not None and wants["offset_bias"]:
             d_offset_bias = offsets.through_offset_bias(d_by_query, given.offset_bias, self.numbers[0])
@@ -522,9 +525,12 @@ class _TritonAttention(torch.autograd.Function):
     def forward(ctx, plan: KernelPlan, attending: Attending, seed: Tensor | None, *tensors):  # type: ignore[override]
         query, key, value, query_table, key_table, bias, offset_bias = tensors
         vectors = (_by_token(query), _by_token(key), _by_token(value))
-        query_table, key_table = (None if x is None else x.to(query.dtype) for x in (query_table, key_table))
-        ids = attending.document_ids.int().contiguous()
-        given = Given(*vectors, query_table, key_table, bias, offset_bias, ids, attending.heads, seed)
+        cells = (
+            plan.offsets.cells_of(query_table, vectors[0]),
+            plan.offsets.cells_of(key_table, vectors[1], by_key=True),
+        )
+        rest = (bias, offset_bias, attending.document_ids.int().contiguous(), attending.heads, seed)
+        given = Given(*vectors, query_table, key_table, *cells, *rest)
         problem = _Problem(plan, given)
         context, lse, squares = problem.forward()
         cosine = None

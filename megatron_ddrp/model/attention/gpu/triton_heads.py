@@ -29,14 +29,19 @@ SMALLEST_SQUARE: tl.constexpr = tl.constexpr(1e-24)
 
 
 @triton.jit
-def sum_of_document(by_query, ids, row_ids, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the sum of `by_query` `[S]` over the document of each of BLOCK_M queries."""
+def sum_of_document(by_query, ids, row_ids, S, documents, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the sum of `by_query` `[S]` over the document of each of BLOCK_M queries; nothing reads that of padding.
+
+    Documents of places are compared only if rows hold several.
+    """
     total = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, S, BLOCK_N):
         places = first + tl.arange(0, BLOCK_N)
-        same = row_ids[:, None] == load_ids(ids, places, S)[None, :]
-        theirs = tl.load(by_query + places, mask=places < S, other=0.0)
-        total += tl.sum(tl.where(same, theirs[None, :], 0.0), 1)
+        theirs, their_ids = tl.load(by_query + places, mask=places < S, other=0.0), load_ids(ids, places, S)
+        if documents > 1:
+            total += tl.sum(tl.where(row_ids[:, None] == their_ids[None, :], theirs[None, :], 0.0), 1)
+        else:
+            total += tl.sum(tl.where(their_ids > 0, theirs, 0.0), 0)
     return total
 
 
@@ -102,7 +107,7 @@ def compare_kernel(
     own = tl.zeros((BLOCK_M, COUNT_PAD), tl.float32)  # this query's part of ⟨Â_a, Â_a⟩ = 1
     for a in range(COUNT):
         of_head = squares + (tl.load(heads + a) * B + b) * S
-        square = sum_of_document(of_head, ids, row_ids, S, BLOCK_M, BLOCK_N)
+        square = sum_of_document(of_head, ids, row_ids, S, documents, BLOCK_M, BLOCK_N)
         root = tl.rsqrt(tl.maximum(square, SMALLEST_SQUARE))
         inverses += tl.where(slots == a, root[:, None], 0.0)
         part = root * root * tl.load(of_head + rows, mask=rows < S, other=0.0)
@@ -156,7 +161,7 @@ def pull_kernel(
     for a in range(COUNT):
         of_head = (a * B + b) * S
         root = tl.load(inverse + of_head + rows, mask=rows < S, other=0.0)
-        away = root * sum_of_document(inner + of_head, ids, row_ids, S, BLOCK_M, BLOCK_N)
+        away = root * sum_of_document(inner + of_head, ids, row_ids, S, documents, BLOCK_M, BLOCK_N)
         tl.store(pulls + of_head + rows, weight * root, mask=rows < S)
         tl.store(pulls + COUNT * B * S + of_head + rows, weight * root * away, mask=rows < S)
     cells = (slots * B + b) * S + rows[:, None]
