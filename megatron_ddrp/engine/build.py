@@ -25,6 +25,7 @@ from megatron_ddrp.config.registry import OPTIMIZERS
 from megatron_ddrp.engine.layout import (
     NEVER,
     GradientClipping,
+    GradientSums,
     Setup,
     ZeroClipping,
     build_pipeline,
@@ -226,7 +227,7 @@ def build_engine(model: Encoder, setup: Setup) -> Any:
         )
     check_deepspeed(engine)
     if setup.uses_graphs:
-        model.graphs = ModelGraphs()
+        model.graphs = ModelGraphs(sums=GradientSums.of(engine))
     engine.own_moments, engine.own_clipping = moments, None
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)

@@ -12,7 +12,7 @@ import io
 import os
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -403,6 +403,54 @@ class ZeroClipping:
         optimizer.found_inf = (~norm.isfinite()).float()
         if self.largest > 0:
             torch._foreach_mul_(gradients, 1.0 / ((norm + 1e-6) / self.largest).clamp(min=1.0))
+
+
+class GradientSums:
+    """Sums of the gradients of a step's micro-batches, in the tensors where DeepSpeed keeps them.
+
+    CUDA graphs add the gradients of all micro-batches but a step's last one. Through autograd each gradient would be
+    copied and converted to the type of the sums once more, in a hook per parameter, with the same result to the bit.
+    """
+
+    def __init__(self, engine: Any, attribute: str, dtype: torch.dtype) -> None:
+        """Keep the name of the parameters' attribute that has the sums, and their type."""
+        self.engine, self.attribute, self.dtype = engine, attribute, dtype
+
+    @classmethod
+    def of(cls, engine: Any) -> GradientSums | None:
+        """Return the sums of an engine, or None if it takes each micro-batch's gradients as they come.
+
+        It does so at ZeRO 2, which reduces them, under offload, and where its sums have the type of the weights.
+        """
+        zero = engine.optimizer
+        if engine.zero_optimization_stage() == 0:
+            return cls(engine, "grad", torch.float32)  # that of the weights
+        if getattr(zero, "use_grad_accum_attribute", False) and not zero.cpu_offload:
+            return cls(engine, "grad_accum", zero.gradient_accumulation_dtype)
+        return None
+
+    @property
+    def are_open(self) -> bool:
+        """True for all micro-batches but a step's last one, in whose backward pass DeepSpeed reduces the sums."""
+        return not self.engine.is_gradient_accumulation_boundary()
+
+    def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of some parameters, after the parameters' own hooks; None is a gradient of 0."""
+        sums, added = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            for hook in (parameter._backward_hooks or {}).values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            total = getattr(parameter, self.attribute)
+            if total is None:
+                setattr(parameter, self.attribute, gradient.to(self.dtype, copy=True))
+            else:
+                sums.append(total)
+                added.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, added)
 
 
 def mark_invalid(norm: Tensor, device: object = None, val: float = -1.0) -> None:

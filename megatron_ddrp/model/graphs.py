@@ -6,6 +6,9 @@ run with graphs repeats a run without. Embeddings and head, whose shapes differ 
 
 One pool of memory serves the graphs of all shapes, because a micro-batch ends before the next one begins. Layer i
 writes its output where layer i + 1 reads its input; only the first input and the last gradient are copied.
+
+The weights' gradients of a step's micro-batches go from there into the sums that DeepSpeed steps with (`Sums`), those
+of the last one by autograd, whose hooks DeepSpeed reduces in.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import Config
@@ -91,12 +94,23 @@ def in_fixed_memory(state: State) -> State:
     return State(inputs, hidden, tuple(position), heads, counted, cosine)
 
 
+class Sums(Protocol):
+    """Sums of the gradients of a step's micro-batches (`engine/layout.py`)."""
+
+    @property
+    def are_open(self) -> bool:
+        """True if the gradients of this micro-batch may be added without autograd."""
+
+    def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of some parameters; None is a gradient of 0."""
+
+
 class LayerGraph:
     """The two graphs of one layer, with the fixed memory of its inputs, outputs and gradients."""
 
     def __init__(self, part: LayerGraphs, layer: EncoderLayer, state: State, is_first: bool) -> None:
         """Capture the forward pass on the memory of `state` and of the weights."""
-        self.parameters = tuple(layer.parameters())
+        self.parameters, self.sums = tuple(layer.parameters()), part.sums
         leaves = copies_of_weights(layer)
         self.inputs, self.leaves, self.is_first = state.learned, tuple(leaves.values()), is_first
         self.kept = [part.buffer(name, leaf) for name, leaf in leaves.items()]
@@ -132,7 +146,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph: LayerGraph, *inputs: Tensor):  # type: ignore[override]
         graph.forward.replay()  # it reads the inputs in its own memory
-        ctx.graph = graph
+        ctx.graph, ctx.adds = graph, len(inputs) == len(graph.inputs)
         ctx.set_materialize_grads(False)
         outputs = [x.detach() for x in graph.outputs]
         ctx.mark_non_differentiable(*(x for x, g in zip(outputs, graph.gradients, strict=True) if g is None))
@@ -152,6 +166,9 @@ class _Replay(torch.autograd.Function):
         graph.backward.replay()
         passed, of_parameters = graph.found[: len(graph.inputs)], graph.found[len(graph.inputs) :]
         passed = _copies(passed) if graph.is_first else [None if x is None else x.detach() for x in passed]
+        if ctx.adds:
+            graph.sums.add(graph.parameters, of_parameters)  # type: ignore[union-attr]
+            return None, *passed
         return None, *passed, *_copies(of_parameters)
 
 
@@ -178,16 +195,20 @@ class Captured:
             for mine, given in zip(read(self.state), read(state), strict=True):
                 mine.copy_(given)
         tensors: Sequence[Tensor] = state.learned
+        sums = self.graphs[0].sums
+        adds = sums is not None and sums.are_open and state.hidden.requires_grad  # else no backward pass would run
         for graph in self.graphs:
-            tensors = _Replay.apply(graph, *tensors, *graph.parameters)
+            tensors = _Replay.apply(graph, *tensors, *(() if adds else graph.parameters))
         return state.with_learned(tensors)
 
 
 class LayerGraphs:
     """Graphs of consecutive layers, for the shapes of micro-batches that occur more than once."""
 
-    def __init__(self, layers: Sequence[EncoderLayer], recorder: Recorder, compute_dtype: torch.dtype | None) -> None:
-        self.layers, self.recorder, self.compute_dtype = list(layers), recorder, compute_dtype
+    def __init__(
+        self, layers: Sequence[EncoderLayer], recorder: Recorder, compute_dtype: torch.dtype | None, sums: Sums | None
+    ) -> None:
+        self.layers, self.recorder, self.compute_dtype, self.sums = list(layers), recorder, compute_dtype, sums
         modules = [module for layer in layers for module in layer.modules()]
         self.hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks, m._backward_hooks)]
         self.tensors = [x for layer in layers for x in (*layer.parameters(), *layer.buffers())]
@@ -290,13 +311,14 @@ def refused_in_one_line(graphs: list[LayerGraph]) -> Iterator[None]:
 class ModelGraphs:
     """Graphs of all layers of a model: those on either side of another stage have graphs of their own."""
 
-    def __init__(self, make_recorder: Callable[[], Recorder] = Recorder) -> None:
-        self.make_recorder = make_recorder
+    def __init__(self, make_recorder: Callable[[], Recorder] = Recorder, sums: Sums | None = None) -> None:
+        """Begin without graphs; without `sums` all gradients of the weights leave by autograd."""
+        self.make_recorder, self.sums = make_recorder, sums
         self.parts: dict[EncoderLayer, LayerGraphs] = {}
         """First of some consecutive layers → their graphs."""
 
     def run(self, layers: Sequence[EncoderLayer], state: State, compute_dtype: torch.dtype | None = None) -> State:
         """Run consecutive layers; `compute_dtype` is the `Encoder`'s."""
         if layers[0] not in self.parts:
-            self.parts[layers[0]] = LayerGraphs(layers, self.make_recorder(), compute_dtype)
+            self.parts[layers[0]] = LayerGraphs(layers, self.make_recorder(), compute_dtype, self.sums)
         return self.parts[layers[0]].run(state)

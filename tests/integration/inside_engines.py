@@ -30,7 +30,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.engine import build, nonfinite
+from megatron_ddrp.engine import build, layout, nonfinite
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.proofs import GradientProof
@@ -326,19 +326,27 @@ def held_now(engine: Any) -> Held:
 
 
 def train_emulated(command_lines: list[list[str]], _: Path) -> list[Any]:
-    """Train each `pretrain_bert.py ARGUMENTS`; return the steps' rows and the number of captured shapes."""
+    """Train each `pretrain_bert.py ARGUMENTS`.
+
+    Return the steps' rows, the number of captured shapes, and how often gradients of a layer were added by its graphs.
+    """
     answers: list[Any] = []
     for words in command_lines:
         made: list[graphs.ModelGraphs] = []
 
-        def make(made: list[graphs.ModelGraphs] = made) -> graphs.ModelGraphs:
-            made.append(graphs.ModelGraphs(Emulator))
+        def make(sums: Any, made: list[graphs.ModelGraphs] = made) -> graphs.ModelGraphs:
+            made.append(graphs.ModelGraphs(Emulator, sums))
             return made[-1]
 
         as_on_a_gpu = mock.patch.object(graphs, "why_not_graphs", lambda *_: None)
-        with as_on_a_gpu, mock.patch.object(build, "ModelGraphs", make):
+        add = layout.GradientSums.add
+        with (
+            as_on_a_gpu,
+            mock.patch.object(build, "ModelGraphs", make),
+            mock.patch.object(layout.GradientSums, "add", autospec=True, side_effect=add) as adding,
+        ):
             rows = train_run(parse_arguments(words).config)
-        answers.append([rows, [captured_shapes(each) for each in made]])
+        answers.append([rows, [captured_shapes(each) for each in made], adding.call_count])
     return answers
 
 

@@ -350,12 +350,14 @@ def test_steps_with_graphs_are_those_without(flags: Flags, tmp_path: Path) -> No
             settings = {"micro_batch_size": 2, "save": tmp_path / name / graphs, "cuda_graphs": graphs}
             lines.append(flags(**MODEL | layout | settings))
     (answers,) = run_ranks(1, train_emulated, lines, OF_GROUPS)
-    for name, (without, used_without), (with_graphs, used) in zip(
+    added = {}
+    for name, (without, used_without, _), (with_graphs, used, added[name]) in zip(
         GRAPH_LAYOUTS, answers[::2], answers[1::2], strict=True
     ):
         assert with_graphs == without, name
         assert used_without == [] and len(used) == 1 and min(used[0]) >= 1, (name, used)
         assert_same_tensors(tmp_path / name / "on", tmp_path / name / "off", name)
+    assert [name for name in added if added[name]] == ["bf16, ZeRO 0, Muon", "bf16, ZeRO 1", "fp32, ZeRO 0"]
 
 
 HOST = socket.gethostname()
@@ -404,13 +406,12 @@ def test_replays_change_nothing_in_any_layout(flags: Flags, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_replays_by_graphs_change_nothing(flags: Flags, tmp_path: Path) -> None:
     """The captured micro-batch is computed again by the same graphs."""
-    command_lines = [
-        flags(**MODEL | {"save": tmp_path / f"{interval}", "micro_batch_size": 2, "replay_interval": interval})
-        for interval in (None, 1)
-    ]
-    ((off, _), (on, used)) = run_ranks(1, train_emulated, command_lines, OF_GROUPS)[0]
-    assert on == off and len(used) == 1 and min(used[0]) >= 1
-    assert_same_tensors(tmp_path / "1", tmp_path / "None", "replays by graphs")
+    for bf16 in (False, True):
+        save = {interval: tmp_path / f"{bf16}" / f"{interval}" for interval in (None, 1)}
+        words = [flags(**MODEL, save=save[x], micro_batch_size=2, replay_interval=x, bf16=bf16) for x in save]
+        ((off, _, _), (on, used, added)) = run_ranks(1, train_emulated, words, OF_GROUPS)[0]
+        assert on == off and len(used) == 1 and min(used[0]) >= 1 and bool(added) == bf16
+        assert_same_tensors(save[1], save[None], "replays by graphs")
 
 
 FAULTS: dict[str, tuple[dict[str, Any], Fault]] = {

@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, ObjectiveConfig, TrainingConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.engine.layout import Setup, WeightedLoss
+from megatron_ddrp.engine.layout import GradientSums, Setup, WeightedLoss
 from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.model import fused, graphs
 from megatron_ddrp.model.attention.logits import spread
@@ -87,6 +89,24 @@ def assert_equal_with_graphs(config: Config, rows: list[list[list[int]]], shapes
     for plain, replayed in zip(without, with_graphs, strict=True):
         assert (plain is None) == (replayed is None)
         assert plain is None or torch.equal(plain, replayed)
+
+
+def test_the_gradients_of_all_micro_batches_but_the_last_are_added_without_autograd() -> None:
+    """A hook of a parameter still sees each of them, and what it returns is added."""
+    config = config_of("ddrp")
+    torch.manual_seed(1)
+    model = build_model(config.model, objective=config.objective).train()
+    weight, seen = model.layers[0].attention.query.weight, list[Tensor]()  # type: ignore[union-attr]
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+    engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: weight.grad is not None)
+    sums = GradientSums(engine, "grad", torch.float32)
+    steps = [micro_batch(config, number, FULL) for number in range(6)]
+    with mock.patch.object(sums, "add", wraps=sums.add) as add:
+        answers = [training(model, config, steps, used) for used in (None, ModelGraphs(Emulator, sums))]
+    for plain, replayed in zip(*answers, strict=True):
+        assert (plain is None) == (replayed is None) and (plain is None or torch.equal(plain, replayed))
+    assert all(map(torch.equal, seen[:6], seen[6:])) and len(seen) == 12
+    assert add.call_count == 2 * config.model.num_layers  # in micro-batches 3 and 5; the first has no graphs yet
 
 
 @pytest.mark.parametrize(("objective", "backend"), [("mlm", "eager"), ("mth", "sdpa")])

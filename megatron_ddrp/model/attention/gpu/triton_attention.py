@@ -529,8 +529,8 @@ class _TritonAttention(torch.autograd.Function):
             plan.offsets.cells_of(query_table, vectors[0]),
             plan.offsets.cells_of(key_table, vectors[1], by_key=True),
         )
-        rest = (bias, offset_bias, attending.document_ids.int().contiguous(), attending.heads, seed)
-        given = Given(*vectors, query_table, key_table, *cells, *rest)
+        ids = attending.document_ids.int().contiguous()
+        given = Given(*vectors, query_table, key_table, *cells, bias, offset_bias, ids, attending.heads, seed)
         problem = _Problem(plan, given)
         context, lse, squares = problem.forward()
         cosine = None
