@@ -135,7 +135,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     instruction = next((name for name in ("wgmma", "mma.sync") if name in text), "none")
     two_bytes = len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.b16 ", text))
     registers, spilled, longest = _measure(cubin)
-    pairs = constants["BLOCK_M"] * constants.get("BLOCK_N", 1) / (32 * options["num_warps"])  # of a thread
+    pairs = constants.get("BLOCK_M", 1) * constants.get("BLOCK_N", 1) / (32 * options["num_warps"])  # of a thread
     return Compiled(registers, spilled, compiled.metadata.shared, instruction, two_bytes, round(longest / pairs, 1))
 
 

@@ -18,7 +18,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.fused import Norm
+from megatron_ddrp.model.fused import Norm, compiles, is_nvidia
 from megatron_ddrp.model.stages import End, Judge, ModelOutput, State, wide
 
 _CHUNK, _GPU_CHUNK = 1 << 19, 1 << 28
@@ -105,8 +105,13 @@ def rtd_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of −log p(label) over the predicted tokens, in nats.
 
-    `logits` `[num_predicted, vocab]` in any precision, `labels` int64 `[num_predicted]` → fp32 (or fp64) scalar.
+    `logits` `[num_predicted, vocab]` in any precision, `labels` int64 `[num_predicted]` → fp32 (or fp64) scalar. Where
+    layers compile on GPUs, logits in half precision are not converted (`triton_loss.py`).
     """
+    if logits.dtype.itemsize < 4 and is_nvidia(logits.device) and compiles("auto", logits.device):
+        from megatron_ddrp.model.triton_loss import sum_of_losses
+
+        return sum_of_losses(logits, labels)
     return F.cross_entropy(wide(logits), labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 

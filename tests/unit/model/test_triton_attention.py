@@ -172,6 +172,22 @@ def test_kernels_compile_within_their_bounds(tmp_path, monkeypatch):
         assert got.per_pair <= bound.per_pair, (name, got, bound)
 
 
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", kernels.CAPABILITIES)
+def test_the_kernels_of_the_loss_compile_and_read_logits_in_groups(capability, tmp_path, monkeypatch):
+    from megatron_ddrp.model import triton_loss
+
+    found = list[kernels.Launch]()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_loss, "launch", lambda kernel, _, *rest: found.append(kernels.Launch(kernel, *rest)))
+    logits = torch.empty(48, 30592, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    triton_loss.sum_of_losses(logits, torch.empty(48, dtype=torch.long, device="meta")).backward()
+    compiled = [kernels.compile_launch(launch, capability) for launch in found]
+    assert [(x.spilled, x.two_bytes) for x in compiled] == [(0, 1), (0, 0)]  # one: the label's logit
+    assert all(x.registers <= 64 for x in compiled)  # four programs of eight warps at a time on a multiprocessor
+
+
 def test_few_kernels_spill_none_gathers_and_matrices_are_multiplied_by_the_fastest_instruction():
     """What spills: kernels that are held to 128 registers, so that two programs run at a time, where HCD or packed rows
     add to them, and kernels at the limit of 255."""

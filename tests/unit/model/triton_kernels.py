@@ -10,6 +10,7 @@ import dataclasses
 import os
 from itertools import combinations
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model import graphs
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.model import graphs, heads, triton_loss
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.triton_attention import (
@@ -32,6 +34,8 @@ from megatron_ddrp.model.attention.gpu.triton_attention import (
 from megatron_ddrp.model.attention.logits import Attending, Demand
 from megatron_ddrp.model.embeddings import document_mask
 from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.triton_loss import OPTIONS, sum_of_losses
+from tests.reference import objectives
 from tests.unit.model import test_graphs
 from tests.unit.model.attention_cases import (
     NO_HEADS,
@@ -487,3 +491,46 @@ def test_graphs_repeat_the_kernels_to_the_last_bit(encoding, monkeypatch):
     monkeypatch.setattr(graphs, "WARM_UP", 0)
     config = test_graphs.config_of(encoding, attention_backend="triton", num_layers=1)
     test_graphs.assert_equal_with_graphs(config, [test_graphs.PADDED[1:]] * 4, [1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pieces", [1, 13, 16, 35])
+def test_the_loss_of_predicted_tokens_and_its_gradient(pieces, dtype, monkeypatch):
+    """Beside the loops of the reference in float64; one label is ignored, and the last pieces are padding."""
+    monkeypatch.setitem(OPTIONS, "BLOCK_N", 16)
+    generator = torch.Generator().manual_seed(pieces)
+    logits = (3 * torch.randn(5, pieces, generator=generator)).to(dtype)
+    logits[:, pieces - pieces // 4 :] = -torch.inf
+    labels = torch.randint(pieces - pieces // 4, (5,), generator=generator)
+    labels[3] = IGNORED_LABEL
+    kept, exact = labels != IGNORED_LABEL, logits.double().requires_grad_()
+    expected = objectives.masked_lm(exact[kept], labels[kept])
+    logits.requires_grad_()
+    loss = sum_of_losses(logits, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    for x in (loss * 7, expected * 7):
+        x.backward()
+    assert logits.grad.dtype == dtype and logits.grad[3].eq(0).all()
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=4 * step, atol=7e-6)
+
+
+def test_what_is_not_finite_makes_the_loss_so():
+    logits = torch.zeros(2, 6)
+    for value in (torch.nan, torch.inf):
+        logits[1, 2] = value
+        assert not sum_of_losses(logits, torch.zeros(2, dtype=torch.long)).isfinite()
+    assert sum_of_losses(logits[:1], torch.tensor([6])).isnan(), "there are six pieces"
+    assert sum_of_losses(logits[:0], torch.empty(0, dtype=torch.long)) == 0
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.float16, 2), (torch.float32, 0)])
+def test_logits_in_half_precision_take_the_kernels_where_layers_compile(dtype, launches, monkeypatch):
+    counted = mock.Mock(wraps=triton_loss.launch)
+    monkeypatch.setattr(triton_loss, "launch", counted)
+    monkeypatch.setattr(heads, "is_nvidia", lambda _: True)
+    logits, labels = torch.randn(4, 6).to(dtype).requires_grad_(), torch.tensor([0, 5, IGNORED_LABEL, 2])
+    for expected in (0, launches):
+        monkeypatch.setattr(heads, "compiles", lambda *_, answer=bool(expected): answer)
+        (gradient,) = torch.autograd.grad(heads.masked_lm_sum(logits, labels), logits)
+        assert counted.call_count == expected and gradient.dtype == dtype
