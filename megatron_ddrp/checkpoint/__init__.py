@@ -26,6 +26,7 @@ from megatron_ddrp.checkpoint.folder import (
     MERGED,
     MODEL,
     OPTIMIZER,
+    ORIGIN,
     STARTED_FROM,
     STATE,
     TOKENIZER,

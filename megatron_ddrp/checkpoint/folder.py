@@ -34,6 +34,8 @@ STARTED_FROM = "started_from"
 """Key of the checkpoint that training began from, null for random weights."""
 HEAD_SETTINGS = "head_settings"
 """Key of the settings, in an imported folder, of heads that fine-tuning adds."""
+ORIGIN = "origin"
+"""Key of the facts about the imported folder that training began from, `conversion/origin.py`."""
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -8,13 +8,12 @@ folder.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,15 @@ import torch
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, save_config
 from megatron_ddrp.conversion.families import Family, family_of
-from megatron_ddrp.conversion.families.contract import read_config_file, refuse_output, whole_folder
+from megatron_ddrp.conversion.families.contract import CARD, read_config_file, refuse_output, whole_folder
 from megatron_ddrp.conversion.model_card import model_flags, objective_flags
+from megatron_ddrp.conversion.origin import Origin, describe, read_modules, stated_license
 from megatron_ddrp.conversion.tokenizer_files import Transfer, find_tokenizer, plan_transfer
 from megatron_ddrp.conversion.weight_files import (
     BY_PIECE,
     EMBEDDING_DIFFERENCE,
     INDEX,
+    OF_HEAD,
     PICKLED_WEIGHTS,
     SAFE_WEIGHTS,
     SEGMENT_EMBEDDING,
@@ -98,7 +99,7 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
         transfer = plan_transfer(_require_own(own, source), tokenizer)
         weights.ours.update({n: transfer.rows(t) for n, t in weights.ours.items() if n.endswith(BY_PIECE)})
         pieces = rows = tokenizer.vocab_size
-    config = dataclasses.replace(config, vocab_size=pieces)
+    config = replace(config, vocab_size=pieces)
     torch.manual_seed(SEED)
     model = build_model(config, objective=objective)
     fill(model, weights, pieces, source)
@@ -251,6 +252,7 @@ class Import(ReadFolder):
     """A folder that was read and written as a checkpoint."""
 
     output: Path
+    origin: Origin
 
     def summary(self) -> str:
         """Return a few lines about weights loaded, left out and initialised, and the commands to continue with."""
@@ -279,6 +281,7 @@ class Import(ReadFolder):
             if tokenizer
             else NO_TOKENIZER + padding,
             **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
+            **({"sentences": f"{describe(self.origin.modules)}; exports have it again"} if self.origin.modules else {}),
             "wrote": f"{self.output}: weights without optimizer state",
             **({"next": shlex.join(preprocessing), "then": training} if flags else {"next": training}),
             "rate": "5e-5 is usual for continued training; try 2e-5 and 1e-4 too, and fewer steps for little text",
@@ -304,13 +307,19 @@ def import_folder(
     """
     refuse = partial(refuse_output, output, overwrite, is_untrained, "an untrained import")
     refuse()
-    read = read_folder(local_folder(source), None if generator is None else local_folder(generator), tokenizer)
+    local = local_folder(source)
+    read = read_folder(local, None if generator is None else local_folder(generator), tokenizer)
+    modules, without = read_modules(local)
+    read.weights.left_out.extend(without)
+    has_head = any(re.match(OF_HEAD, name) for name in read.weights.ours)
+    name = source.resolve().name if local == source else str(source)
+    origin = Origin(name, stated_license(local), has_head, modules)
     with whole_folder(output, refuse) as folder:
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
         weights = {name: tensor.detach() for name, tensor in tensors.items()}
-        facts = {checkpoint.HEAD_SETTINGS: read.head_settings}
+        facts = {checkpoint.HEAD_SETTINGS: read.head_settings, checkpoint.ORIGIN: asdict(origin)}
         write_untrained(weights, Config(model=read.config, objective=read.objective), folder, read.tokenizer, facts)
-    return Import(**vars(read), output=output)
+    return Import(**vars(read), output=output, origin=origin)
 
 
 def write_untrained(
@@ -335,8 +344,8 @@ def is_untrained(folder: Path) -> bool:
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """Pattern of a name on the hub: one or two parts, and not a path such as ./x, /x or a/b/c."""
-SETTINGS = ("*.json", "*.txt", "*.model")
-"""Files of settings and tokenizers. Code is never downloaded."""
+SETTINGS = ("*.json", "*.txt", "*.model", CARD)
+"""Files of settings and tokenizers, and the card. Code is never downloaded."""
 
 
 def local_folder(given: Path) -> Path:

@@ -151,8 +151,9 @@ class Mean(Mapping[str, Tensor]):
         first = self.sources[0]
         with whole_folder(output, partial(refuse_existing, output, overwrite)) as folder:
             if first.run:
-                of_heads = checkpoint.read_state(first.path).get(checkpoint.HEAD_SETTINGS, {})
-                facts = {checkpoint.HEAD_SETTINGS: of_heads, checkpoint.MERGED: self.shares}
+                state = checkpoint.read_state(first.path)
+                kept = {key: state[key] for key in (checkpoint.HEAD_SETTINGS, checkpoint.ORIGIN) if key in state}
+                facts = kept | {checkpoint.MERGED: self.shares}
                 write_untrained(self, first.run, folder, first.tokenizer, facts)
             else:
                 self._write_export(first.path, first.values, folder, output.resolve().name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,15 +31,17 @@ from megatron_ddrp.config import (
     flag,
     flag_words,
 )
+from megatron_ddrp.config.training import phase_at
 from megatron_ddrp.conversion.families import Family
 from megatron_ddrp.conversion.families.contract import CARD
+from megatron_ddrp.conversion.origin import Origin
 from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.loader import read_blend
 from megatron_ddrp.data.dataset.indexed_dataset import read_manifest
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table, render_page, versions
-from megatron_ddrp.run.metrics import MetricsRow, read_rows
+from megatron_ddrp.run.metrics import MetricsRow, read_rows, stored_level
 
 MEASURES = ("loss", "accuracy", "perplexity")
 """Suffixes of the names of the metrics on the card."""
@@ -104,6 +107,11 @@ def untrained(state: Mapping[str, Any]) -> str:
         return f"These weights are the mean of {', '.join(f'{share:.4g} x `{name}`' for name, share in shares)}."
     imported = state.get(checkpoint.WEIGHTS_ONLY)
     return "These weights were imported from another folder and not trained since." if imported else ""
+
+
+def longest_row(config: Config, state: Mapping[str, Any]) -> int:
+    """Return the length in pieces of the longest rows that a run trained on up to a checkpoint."""
+    return phase_at(config.phases, state["iteration"] - 1, config.training.train_iters).seq_length
 
 
 def losses(run: Path, iteration: int) -> Table | None:
@@ -208,12 +216,23 @@ class Described:
     tokenizer: Tokenizer
     family: Family
     head: str
-    """Key of `HEADS`."""
+    """Key of `HEADS`, or `BARE`."""
     parameters: int
+    origin: Origin
+    sentences: str
+    """Pooling of the folder's sentence-transformers modules, in words."""
 
     @property
     def fills_masks(self) -> bool:
-        return self.head == "masked-lm"
+        """True if the folder has a masked-LM head that was trained.
+
+        A head that was drawn at the import counts as trained once the run's loss lies below the unigram level.
+        """
+        run, step = self.source.resolve().parent, checkpoint.read_state(self.source)["iteration"]
+        rows = [row for row in read_rows(run, tell=lambda _: None) if row["iteration"] <= step]
+        found = (row[key] for row in reversed(rows) for key in ("valid_lm_loss", "lm_loss") if key in row)
+        is_trained = self.origin.has_head or next(found, math.inf) < (stored_level(run) or math.inf)
+        return is_trained and self.head == "masked-lm"
 
 
 def write_card(folder: Path, described: Described, publishing: Publishing) -> None:
@@ -228,6 +247,10 @@ def write_card(folder: Path, described: Described, publishing: Publishing) -> No
         _usage(described, publishing),
         family.has_code,
         fills_masks=described.fills_masks,
+        head=described.head,
+        origin=described.origin,
+        sentences=described.sentences,
+        longest_row=longest_row(config, state),
         license=publishing.license,
         config=config,
         class_name=family.classes(described.head)[0],
@@ -279,12 +302,14 @@ def hub_name(name: str) -> str:
 
 def _metadata(described: Described, publishing: Publishing) -> dict[str, Any]:
     """Return the content of the card's YAML header."""
-    config = described.config
+    config, origin = described.config, described.origin
+    use = "fill-mask" if described.fills_masks else "feature-extraction"
     values: dict[str, Any] = {
         "license": publishing.license,
         "language": list(publishing.languages),
-        "library_name": "transformers",
-        "pipeline_tag": "fill-mask" if described.fills_masks else "feature-extraction",
+        "base_model": origin.name if origin.name and "/" in origin.name else None,
+        "library_name": "sentence-transformers" if origin.modules else "transformers",
+        "pipeline_tag": "sentence-similarity" if origin.modules else use,
         "tags": ["megatron-ddrp", config.model.position_encoding, config.objective.objective],
     }
     if described.fills_masks:
@@ -306,6 +331,13 @@ def _example(described: Described, publishing: Publishing) -> str | None:
 
 def _usage(described: Described, publishing: Publishing) -> list[str]:
     """Return lines of Python that load the folder from the hub and use it."""
+    if described.origin.modules:
+        return [
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            f"model = SentenceTransformer({hub_name(described.name)}{described.family.trust})",
+            'vectors = model.encode(["A sentence.", "Another one."])  # [texts, hidden]',
+        ]
     if described.fills_masks:
         mask = described.tokenizer.pieces[described.tokenizer.mask_id]
         text = json.dumps(_example(described, publishing) or f"YOUR TEXT WITH ONE {mask}", ensure_ascii=False)

@@ -18,6 +18,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, objective_class
 from megatron_ddrp.conversion.families import FAMILIES, Family, leaving_family
 from megatron_ddrp.conversion.families.contract import (
+    BARE,
     CARD,
     OWN_MODEL_TYPE,
     Scores,
@@ -27,8 +28,9 @@ from megatron_ddrp.conversion.families.contract import (
     write_sums,
 )
 from megatron_ddrp.conversion.heads_ddrp import Pooler, TaskHead
-from megatron_ddrp.conversion.model_card import Described, Publishing, write_card
+from megatron_ddrp.conversion.model_card import Described, Publishing, longest_row, write_card
 from megatron_ddrp.conversion.model_code import HeadForm, Labels
+from megatron_ddrp.conversion.origin import Origin, own_modules, write_modules
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -51,6 +53,7 @@ class Export:
     left_out: tuple[str, ...]
     """Prefixes of the names of weights that were left out."""
     tokenizer_line: str
+    sentences_line: str
     check_line: str
 
     def summary(self) -> str:
@@ -72,6 +75,7 @@ class Export:
             + "".join(f"; the {name.rstrip('.')}" for name in self.left_out),
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
+            "sentences": f"{self.sentences_line} (modules.json, for sentence-transformers and servers)",
             "checked": self.check_line,
             "wrote": f'{self.output}, {kind}: {loader}.from_pretrained("{self.output}"{family.trust})',
             "publish": f"complete {self.output / CARD}, then {upload}",
@@ -90,7 +94,8 @@ def export_checkpoint(
 
     If transformers has an equal model, the export uses it (families/). Any other model is exported with its own model
     code (model_code.py), under the names of training. The vocabulary's padding is cut, a generator and the notes of
-    rare words are left out, and the output matrix, which is the token embedding, is written once.
+    rare words are left out, and the output matrix, which is the token embedding, is written once. A sentence encoder
+    that came without a head leaves without one, under the names of a bare encoder.
 
     `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the
     model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
@@ -109,14 +114,20 @@ def export_checkpoint(
         )
     model, tokenizer, whole = checkpoint.read_model(source)
     objective = objective_class(whole.objective.objective)
-    head = objective.exported
+    origin = Origin(**state.get(checkpoint.ORIGIN, {}))
+    head = BARE if origin.is_bare else objective.exported
     model.merge_embeddings()
-    config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
+    config = replace(whole.model, deberta_emd=model.mask_decoder is not None and head != BARE)
     family = leaving_family(config, head, tokenizer, family_name)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+    if head == BARE:
+        kept = {name: tensor for name, tensor in kept.items() if name.startswith(ENCODER_PARTS)}
+        left_out += ("head, which the folder of its origin lacks too",)
     weights = family.to_folder(rename_tensors(kept, family, head, config.vocab_size), config, tokenizer)
+    if head == BARE:
+        weights = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
     with whole_folder(output, refuse) as folder:
         checkpoint.save_weights(weights, folder)
         of_heads = state.get(checkpoint.HEAD_SETTINGS, {})
@@ -126,15 +137,20 @@ def export_checkpoint(
         }
         if family.has_code:
             settings["objective"] = asdict(whole.objective)
-            settings["deberta_emd"] = whole.model.decodes_masks  # under ELECTRA the generator's, which stays here
+            # under ELECTRA the mask decoder is the generator's, which stays here
+            settings["deberta_emd"] = whole.model.decodes_masks and head != BARE
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         family.write_code(folder, config)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)
+        longest = config.seq_length if origin.name else longest_row(run, state)
+        sentences_line = write_modules(origin.modules or own_modules(config.hidden_size, longest), folder)
         check_line = check_export(folder, settings["architectures"][0], model, tokenizer, _scores(model))
-        described = Described(output.resolve().name, source, run, tokenizer, family, head, _count(weights))
+        name, count = output.resolve().name, _count(weights)
+        described = Described(name, source, run, tokenizer, family, head, count, origin, sentences_line)
         write_card(folder, described, publishing or Publishing())
         write_sums(folder)
-    return Export(source, output, config, weights, head, family, left_out, tokenizer_line, check_line)
+    told = (left_out, tokenizer_line, sentences_line, check_line)
+    return Export(source, output, config, weights, head, family, *told)
 
 
 def _count(weights: Mapping[str, Tensor]) -> int:

@@ -116,9 +116,11 @@ BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
 UNREAD = re.compile(r"(position_ids|token_type_ids|position_embeddings\.weight|inv_freq)$")
 """Names of an encoder's weights that transformers does not read: constants, and positions of DeBERTa's mask decoder."""
 DIFFERENCE = "difference of the embeddings"
+OF_HEAD = r"head\.(?!own\.|final_norm\.)"
+"""Pattern of the names of the head's own weights."""
 DRAWN = {
     r"head\.own\.": "modules of the objective",
-    r"head\.(?!own\.|final_norm\.)": "head",
+    OF_HEAD: "head",
     r"generator\.": "generator",
     r"embeddings\.difference\.": DIFFERENCE,
 }

@@ -166,6 +166,8 @@ class Progress:
     """Prefix of each dataset → its content, as `Corpus.contents` names it."""
     head_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of heads that fine-tuning adds, of the folder that training began from, for exports."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about that folder for exports, the fields of `Origin` in `conversion/origin.py`."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
@@ -326,7 +328,8 @@ def load_checkpoint(engine: Any, folder: Path, setup: Setup) -> Resumed | None:
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
-        progress = Progress(started_from=_name(path), head_settings=state.get(files.HEAD_SETTINGS, {}))
+        kept = {key: state[key] for key in (files.HEAD_SETTINGS, files.ORIGIN) if key in state}
+        progress = Progress(started_from=_name(path), **kept)
         return Resumed(progress, path, remarks, weights_only=True)
     state_of.create_moments(engine)
     held.fill(stored[held.all_moments], held.all_moments)

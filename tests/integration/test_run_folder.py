@@ -332,7 +332,8 @@ def test_a_resumed_run_remembers_the_import_that_it_started_from(imported: Path,
     common = {"position_encoding": "absolute", "relative_distance": 64, "save": tmp_path / "run", "train_iters": 2}
     start_ranks(flags(**common, load=imported, exit_interval=1)).check()
     start_ranks(flags(**common, load=tmp_path / "run")).check()
-    assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
+    state = read_state(tmp_path / "run" / "iter_0000002")
+    assert (state["started_from"], state["origin"]["name"]) == ("start/iter_0000000", "hf")
     branch = common | {"load": tmp_path / "run" / "iter_0000001", "save": tmp_path / "branch"}
     start_ranks(flags(**branch)).check()
     assert read_state(tmp_path / "branch" / "iter_0000002")["started_from"] == "run/iter_0000001"

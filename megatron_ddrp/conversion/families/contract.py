@@ -71,7 +71,8 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     except Exception as error:  # a plug-in's code may raise any error
         raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
     has_head = any(name.endswith("logits") for name in output)  # else the encoder's class ignores the head's weights
-    if strange := sorted({*report["missing_keys"], *(report["unexpected_keys"] if has_head else ())}):
+    missing = {name for name in report["missing_keys"] if has_head or not name.startswith("pooler.")}  # of a BertModel
+    if strange := sorted({*missing, *(report["unexpected_keys"] if has_head else ())}):
         raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
     valid = mask.bool()
     with torch.no_grad():
@@ -123,8 +124,8 @@ def write_sums(folder: Path) -> None:
 
     transformers ignores the file of sums.
     """
-    read = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".py" and path.name != CARD]
-    files = {path.name: file_facts(path) for path in read}
+    read = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".py" and path.name != CARD]
+    files = {path.relative_to(folder).as_posix(): file_facts(path) for path in read}
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -303,6 +304,8 @@ HEADS = {
     "contextual-replaced-token": HeadNames("ContextualPreTraining", "PreTraining"),
 }
 """`exported` of an objective → head of its models."""
+BARE = "none"
+"""Head of an export that is an encoder alone; no key of `HEADS`."""
 
 NOT_COMPARED = {
     *("attention_backend", "compile", *STARTS),
@@ -482,7 +485,7 @@ class Family:
 
     def refusal(self, config: ModelConfig, head: str) -> str | None:
         """Return the reason why a model does not belong to this family, or None if it does."""
-        if head not in self.head_modules:
+        if head not in (BARE, *self.head_modules):
             return f"its head is {head}, and {self.class_name} has {' or '.join(self.head_modules)}"
         default = ModelConfig(position_encoding=config.position_encoding)
         free = {*NOT_COMPARED, *self.sizes.values()}
@@ -513,7 +516,7 @@ class Family:
 
     def classes(self, head: str) -> tuple[str, str]:
         """Return the class that a folder with `head` names, and the class of transformers with which users load it."""
-        if head in self.bare_heads:
+        if head in (BARE, *self.bare_heads):
             return f"{self.class_name}Model", "AutoModel"
         return f"{self.class_name}For{HEADS[head].name}", f"AutoModelFor{HEADS[head].auto}"
 
@@ -526,7 +529,7 @@ class Family:
             _, number, inside = name.split(".", 2)
             layer = f"{self.layers}.{number}."
         module, _, kind = inside.rpartition(".")
-        if module in self.head_modules[head]:
+        if module in self.head_modules.get(head, ()):
             return f"{self.head_modules[head][module]}.{kind}"
         return f"{self.prefix}{layer}{self.modules[module]}.{kind}"
 

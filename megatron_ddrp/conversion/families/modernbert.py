@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families.contract import (
+    BARE,
     CLASSIFIER_DROPOUT,
     EXACT_GELU,
     HEADS,
@@ -305,13 +306,14 @@ class OwnFamily(Family):
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
         settings = super().folder_settings(config, head, tokenizer)
+        class_name, auto = self.classes(head)
         return {
             "model_type": settings["model_type"],
             "architectures": settings["architectures"],
             "auto_map": {
                 "AutoConfig": "configuration_ddrp.DdrpConfig",
                 "AutoModel": "modeling_ddrp.DdrpModel",
-                f"AutoModelFor{HEADS[head].auto}": f"modeling_ddrp.DdrpFor{HEADS[head].name}",
+                **({auto: f"modeling_ddrp.{class_name}"} if head != BARE else {}),
                 **{f"AutoModelFor{name}": f"modeling_ddrp.DdrpFor{name}" for name, *_ in HEAD_FORMS},
             },
             **settings,

@@ -284,7 +284,7 @@ DAMAGED = 40
 """Folders of each kind; some hundreds find nothing more."""
 FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
-    "model.safetensors",
+    "model.safetensors", "modules.json", "sentence_bert_config.json", "1_Pooling/config.json",
 )  # fmt: skip
 
 

@@ -271,7 +271,8 @@ def export(export_of, request):
 
 def test_every_file_but_code_and_card_has_a_sum_and_a_folder_without_sums_is_read(export):
     files = json.loads((export / SUMS).read_text(encoding="utf-8"))["files"]
-    assert {*files, SUMS, CARD} == {path.name for path in export.iterdir() if path.suffix != ".py"}
+    written = {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert {*files, SUMS, CARD} == written and "1_Pooling/config.json" in files
     (export / SUMS).unlink()
     READERS["glue"](export)
 
