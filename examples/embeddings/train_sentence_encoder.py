@@ -50,7 +50,7 @@ def main() -> None:
     )
     from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 
-    # A folder without modules.json gets mean pooling. trust_remote_code runs the folder's own model code.
+    # Exports have mean pooling, or the modules of their origin. trust_remote_code runs the folder's own model code.
     model = SentenceTransformer(str(options.load), trust_remote_code=True, local_files_only=True)
     model.max_seq_length = options.max_seq_length
     settings = SentenceTransformerTrainingArguments(

@@ -1,9 +1,12 @@
-"""Text → a WordPiece vocabulary (vocab.txt) or a SentencePiece model (.model).
+"""Text → a WordPiece vocabulary (vocab.txt), a SentencePiece model (.model) or a byte-level BPE (tokenizer.json).
 
 The same text and flags always give the same file. [PAD] [UNK] [CLS] [SEP] [MASK] have the ids 0 to 4.
 
     megatron-ddrp train-tokenizer --input wiki.jsonl --vocab-size 30522 --output vocab.txt
     megatron-ddrp train-tokenizer --input wiki.jsonl --vocab-size 32000 --type sentencepiece --output tokenizer.model
+    megatron-ddrp train-tokenizer --input wiki.jsonl --vocab-size 32000 --type byte-bpe --cased --output tokenizer.json
+
+Byte-level BPE, as in RoBERTa and ModernBERT, has a piece for every byte, so no text is unknown.
 """
 
 from __future__ import annotations
@@ -26,11 +29,18 @@ from megatron_ddrp.data.progress import reading_progress, show_phase
 from megatron_ddrp.data.tokenizers.vocabulary import (
     NO_TEXT,
     SPECIALS,
+    train_byte_bpe,
     train_sentencepiece,
     train_wordpiece,
     warn_of_stripped,
 )
 from megatron_ddrp.errors import UserError
+
+WHOLE_FILES = {
+    "sentencepiece": (train_sentencepiece, "SentencePiece"),
+    "byte-bpe": (train_byte_bpe, "HuggingFace"),
+}
+"""Kind of pieces whose file is a whole tokenizer → how it is trained, and its `--tokenizer-type`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Vocabulary(Section):
     """vocabulary"""
 
     vocab_size: int = option(MISSING, "number of pieces", within="[1, 10000000]")
-    type: str = option("wordpiece", "kind of pieces", choices=("wordpiece", "sentencepiece"))
+    type: str = option("wordpiece", "kind of pieces", choices=("wordpiece", *WHOLE_FILES))
     lower: bool = option(False, "fold case and, for wordpiece, strip accents; the default")
     cased: bool = option(False, "keep case and accents; for BertWordPieceCase")
 
@@ -54,7 +64,7 @@ class Vocabulary(Section):
 class VocabularyFile(Section):
     """output"""
 
-    output: str = option(MISSING, "vocab.txt, or the .model file", metavar="FILE")
+    output: str = option(MISSING, "vocab.txt, the .model file, or tokenizer.json", metavar="FILE")
     overwrite: bool = option(False, "replace a file that exists")
 
 
@@ -78,7 +88,8 @@ def main(words: Sequence[str] | None = None) -> None:
             size, cut, warning = len(pieces), alphabet.summary(), warn_of_stripped(alphabet.stripped)
             note = alphabet.left_out()
         else:
-            model, size, note = train_sentencepiece(texts, arguments.vocab_size, not arguments.cased)
+            train, _ = WHOLE_FILES[arguments.type]
+            model, size, note = train(texts, arguments.vocab_size, not arguments.cased)
             stream.write(model)
     reason = "" if cut else "the text gives no more; "
     fewer = f" ({reason}{arguments.vocab_size:,} were asked for)" if size < arguments.vocab_size else ""
@@ -114,8 +125,8 @@ def next_command(arguments: argparse.Namespace) -> str:
         words += ["--on-error", arguments.on_error]
     words += ["--workers", str(len(os.sched_getaffinity(0)))]
     words += ["--output-prefix", os.path.join(os.path.dirname(arguments.output), "corpus")]
-    if arguments.type == "sentencepiece":
-        words += ["--tokenizer-type", "SentencePiece", "--tokenizer-model", arguments.output]
+    if arguments.type in WHOLE_FILES:
+        words += ["--tokenizer-type", WHOLE_FILES[arguments.type][1], "--tokenizer-model", arguments.output]
     else:
         kind = "BertWordPieceCase" if arguments.cased else "BertWordPieceLowerCase"
         words += ["--tokenizer-type", kind, "--vocab-file", arguments.output]

@@ -32,7 +32,7 @@ _MODULE: Any = {"path": str, "type": str}
 
 @dataclass(frozen=True)
 class Origin:
-    """What later exports know of an imported folder. Every checkpoint of a run that begins there keeps it."""
+    """Facts about an imported folder for later exports. Every checkpoint of a run that begins there keeps them."""
 
     name: str | None = None
     """Name on the hub, or of the folder; None for a model that was trained from scratch."""

@@ -1,4 +1,6 @@
-"""Training of WordPiece (vocab.txt) and SentencePiece unigram (.model) vocabularies, and warnings about unfit ones.
+"""Training of WordPiece (vocab.txt), SentencePiece unigram (.model) and byte-level BPE (tokenizer.json) vocabularies.
+
+It also has the warnings about unfit vocabularies.
 
 The same text and flags always give the same vocabulary.
 """
@@ -7,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron_ddrp.data.tokenizers.libraries import LONGEST_WORD, WORDS, read_model
 from megatron_ddrp.data.tokenizers.tokenizer import NONE, SPECIAL_PIECES, Tokenizer
@@ -250,6 +253,35 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     size = read_model(model.getvalue(), "the new model").GetPieceSize()
     held = f"{reserved.total():,} characters {RESERVED} (U+2585) left out"
     return model.getvalue(), size, f"{held}: SentencePiece reserves them, they become [UNK]" if reserved else ""
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int, str]:
+    """Learn a byte-level BPE vocabulary of the kind that RoBERTa and ModernBERT have.
+
+    Its pieces are the special ones, the 256 bytes, then merges by frequency; so no text is unknown. A mask takes the
+    space before it, as the word does that it stands for. Return the bytes of its tokenizer.json, its number of pieces,
+    at most `vocab_size`, and an empty note. Raises `UserError` if there is no text or `vocab_size` is too small.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < (least := len(SPECIALS) + len(alphabet)):
+        parts = f"{len(SPECIALS)} special pieces and {len(alphabet)} bytes need at least {least}"
+        raise UserError(f"--vocab-size {vocab_size} is too small: {parts}", WRONG_ARGUMENTS)
+    kept = filter(str.strip, texts)
+    if (first := next(kept, None)) is None:
+        raise UserError(NO_TEXT)
+    backend = RustTokenizer(models.BPE())
+    if lower:
+        backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[AddedToken(p, special=True, normalized=False, lstrip=p == SPECIALS[-1]) for p in SPECIALS],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(itertools.chain([first], kept), trainer)
+    return backend.to_str(pretty=True).encode(), backend.get_vocab_size(), ""
 
 
 def _count_words(texts: Iterable[str], lower: bool) -> tuple[Counter[str], float, int]:

@@ -16,6 +16,7 @@ from megatron_ddrp.conversion.from_huggingface import import_folder, load_huggin
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.conversion.tokenizer_files import plan_transfer, unigram_tokenizer, write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary import train_byte_bpe
 from tests.refusals import refused
 from tests.unit.conversion.conftest import (
     BERT_SPECIALS,
@@ -68,6 +69,36 @@ def folder(request, tmp_path, offline):
     auto_map = {"AutoConfig": "modeling_ddrp.DdrpConfig"} if request.param != "bert" else {}
     write_config(folder, model_type=request.param, auto_map=auto_map)
     return folder
+
+
+MODERN = {"layernorm_position": "pre", "first_norm": False, "ffn": "geglu", "bias": False, "num_segments": 0}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("roberta", {"position_encoding": "absolute", "num_segments": 1}),
+        ("modernbert", {"position_encoding": "rope", **MODERN}),
+    ],
+    ids=["roberta", "modernbert"],
+)
+def test_a_trained_byte_bpe_leaves_as_roberta_and_modernbert_have_it(tmp_path, offline, family, settings):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "trained.json").write_bytes(train_byte_bpe(TEXTS * 3, 300, lower=False)[0])
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path / "trained.json")
+    run = write_checkpoint(tmp_path / "run", tokenizer, **settings)
+    export_checkpoint(run, tmp_path / "hf", family_name=family)
+    layout = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    assert [layout[part]["type"] for part in ("model", "pre_tokenizer", "decoder")] == ["BPE", "ByteLevel", "ByteLevel"]
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    around = [tokenizer.cls_id], [tokenizer.sep_id]
+    for text in TEXTS:
+        assert loaded(text)["input_ids"] == [*around[0], *tokenizer.encode(text), *around[1]]
+        assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
+    masked = loaded(f"red {loaded.mask_token} dog")
+    expected = [*around[0], *tokenizer.encode("red"), tokenizer.mask_id, *tokenizer.encode(" dog"), *around[1]]
+    assert masked["input_ids"] == expected and "token_type_ids" not in masked
 
 
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])

@@ -19,7 +19,13 @@ from megatron_ddrp.commands import preprocess, train_tokenizer
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset.indexed_dataset import PATH, TokenizerFlags, complete, recorded_flags, relative_path
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, count_stripped, train_sentencepiece, train_wordpiece
+from megatron_ddrp.data.tokenizers.vocabulary import (
+    SPECIALS,
+    count_stripped,
+    train_byte_bpe,
+    train_sentencepiece,
+    train_wordpiece,
+)
 from tests.datasets import write_dataset
 from tests.refusals import refused, wrong_arguments
 
@@ -149,6 +155,33 @@ def test_sentencepiece_learns_from_every_line(inserted, form):
     assert note.startswith(f"{count} characters \u2585 (U+2585) left out") if count else note == ""
 
 
+def test_byte_bpe_is_the_librarys_with_berts_ids_for_the_specials(corpus, tmp_path):
+    import tokenizers
+
+    content, size, note = train_byte_bpe(iter(["", *corpus]), 300, lower=False)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    theirs = tokenizers.ByteLevelBPETokenizer()
+    theirs.train_from_iterator(corpus, 300, special_tokens=SPECIALS, show_progress=False)
+    assert tokenizer.pieces == sorted(theirs.get_vocab(), key=theirs.get_vocab().get) and size == 300 and note == ""
+    assert tokenizer.pieces[:5] == SPECIALS and not tokenizer.drops_text
+    for text in (*corpus[:20], "Ünknown 中文 \u200b\t\n  [MASK] \x00"):
+        ids = tokenizer.encode(text)
+        assert "[MASK]" in text or ids == theirs.encode(text).ids
+        assert tokenizer.decode(ids) == text and not {*range(5)} & {*ids}
+    masked = tokenizer.encode_with_masks("ba [MASK] ki")
+    assert masked == [*tokenizer.encode("ba"), tokenizer.mask_id, *tokenizer.encode(" ki")], "the space is the mask's"
+    (tmp_path / "tokenizer.json").write_bytes(train_byte_bpe(corpus, 300)[0])
+    folded = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    assert folded.encode("BaDo LÉ") == folded.encode("bado lé") and folded.encode("lé") != folded.encode("le")
+
+
+def test_byte_bpe_tells_mistakes(corpus):
+    refused("no text to learn", train_byte_bpe, ["", " \n "], 300)
+    words = "--vocab-size 260 is too small: 5 special pieces and 256 bytes need at least 261"
+    wrong_arguments(words, train_byte_bpe, corpus, 260)
+
+
 @pytest.mark.parametrize("lower", [True, False], ids=["lower", "cased"])
 @pytest.mark.parametrize(
     "word",
@@ -192,13 +225,14 @@ def test_mistakes_are_told(train, corpus):
     refused(only_long, train_wordpiece, ["a" * 101], 100)
 
 
-def test_command_is_deterministic_and_refuses_what_it_must(run, corpus, tmp_path):
+@pytest.mark.parametrize(("kind", "size"), [("wordpiece", 200), ("byte-bpe", 300)])
+def test_command_is_deterministic_and_refuses_what_it_must(run, corpus, tmp_path, kind, size):
     """Another process too, because the order of the trainer's hash tables differs from one to the next."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus))
     output = tmp_path / "vocab.txt"
-    flags = ("--input", tmp_path / "in.jsonl", "--vocab_size", 200, "--output", output)
+    flags = ("--input", tmp_path / "in.jsonl", "--vocab_size", size, "--output", output, "--type", kind)
     done = run(*flags)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"200 pieces → {output}\n")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"{size} pieces → {output}\n")
     first = output.read_bytes()
     again = run(*flags)
     assert again.returncode == 1 and "exists already; give --overwrite" in again.stderr
@@ -226,8 +260,9 @@ def test_the_vocabulary_to_replace_is_no_text(run, corpus, tmp_path):
         ((), "BertWordPieceLowerCase"),
         (("--cased",), "BertWordPieceCase"),
         (("--type", "sentencepiece"), "SentencePiece"),
+        (("--type", "byte-bpe", "--vocab-size", 300), "HuggingFace"),
     ],
-    ids=["lower", "cased", "sentencepiece"],
+    ids=["lower", "cased", "sentencepiece", "byte-bpe"],
 )
 def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(run, run_tool, corpus, tmp_path, flags, kind):
     (tmp_path / "in put.jsonl").write_text("".join(json.dumps({"body": text.title()}) + "\n" for text in corpus))
@@ -241,10 +276,19 @@ def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(run, run_t
     assert (made.returncode, made.stderr) == (0, "") and (tmp_path / "corpus_body_document.idx").exists()
 
 
-def test_command_stops_at_a_bad_line_for_sentencepiece_too(run, corpus, tmp_path):
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-bpe"])
+def test_command_stops_at_a_bad_line_for_other_kinds_too(run, corpus, tmp_path, kind):
     lines = [json.dumps({"text": text}) for text in corpus[:20]] + ["{bad"]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    flags = ("--input", tmp_path / "in.jsonl", "--vocab-size", 60, "--type", "sentencepiece", "--output")
+    flags = (
+        "--input",
+        tmp_path / "in.jsonl",
+        "--vocab-size",
+        261 if kind == "byte-bpe" else 60,
+        "--type",
+        kind,
+        "--output",
+    )
     stopped = run(*flags, tmp_path / "a.model")
     assert stopped.returncode == 1 and "in.jsonl:21: not JSON" in stopped.stderr and stopped.stderr.count("\n") == 1
     assert not list(tmp_path.glob("a.model*"))
@@ -252,9 +296,9 @@ def test_command_stops_at_a_bad_line_for_sentencepiece_too(run, corpus, tmp_path
     assert skipped.returncode == 0, skipped.stderr
     assert "1 unreadable records skipped" in skipped.stdout and (tmp_path / "a.model").exists()
     (tmp_path / "in.jsonl").write_text("{bad\n[]\n")
-    for kind in ("sentencepiece", "wordpiece"):
-        flags = ("--input", tmp_path / "in.jsonl", "--type", kind, "--vocab-size", 60, "--output", tmp_path / "b.model")
-        told = run(*flags, "--on-error", "skip").stderr
+    flags = ("--input", tmp_path / "in.jsonl", "--vocab-size", 261, "--output", tmp_path / "b.model", "--type")
+    for other in (kind, "wordpiece"):
+        told = run(*flags, other, "--on-error", "skip").stderr
         assert "2 records skipped, the first because of " in told and "in.jsonl:1: not JSON (" in told
 
 
