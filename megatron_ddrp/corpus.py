@@ -91,10 +91,11 @@ class Corpus:
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
         """Return the samples of `train`, `valid`, `other` or `test`; only `--data-path` has a test split.
 
-        `seq_length` is the row length of a phase, by default `--seq-length`; another one costs a look at all documents.
+        `seq_length` is the row length of a phase, by default the last step's; another one costs a look at all
+        documents.
         """
         prefixes, weights = blend_words(self.config, split)
-        seq_length = seq_length or self.config.model.seq_length
+        seq_length = seq_length or self.config.last_phase.seq_length
         try:
             parts = [SampleIndex(self.sources[each], self._documents(each, split), seq_length) for each in prefixes]
         except NoSample as error:
@@ -187,14 +188,15 @@ class Corpus:
         """Return the masked micro-batches of a split for one data-parallel rank; `rows_for` is in `ROW_MULTIPLE`.
 
         `--mask-prob`, the two kinds of phases and `--seed` apply only to the training split; the others are masked at
-        `--eval-mask-prob`, in rows of `--seq-length`, by `VALIDATION_SEED`.
+        `--eval-mask-prob`, in rows as long as those of the last step, by `VALIDATION_SEED`.
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
         seed = training.seed if split == "train" else VALIDATION_SEED
         masking = MASKINGS.find(objective.masking)()
         masker = Masker(tokenizer, objective.eval_mask_prob, seed, masking, **objective.mask_shares)
         mark = partial(WordFinder(tokenizer).number, self.rare_words[0]) if objective.notes else None
-        phases = self.config.phases if split == "train" else self.config.phases[-1:]
+        last = self.config.last_phase
+        phases = self.config.phases if split == "train" else (last,)
         readers = {
             length: SampleReader(self.samples(split, length), tokenizer, masker, length, mark, ROW_MULTIPLE[rows_for])
             for length in (phase.seq_length for phase in phases)
@@ -209,7 +211,7 @@ class Corpus:
             return reader.masked_by(masker.at_rate(objective.mask_rates.at(steps_done, training.train_iters)))
 
         share = Share(training.global_batch_size, training.micro_batch_size, rank, world_size)
-        return BatchLoader(readers[phases[-1].seq_length], share, seed, self.config.data.packing, reader_at)
+        return BatchLoader(readers[last.seq_length], share, seed, self.config.data.packing, reader_at)
 
     @cached_property
     def rare_words(self) -> tuple[RareWords, str]:

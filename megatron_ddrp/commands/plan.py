@@ -1,5 +1,14 @@
 """A model, its steps, batch and rate for a text, a device and some hours, with the commands to run: a first guess.
 
+With --load, an encoder to continue instead of a new model: whether it fits, batch, steps, rate, row length, memory and
+time, and the commands to the end: import, preprocess, continue, export, and judge beside the unchanged one if --train
+and --valid name a task. --run runs them one after the other; after a stop, the same command skips the finished ones
+and resumes.
+
+    megatron-ddrp plan --load THEIRS --input field.jsonl --train train.csv --valid valid.csv --hours 8 --run
+    megatron-ddrp plan --load THEIRS --tokens 50M --device rtx-3060
+
+Without --load, a new model.
 Five shapes of 2 to 12 layers, and with --max-layers 24 a sixth, get the steps that fit into the hours, at most 40
 epochs. The suggested shape is the smallest one that ties with the best by a published law for repeated text; no loss is
 predicted (docs/plan.md).
@@ -18,11 +27,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.commands.options import SHAPES, Plan
-from megatron_ddrp.config.reading import Section, option, refuse
+from megatron_ddrp.config.reading import Section, flag, option, refuse
+from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.run.devices import LISTED
 
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -42,11 +53,22 @@ def read_number(text: str) -> float:
 class Text(Section):
     """text"""
 
-    tokens: float = option(
-        MISSING, "different tokens of the text, such as 50M or 2B", within="[1, 1e15]", word=read_number, metavar="N"
+    tokens: float | None = option(
+        None,
+        "different tokens of the text, such as 50M or 2B (default, with --load: those of --data-path, or as estimated "
+        "from a part of --input)",
+        within="[1, 1e15]",
+        word=read_number,
+        metavar="N",
     )
-    vocab_size: int = option(30522, "pieces of the vocabulary", within="[100, 10000000]")
-    data_path: str = option("corpus_text_document", "dataset that the printed commands name", metavar="P")
+    vocab_size: int | None = option(
+        None, "pieces of a new model's vocabulary (default: 30522)", within="[100, 10000000]"
+    )
+    data_path: str | None = option(
+        None,
+        "dataset that the printed commands name (default: corpus_text_document; with --load the one that they make)",
+        metavar="P",
+    )
 
 
 @dataclass(frozen=True)
@@ -70,14 +92,62 @@ class PlanSizes(Section):
     """model"""
 
     seq_length: int = option(128, "tokens per row", within="[3, 65536]")
-    max_layers: int = option(12, "most layers; 24 for BERT's large shape", choices=tuple(s.num_layers for s in SHAPES))
+    max_layers: int | None = option(
+        None,
+        "most layers of a new model; 24 for BERT's large shape (default: 12)",
+        choices=tuple(s.num_layers for s in SHAPES),
+    )
 
 
-SECTIONS = (Text, PlanMachine, PlanSizes)
+@dataclass(frozen=True)
+class Continuing(Section):
+    """continuing an encoder"""
+
+    load: Path | None = option(
+        None,
+        "a Hugging Face folder, a name on the hub, or a folder of ours (convert, pretrain --save) to continue",
+        metavar="DIR",
+    )
+    input: tuple[str, ...] | None = option(None, INPUT_HELP, nargs="+", metavar="FILE")
+    vocab_file: str | None = option(
+        None, "WordPiece vocabulary that the encoder gets (default: its own)", metavar="FILE"
+    )
+    train: Path | None = option(None, "training rows of a task, for finetune", metavar="F")
+    valid: Path | None = option(None, "validation rows of the task", metavar="F")
+    output_dir: Path = option(Path("road"), "folder of all that the commands write", metavar="OUT")
+    run: bool = option(False, "run the commands on this machine, without what an earlier --run has finished")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("input", "vocab_file", "train", "valid", "run"):
+            if getattr(self, name) and self.load is None:
+                refuse(f"{flag(name)} needs --load: give the encoder to continue, or leave it out")
+        if (self.train is None) != (self.valid is None):
+            refuse("--train and --valid belong together: give both files of the task, or neither")
+
+
+NEW_MODEL = {"vocab_size": 30522, "max_layers": 12, "data_path": "corpus_text_document"}
+"""Option → its default without --load."""
+SECTIONS = (Text, PlanMachine, PlanSizes, Continuing)
 
 
 def main(words: Sequence[str] | None = None) -> Plan:
     options = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words, plugins=False)
-    from megatron_ddrp.commands.planning import make_plan
+    if options.load is None:
+        if options.tokens is None:
+            refuse("--tokens is needed: megatron-ddrp preprocess prints those of a text")
+        for name, usual in NEW_MODEL.items():
+            setattr(options, name, getattr(options, name) or usual)
+        from megatron_ddrp.commands.planning import make_plan
 
-    return make_plan(options)
+        return make_plan(options)
+    for name in ("vocab_size", "max_layers"):
+        if getattr(options, name):
+            refuse(f"{flag(name)} is for a new model, and --load names a trained one: leave one of them out")
+    if not options.input and not options.data_path and (options.run or not options.tokens):
+        refuse("--load needs a text: give --input FILE, or --data-path of a dataset with the encoder's vocabulary")
+    if options.run and options.device:
+        refuse("--run is for this machine: leave --device out, or run the printed commands there")
+    from megatron_ddrp.commands.continuing import continue_encoder
+
+    return continue_encoder(options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import math
 import os
 import random
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.commands.dry_run import columns
 from megatron_ddrp.commands.options import EPOCHS, SHAPES, Plan, Shape, best_shape, power_of_two, recipe, rows_per_rank
 from megatron_ddrp.commands.preprocess import main as preprocess
@@ -50,7 +50,15 @@ class Step(NamedTuple):
     micro_batch: int
     """Rows per micro-batch with which a step is the fastest."""
     seconds: float
-    is_measured: bool = False
+    validation: float
+    """Time to validate on as many rows."""
+    gib: float | None = None
+    """Peak memory of the process that measured it; None for an estimated time."""
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the step ran on this machine."""
+        return self.gib is not None
 
 
 class ListedDevice:
@@ -66,13 +74,16 @@ class ListedDevice:
     def fastest(self, config: Config, most: int) -> Step:
         """Return the step with micro-batches of at most `most` rows, and no more tokens than keep a GPU busy."""
         size = min(most, power_of_two(MICRO_BATCH_TOKENS[self.type] / config.model.seq_length))
-        return Step(size, step_seconds(config, self.ranks, self.like))
+        seconds = step_seconds(config, self.ranks, self.like)
+        return Step(size, seconds, FORWARD * seconds)
 
 
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Kind of device → tokens of the larger of the two micro-batches that are measured; the other has a quarter."""
+FORWARD = 1 / 3
+"""Share of a step's products that its forward pass computes, as a validation does."""
 STEPS = 1 + 3
-"""Steps of a measurement; the first one warms up."""
+"""Steps of a measurement; the first one warms up, and a validation follows the last but one."""
 PATIENCE = 30.0
 """Most seconds of a measurement; a shape that takes longer gets the FLOP/s of the last one measured."""
 DOCUMENTS, WORDS = 300, 300
@@ -80,18 +91,29 @@ DOCUMENTS, WORDS = 300, 300
 
 
 class StepTimes(Callback):
-    """The seconds of a run's steps from the second one on, if each is logged; the first one warms up."""
+    """The seconds of a run's steps and of its last validation, and its peak memory, if each step is logged."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self._ends: list[float] = []
+        self.validation = self.gib = self._end = math.nan
+        self._steps: list[float] = []
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        self._ends.append(self.clock())
+        self.gib = row["peak_memory_gib"]
+        self._steps.append(self._lap())
+
+    def on_validation(self, row: Mapping[str, Any]) -> None:
+        self.validation = self._lap()
 
     @property
     def seconds(self) -> list[float]:
-        return [end - begin for begin, end in itertools.pairwise(self._ends)]
+        """Seconds of the steps from the second one on; the first one warms up."""
+        return self._steps[1:]
+
+    def _lap(self) -> float:
+        """Return the time since the last step or validation ended."""
+        begin, self._end = self._end, self.clock()
+        return self._end - begin
 
 
 class PresentDevice:
@@ -112,8 +134,8 @@ class PresentDevice:
         """Device of the table with the same attention backend, if that saves memory."""
         self._rates: dict[int, float] = {}
         """Rows per micro-batch → FLOP/s of the last measurement."""
-        self._seconds: dict[tuple[int, int, int], float] = {}
-        """Layers, hidden size and rows per micro-batch → measured seconds of a step of one micro-batch."""
+        self._measured: dict[tuple[int, int, int], Step] = {}
+        """Layers, hidden size and rows per micro-batch → measured step of one micro-batch."""
 
     def fastest(self, config: Config, most: int) -> Step:
         """Return the fastest step of two sizes of micro-batches, of at most `most` rows."""
@@ -126,26 +148,27 @@ class PresentDevice:
         flop = flop_per_token(config).total * size * config.model.seq_length
         key = config.model.num_layers, config.model.hidden_size, size
         rate = self._rates.get(size)
-        if key not in self._seconds and (rate is None or STEPS * flop / rate <= self.patience):
-            self._seconds[key] = self._measure(config, size)
-            self._rates[size] = flop / self._seconds[key]
-        seconds = self._seconds.get(key) or flop / self._rates[size]
-        return Step(size, seconds * config.training.global_batch_size / size, key in self._seconds)
+        if key not in self._measured and (rate is None or STEPS * flop / rate <= self.patience):
+            self._measured[key] = self._measure(config, size)
+            self._rates[size] = flop / self._measured[key].seconds
+        count, guess = config.training.global_batch_size / size, flop / self._rates[size]
+        one = self._measured.get(key, Step(size, guess, FORWARD * guess))
+        return one._replace(seconds=one.seconds * count, validation=one.validation * count)
 
-    def _measure(self, config: Config, size: int) -> float:
-        """Return the median seconds of three steps of one micro-batch."""
+    def _measure(self, config: Config, size: int) -> Step:
+        """Return the step of one micro-batch: the median time of three, a validation and the memory."""
         model = config.model
         print(f"measuring {model.num_layers} x {model.hidden_size}, {size} rows …", file=sys.stderr, flush=True)
         short = config.replace(
             training={"micro_batch_size": size, "global_batch_size": size, "train_iters": STEPS},
-            logging={"log_interval": 1, "eval_interval": 0},
-            data={"data_path": (self._random_text,)},
+            logging={"log_interval": 1, "eval_interval": STEPS - 1, "eval_iters": 1},
+            data={"data_path": (self._random_text,), "split": "1,1,0"},
         )
         steps = StepTimes(self.clock)
         with guest(), contextlib.redirect_stdout(io.StringIO()):
             if train(short, [steps]).code:
                 raise UserError("stopped while measuring this machine", ASKED_TO_STOP)
-        return statistics.median(steps.seconds)
+        return Step(size, statistics.median(steps.seconds), steps.validation, steps.gib)
 
     @cached_property
     def _random_text(self) -> str:
@@ -230,16 +253,27 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
 
     model = on_meta_device(config_at(1).model, config_at(1).objective)
     parameters = count_parameters(model)[0]
-    one, two = (memory(model, config_at(size, size), ranks, device) for size in (1, 2))
-    if one > FULL * device.memory:
+    largest = largest_micro_batch(model, config_at, ranks, device)
+    if not largest:
         return None
-    largest = power_of_two(1 + (FULL * device.memory - one) / (two - one))
     seen = run_at(rows_per_rank(math.inf, length, ranks))[1]
     rows = rows_per_rank(seen, length, ranks)
     step, seen = run_at(rows)
     settings = settings_of(seen, rows, step.micro_batch)
     needed = memory(model, config_at(step.micro_batch, step.micro_batch), ranks, device)
     return PlannedShape(shape, parameters, settings, seen, step, largest, needed)
+
+
+def largest_micro_batch(
+    model: Encoder, config_at: Callable[[int, int], Config], ranks: int, device: ListedDevice | PresentDevice
+) -> int:
+    """Return the rows of the largest micro-batch that fits, a power of two; 0 if no row fits.
+
+    `config_at` makes the configuration of a run with so many rows per rank and per micro-batch.
+    """
+    one, two = (memory(model, config_at(size, size), ranks, device) for size in (1, 2))
+    room = FULL * device.memory - one
+    return 0 if room < 0 else power_of_two(1 + room / (two - one))
 
 
 def memory(model: Encoder, config: Config, ranks: int, device: ListedDevice | PresentDevice) -> float:
@@ -288,19 +322,24 @@ CONTINUE = 1e9
 from 138 GB (arXiv:1911.03894)."""
 
 
+def launcher(ranks: int) -> str:
+    """Return the words before `pretrain` that start so many ranks."""
+    hosts = f"--num_gpus {ranks}" if ranks <= HOST else "--hostfile hosts"
+    return PROGRAM if ranks == 1 else f"deepspeed {hosts} --module megatron_ddrp"
+
+
 def advice(chosen: PlannedShape, options: argparse.Namespace) -> list[str]:
     """Return the commands for the suggested shape: three short runs for the rate, then the run."""
     lr, steps = chosen.settings["lr"], chosen.settings["train_iters"]
     short = min(steps, max(LEAST_STEPS, steps // 20))
     rates = " ".join(f"{lr * factor:g}" for factor in (0.5, 1, 2))
-    hosts = f"--num_gpus {options.world_size}" if options.world_size <= HOST else "--hostfile hosts"
-    start = "megatron-ddrp" if options.world_size == 1 else f"deepspeed {hosts} --module megatron_ddrp"
     shared = {k: v for k, v in chosen.settings.items() if k not in ("train_iters", "lr")}
-    pretrain = f"{start} pretrain {shlex.join(flag_words([('data_path', options.data_path), *shared.items()]))}"
+    words = shlex.join(flag_words([("data_path", options.data_path), *shared.items()]))
+    pretrain = f"{launcher(options.world_size)} pretrain {words}"
     trial = f"{pretrain} --train-iters {short} --eval-interval {short} --lr $lr --save rate-$lr"
-    convert = "megatron-ddrp convert --from-hf NAME --output start"
+    continuing = f"{PROGRAM} plan --load NAME --tokens {options.tokens:.0f}"
     return [
-        *[f"if this language has an encoder, compare with continuing it: {convert}"] * (options.tokens < CONTINUE),
+        *[f"if this language has an encoder, compare with continuing it: {continuing}"] * (options.tokens < CONTINUE),
         "why rotary positions and masked LM: docs/lab/results.md; megatron-ddrp convert makes a plain modernbert of "
         "the model; the paper's method: --position-encoding ddrp --objective mth behind a command",
         f"first try the rate, {duration(max(1.0, short * chosen.step.seconds))} each; the best has the lowest "

@@ -168,6 +168,12 @@ class Config:
         return parse_phases(self.training.seq_length_phases, self.model.seq_length)
 
     @property
+    def last_phase(self) -> LengthPhase:
+        """Phase of the run's last step."""
+        steps = self.training.train_iters
+        return phase_at(self.phases, steps - 1, steps)
+
+    @property
     def mean_seq_length(self) -> float:
         """Mean row length over all steps of the run."""
         begins = [0.0, *(phase.share for phase in self.phases)]

@@ -148,8 +148,8 @@ class TrainingConfig(Section):
         "(arXiv:1810.04805, appendix A.2), and the rest rows of --seq-length; GPT-BERT has three phases, "
         "128:0.7 256:0.9 (arXiv:2410.24159). A third number is --rope-theta of the phase, which changes in one step as "
         "in ModernBERT: 1024:0.9:10000 (arXiv:2412.13663). Every phase has --global-batch-size sequences per step; "
-        "validation always has rows of --seq-length. 128:1 trains a model for --seq-length on rows of 128 alone "
-        "(default: one phase)",
+        "validation always has rows as long as the last step's. 128:1 trains a model for --seq-length on rows of 128 "
+        "alone (default: one phase)",
         nargs="+",
         metavar="LENGTH:END[:THETA]",
     )

@@ -241,10 +241,10 @@ NO_TOKENIZER = (
 )
 
 
-CONTINUED = ("--lr", "5e-5", "--lr-warmup-fraction", "0.06", "--train-iters", "12500")
-"""Flags of continued training. The rate lies between BERT's advice, 2e-5 (the README of google-research/bert), and 1e-4
-of task-adaptive RoBERTa with as many rows per step; warm-up and steps are those of domain-adaptive RoBERTa (Gururangan
-et al., arXiv:2004.10964)."""
+def flags_of(tokenizer: Tokenizer, folder: Path) -> TokenizerFlags:
+    """Return the flags that name the tokenizer which `Tokenizer.save` wrote into a folder."""
+    kind = tokenizer.tokenizer_type
+    return TokenizerFlags(kind).with_path(str(folder if kind == "HuggingFace" else folder / tokenizer.file_name))
 
 
 @dataclass(frozen=True)
@@ -262,16 +262,9 @@ class Import(ReadFolder):
         if self.embedded_pieces > model.vocab_size:
             left_out.append(f"{self.embedded_pieces - model.vocab_size} rows beyond the tokenizer's vocabulary")
         padding = f"; its padding must have the id {self.padding_id}" if self.padding_id is not None else ""
-        flags: list[str] = []
-        if tokenizer:
-            kind, path = tokenizer.tokenizer_type, self.output / checkpoint.TOKENIZER
-            file = path if kind == "HuggingFace" else path / tokenizer.file_name
-            flags = TokenizerFlags(kind).with_path(str(file)).words()
-        command = ["megatron-ddrp", "pretrain", "--data-path", "corpus_text_document"]
-        command += ["--load", str(self.output), "--save", "run"]
-        command += [*flags, *objective_flags(self.objective), *model_flags(model), *CONTINUED]
-        training = shlex.join(command)
+        flags = flags_of(tokenizer, self.output / checkpoint.TOKENIZER).words() if tokenizer else []
         preprocessing = ["megatron-ddrp", "preprocess", "--input", "FILE", "--output-prefix", "corpus", *flags]
+        planning = ["megatron-ddrp", "plan", "--load", str(self.output), "--data-path", "corpus_text_document"]
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",
@@ -283,8 +276,8 @@ class Import(ReadFolder):
             **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
             **({"sentences": f"{describe(self.origin.modules)}; exports have it again"} if self.origin.modules else {}),
             "wrote": f"{self.output}: weights without optimizer state",
-            **({"next": shlex.join(preprocessing), "then": training} if flags else {"next": training}),
-            "rate": "5e-5 is usual for continued training; try 2e-5 and 1e-4 too, and fewer steps for little text",
+            "flags": shlex.join([*objective_flags(self.objective), *model_flags(model)]),
+            **({"next": shlex.join(preprocessing), "then": shlex.join(planning)} if flags else {}),
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 

@@ -28,7 +28,6 @@ from megatron_ddrp.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
-    flag,
     flag_words,
 )
 from megatron_ddrp.config.training import phase_at
@@ -176,21 +175,35 @@ def _last(path: str) -> str:
 
 def model_flags(config: ModelConfig) -> list[str]:
     """Return the flags that make pre-training build this model: those that differ from their defaults."""
-    default = ModelConfig(position_encoding=config.position_encoding)
-    usual = ModelConfig().position_encoding == config.position_encoding
-    named = [] if usual else [flag("position_encoding"), config.position_encoding]
-    return [*named, *changed_flags(config, default)]
+    return flag_words(model_settings(config).items())
+
+
+def model_settings(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings that make pre-training build this model: those that differ from their defaults."""
+    usual, encoding = ModelConfig().position_encoding, config.position_encoding
+    named = {} if encoding == usual else {"position_encoding": encoding}
+    return named | changed_settings(config, ModelConfig(position_encoding=encoding))
 
 
 def objective_flags(config: ObjectiveConfig) -> list[str]:
     """Return `--objective`, always, and the objective's flags that differ from its defaults."""
-    return [flag("objective"), config.objective, *changed_flags(config, ObjectiveConfig(config.objective))]
+    return flag_words(objective_settings(config).items())
+
+
+def objective_settings(config: ObjectiveConfig) -> dict[str, Any]:
+    """Return `objective`, always, and the objective's settings that differ from its defaults."""
+    return {"objective": config.objective} | changed_settings(config, ObjectiveConfig(config.objective))
 
 
 def changed_flags(section: Any, default: Any) -> list[str]:
     """Return the flags of a section's settings that differ from those of `default`."""
+    return flag_words(changed_settings(section, default).items())
+
+
+def changed_settings(section: Any, default: Any) -> dict[str, Any]:
+    """Return a section's settings that have flags and differ from those of `default`."""
     named = ((field.name, getattr(section, field.name)) for field in fields(section) if "help" in field.metadata)
-    return flag_words((name, value) for name, value in named if value not in (None, getattr(default, name)))
+    return {name: value for name, value in named if value not in (None, getattr(default, name))}
 
 
 EXAMPLE = "Paris is the {} of France."

@@ -185,6 +185,8 @@ def test_every_step_is_that_of_a_run_of_its_phase_and_rate(parts, tiny_corpus, b
         for batch in Corpus.open(packed).loader("train", 0, 1).step(step * 32):
             assert batch.input_ids.shape[1] <= length
     assert rows_of(changing, 0, "valid") == rows_of(make_config(tiny_corpus, data=data), 0, "valid")
+    short = make_config(tiny_corpus, data=data, train_iters=8, seq_length_phases=("16:1",))
+    assert rows_of(short, 0, "valid") == rows_of(make_config(tiny_corpus, data=data, seq_length=16), 0, "valid")
 
 
 def test_a_causal_phase_reads_the_samples_of_a_run_without_one_and_masks_none(tiny_corpus):

@@ -261,6 +261,7 @@ class World(NamedTuple):
             "dataset verify": {"prefix": corpus.prefix},
             "dataset merge": {"input": corpus.prefix, "output_prefix": at / "out"},
             "dataset shuffle": {"prefix": corpus.prefix, "output_prefix": at / "out"},
+            "plan": {"load": at / "bert", "input": corpus.text_file, "device": "t4"},
             "convert": {"load": at / "run", "output": at / "out"},
             "merge": {"load": (at / "run", at / "run"), "output": at / "out", "data_path": corpus.prefix},
             "report": {"load": at / "run", "output_dir": at / "out"},
@@ -272,7 +273,7 @@ class World(NamedTuple):
         }[name]
 
 
-FILES_OF_WORLD = ("bert", "rows.jsonl", "vocab.txt")
+FILES_OF_WORLD = ("bert", "rows.jsonl", "train.jsonl", "vocab.txt")
 SLOW = (
     "pretrain",
     "compare",
@@ -295,6 +296,9 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("convert", "generator"): {"load": None, "from_hf": "bert"},
     ("convert", "vocab_file"): {"load": None, "from_hf": "bert"},
     ("convert", "tokenizer_model"): {"load": None, "from_hf": "bert", "tokenizer_type": "HuggingFace"},
+    ("plan", "train"): {"valid": "train.jsonl"},
+    ("plan", "valid"): {"train": "train.jsonl"},
+    ("plan", "output_dir"): {"run": True, "device": None},
     ("analyze space", "text"): {"data_path": None},
     ("finetune", "task_file"): {"train": None, "valid": None},
     ("finetune", "report"): {"train": None, "valid": None, "load": None},

@@ -99,7 +99,6 @@ def test_no_file_is_over_600_lines() -> None:
 
 SMALL = {
     "__main__.py": "python -m megatron_ddrp",
-    "commands/plan.py": "its --help starts without torch; the plan itself is in planning.py",
     "commands/pretrain.py": "the command starts without torch",
     "conversion/configuration_ddrp.py": "a file of every export with its own code",
     "data/batches/batch.py": "all that model/ may know of data/",

@@ -1,0 +1,162 @@
+"""`megatron-ddrp plan --load`: its numbers, its commands, and the whole road by `--run` with a tiny BERT."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.checkpoint import newest, tag
+from megatron_ddrp.commands import continuing
+from megatron_ddrp.commands import planning as speed
+from megatron_ddrp.commands.continuing import MOST_STEPS, PASSES, RATE, Stage, follow
+from megatron_ddrp.commands.options import Plan
+from megatron_ddrp.commands.plan import main
+from megatron_ddrp.config import load_config
+from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.run.devices import DEVICES
+from tests.conftest import TinyCorpus
+from tests.refusals import refused, wrong_arguments
+from tests.unit.conversion.conftest import write_checkpoint
+from tests.unit.tasks.conftest import sentences, write_bert
+
+Planned = Callable[..., tuple[Plan, str]]
+
+
+@pytest.fixture
+def bert(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
+    """A Hugging Face folder of a BERT for rows of up to 32 tokens, with the pieces of the corpus."""
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").split("\n")[5:-1]
+    return write_bert(tmp_path / "theirs", pieces, max_length=32)
+
+
+@pytest.fixture
+def planned(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Planned:
+    """A function that plans to continue the BERT, and returns the plan and what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def plan(*words: Any, load: Path = bert) -> tuple[Plan, str]:
+        found = main(["--load", str(load), *map(str, words)])
+        return found, capsys.readouterr().out
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hours", "rows", "steps", "reason"),
+    [
+        (100_000, 24, 16, PASSES * 100_000 // (16 * 32), "4 passes"),
+        (1_000_000, 24, 64, PASSES * 1_000_000 // (64 * 32), "4 passes"),
+        (10, 24, 16, 1, "4 passes"),
+        (10**10, 24, 256, MOST_STEPS, "RoBERTa"),
+        (10**10, 1e-5, None, None, "fit into 1e-05 h"),
+    ],
+)
+def test_batch_and_steps_follow_the_text_and_the_hours(
+    planned: Planned, tokens: int, hours: float, rows: int | None, steps: int | None, reason: str
+) -> None:
+    plan, text = planned("--tokens", tokens, "--device", "t4", "--hours", hours)
+    (row,) = plan.rows
+    assert reason in text and plan.settings["lr"] == RATE
+    if rows is None:
+        assert 0 < row["train_iters"] < MOST_STEPS and 0.5 * 3600 * hours < row["seconds"] <= 3600 * hours
+    else:
+        assert (row["global_batch_size"], row["train_iters"]) == (rows, steps)
+
+
+def test_the_pretrain_command_is_the_encoder_on_rows_of_the_asked_length(planned: Planned, bert: Path) -> None:
+    plan, text = planned("--tokens", "1M", "--device", "a100", "--seq-length", 16, "--world-size", 2)
+    (line,) = (line for line in text.splitlines() if line.startswith("  ") and " pretrain " in line)
+    launcher, words = line.split(" pretrain ")
+    config = parse_arguments(shlex.split(words)).config
+    assert launcher.split() == ["deepspeed", "--num_gpus", "2", "--module", "megatron_ddrp"]
+    numbers = {name: plan.settings[name] for name in ("train_iters", "micro_batch_size", "global_batch_size")}
+    assert config == config.replace(training=numbers, optimizer={"lr": RATE})
+    assert config.model.seq_length == 32 and config.last_phase.seq_length == 16
+    assert config.training.precision == "bf16" and config.data.packing
+    assert f"{plan.rows[0]['memory_gib']:.2f} GiB, by estimate" in text
+    imported = import_folder(bert, bert.parent / "imported").config
+    assert config.replace(model={"vocab_size": imported.vocab_size}).model == imported
+
+
+def test_an_encoder_that_does_not_fit_is_an_error(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "l4", dataclasses.replace(DEVICES["l4"], memory=0.001))
+    refused("does not fit: one row of 32 tokens needs .* L4 has 0", planned, "--tokens", "1M", "--device", "l4")
+    refused("no step of 16 rows fits into 1e-09 hours", planned, "--tokens", "1B", "--device", "t4", "--hours", "1e-9")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 1M --device t4 --run", "--run needs --load"),
+        ("--load {bert} --run --tokens 1M", "--load needs a text: give --input FILE"),
+        ("--load {bert} --device t4", "--load needs a text"),
+        ("--load {bert} --run --device t4 --input {text}", "leave --device out"),
+        ("--load {bert} --tokens 1M --vocab-size 8192", "--vocab-size is for a new model"),
+        ("--load {bert} --tokens 1M --train {text}", "--train and --valid belong together"),
+        ("--load {run} --tokens 1M --device t4", "must be an untrained import.*convert --load"),
+    ],
+)
+def test_a_mistake_is_one_line(words: str, message: str, bert: Path, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    places = {"bert": bert, "text": tiny_corpus.text_file, "run": tmp_path / "run"}
+    if "{run}" in words:
+        write_checkpoint(places["run"], build_tokenizer("BertWordPieceLowerCase", bert / "vocab.txt"))
+    wrong_arguments(message, main, words.format(**places).split())
+
+
+def test_the_text_is_counted_or_estimated(planned: Planned, bert: Path, tiny_corpus: TinyCorpus) -> None:
+    """The corpus is small enough that the estimate reads all of it; an import has its dataset's vocabulary."""
+    import_folder(bert, Path("start"))
+    _, by_dataset = planned("--data-path", tiny_corpus.prefix, "--device", "t4", load=Path("start"))
+    _, by_input = planned("--input", tiny_corpus.text_file, "--device", "t4")
+    lines = [next(line for line in text.splitlines() if line.startswith("text:")) for text in (by_dataset, by_input)]
+    assert lines[0] == lines[1]
+    assert " preprocess " not in by_dataset and "--from-hf" not in by_dataset and " --load start " in by_dataset
+
+
+def test_the_whole_road_by_one_command_which_skips_what_is_finished(
+    planned: Planned, bert: Path, tiny_corpus: TinyCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "DOCUMENTS", 20)
+    monkeypatch.setattr(continuing, "SEEDS", 1)
+    monkeypatch.setattr(continuing, "ROWS", (64, 64))
+    for name in ("train", "valid"):
+        rows = [{"text": text, "label": label} for text, label in sentences(24, 0)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--input", tiny_corpus.text_file, "--train", "train.jsonl", "--valid", "valid.jsonl", "--run")
+    plan, text = planned(*words)
+    (row,), out = plan.rows, tmp_path / "road"
+    trained = load_config(out / "continued")
+    assert newest(out / "continued") == out / "continued" / tag(row["train_iters"]) and row["measured"]
+    assert trained.training.global_batch_size == 64 and trained.optimizer.lr == RATE
+    rows = [json.loads(line) for line in (out / "continued" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("valid_lm_loss" in each for each in rows) == 5
+    assert {str(bert), "road/continued"} == json.loads((out / "scores" / "table.json").read_text())["encoders"].keys()
+    assert (out / "encoder" / "model.safetensors").exists() and text.count("\n$ megatron-ddrp ") == 5
+    again, second = planned(*words)
+    assert again.settings == plan.settings and second.count("done before") == 5 and "$" not in second
+    refused("was begun with --hours 24.0, not 1.0", planned, *words, "--hours", 1)
+    record = out / "road.json"
+    record.write_text(record.read_text().replace('"pretrain"', '"compare"'))
+    refused("road.json: damaged or edited", planned, *words)
+
+
+def test_a_stopped_run_is_resumed_from_its_own_folder(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[dict[str, str]] = []
+    monkeypatch.setattr(continuing, "pretrain", lambda **given: ran.append(given) or SimpleNamespace(stopped=True))
+    places = {"load": str(tmp_path / "start"), "save": str(tmp_path / "run")}
+    stages = [Stage(["pretrain"], str(tmp_path / "run" / tag(9)))]
+    refused("stopped before the last step: the same command resumes", follow, stages, places)
+    import_folder(bert, tmp_path / "run")  # stands for a checkpoint of the run
+    refused("stopped before the last step", follow, stages, places)
+    assert ran == [places, {"load": places["save"], "save": places["save"]}]
