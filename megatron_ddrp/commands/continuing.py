@@ -1,8 +1,8 @@
 """The plan of `megatron-ddrp plan --load`: an encoder continued on a text, exported, and judged beside the old one.
 
 The numbers are those of published work on continued pre-training, fitted to the text. `--run` writes the plan into
-OUT/road.json and executes its commands in order. Each command writes one file or folder at its very end, whole or not
-at all, so a command is finished if that exists.
+OUT/road.json and executes its commands in order, `pretrain` in a process of its own, whose memory is the planned one.
+Each command writes one file or folder at its very end, whole or not at all, so a command is finished if that exists.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import io
 import json
 import math
 import shlex
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,29 +23,22 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.commands import PROGRAM
-from megatron_ddrp.commands.functions import pretrain, run_command
+from megatron_ddrp.commands.functions import run_command
 from megatron_ddrp.commands.options import WARMUP, Plan, power_of_two
-from megatron_ddrp.commands.planning import (
-    ListedDevice,
-    PresentDevice,
-    Step,
-    largest_micro_batch,
-    launcher,
-    memory,
-)
-from megatron_ddrp.config import Config, flag, flag_words
+from megatron_ddrp.commands.planning import ListedDevice, PresentDevice, Step, largest_micro_batch, launcher, memory
+from megatron_ddrp.config import Config, flag_words
 from megatron_ddrp.config.reading import refuse
 from megatron_ddrp.config.run import config_of
-from megatron_ddrp.conversion.from_huggingface import flags_of, local_folder, read_folder
+from megatron_ddrp.conversion.from_huggingface import ReadFolder, flags_of, local_folder, read_folder, require_own
 from megatron_ddrp.conversion.model_card import model_settings, objective_settings
-from megatron_ddrp.data.atomic import BrokenSeal, check_object, make_folder, seal_object, write_text
+from megatron_ddrp.data.atomic import make_folder, write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, TokenizerFlags
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, estimate
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megatron_ddrp.errors import ASKED_TO_STOP, UserError, refusals_as_user_errors
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.foreign import read_object
 from megatron_ddrp.model import count_parameters, on_meta_device
-from megatron_ddrp.run.devices import SHARE
+from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.log import duration
 
 PASSES = 4
@@ -62,16 +58,6 @@ SEEDS = 5
 """Seeds of the task's training, per encoder."""
 
 
-class Origin(NamedTuple):
-    """The encoder that is continued."""
-
-    folder: Path
-    is_ours: bool
-    """True for a folder of checkpoints, False for a Hugging Face folder."""
-    config: Config
-    tokenizer: Tokenizer
-
-
 class Stage(NamedTuple):
     """One command of the road."""
 
@@ -86,8 +72,6 @@ class Continued(NamedTuple):
     settings: dict[str, Any]
     """Its settings, without paths."""
     device: ListedDevice | PresentDevice
-    tokens: float
-    """Different tokens of the text."""
     length: int
     """Tokens per row."""
     reason: str
@@ -104,65 +88,62 @@ class Continued(NamedTuple):
 def continue_encoder(options: argparse.Namespace) -> Plan:
     """Print the plan for the options of the command, with `--run` execute it, and return it.
 
-    Raises `UserError` for an encoder that does not fit or cannot be read, and for a road that another plan began.
+    Raises `UserError` for an encoder that does not fit or cannot be read, and for a road that other options began.
     """
+    record = options.output_dir / "road.json"
+    given = shlex.join(flag_words((n, v) for n, v in vars(options).items() if n != "run" and v is not None))
     if options.run:
         with refusals_as_user_errors(options.output_dir):
             make_folder(options.output_dir)
-    record = options.output_dir / "road.json"
-    given = {name: str(value) for name, value in vars(options).items() if name != "run"}
-    if options.run and record.exists():
-        road = read_road(record, given)
-    else:
-        origin = read_origin(options)
-        tokens, task = count_tokens(options, origin.tokenizer), task_of(origin, options)
-        if task:
-            with contextlib.redirect_stdout(io.StringIO()):
-                run_command("finetune", task | {"dry_run": True})
-        run, places = fit(origin, tokens, options), places_of(origin, options)
-        stages = stages_of(origin, run, places, options)
-        print("\n".join([*describe(origin, run, options), *commands(stages, options)]), flush=True)
-        settings = {**places, **run.settings}
-        row = run.settings | {"seconds": run.seconds, "measured": run.step.is_measured, "memory_gib": run.gib}
-        road = {"given": given, "plan": [settings, [row | {"largest_micro_batch": run.largest}]], "stages": stages}
+    if not options.run or not record.exists():
+        road = plan_road(options) | {"given": given}
         if options.run:
-            write_text(record, json.dumps(seal_object(road), indent=2) + "\n")
+            write_text(record, json.dumps(road, indent=2) + "\n")
+    else:
+        road = read_object(record)
+        if road.get("given") != given:
+            refuse(f"{record} was begun with {road.get('given')}: give the same options, or another --output-dir")
     if options.run:
-        follow([Stage(*stage) for stage in road["stages"]], road["plan"][0])
+        follow([Stage(*stage) for stage in road["stages"]])
     return Plan(*road["plan"])
 
 
-def read_road(record: Path, given: dict[str, str]) -> dict[str, Any]:
-    """Return the road that an earlier `--run` with the same options began. Raises `UserError` for another one."""
-    try:
-        road = check_object(read_object(record), needs_sum=True)
-    except BrokenSeal:
-        raise UserError(f"{record}: damaged or edited: remove it, or give another --output-dir") from None
-    for name, value in given.items():
-        if road["given"].get(name) != value:
-            refuse(
-                f"{record} was begun with {flag(name)} {road['given'].get(name)}, not {value}: give the same, or "
-                "another --output-dir"
-            )
-    return road
-
-
-def read_origin(options: argparse.Namespace) -> Origin:
-    """Read the encoder of `--load`. Raises `UserError` as `read_folder` does, and for a run that was trained."""
-    folder = local_folder(options.load)
-    if checkpoint.candidates(folder).paths and (path := checkpoint.newest(folder)):
-        if not checkpoint.read_state(path).get(checkpoint.WEIGHTS_ONLY) or options.vocab_file:
-            refuse(
-                f"--load {folder}: a folder of ours must be an untrained import, and keeps its vocabulary: export it, "
-                f"{PROGRAM} convert --load {folder} --output DIR, and give --load DIR"
-            )
-        config, tokenizer = checkpoint.read_config(path), load_tokenizer(path.parent / checkpoint.TOKENIZER)
-        return Origin(folder, True, config, tokenizer)
-    given = TokenizerFlags(vocab_file=options.vocab_file).build() if options.vocab_file else None
-    read = read_folder(folder, None, given)
-    if read.tokenizer is None:
-        raise UserError(f"--load {folder}: it has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
-    return Origin(folder, False, Config(model=read.config, objective=read.objective), read.tokenizer)
+def plan_road(options: argparse.Namespace) -> dict[str, Any]:
+    """Print the plan for the options, and return it with its stages."""
+    flags = TokenizerFlags.of(options)
+    read = read_folder(local_folder(options.load), None, None if flags == TokenizerFlags() else flags.build())
+    tokenizer = require_own(read.tokenizer, read.source)
+    tokens, out = count_tokens(options, tokenizer), options.output_dir
+    task = {"train": options.train, "valid": options.valid, "seeds": SEEDS, "output_dir": out / "scores"}
+    task = task | {"load": read.source} if options.train else {}
+    if task:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_command("finetune", task | {"dry_run": True})
+    run, data = fit(read, tokens, options), options.data_path or f"{out / 'text'}_text_document"
+    start, save, encoder = (str(out / name) for name in ("start", "continued", "encoder"))
+    settings = {"data_path": data, "load": start, "save": save} | run.settings
+    made_by = flags_of(tokenizer, Path(start) / checkpoint.TOKENIZER).words()
+    text = ["--input", *(options.input or ["corpus.jsonl"]), "--output-prefix", str(out / "text"), *made_by]
+    last = Path(save) / checkpoint.tag(run.settings["train_iters"])
+    stages = [
+        Stage(["convert", "--from-hf", str(read.source), *flags.words(), "--output", start], start),
+        *[Stage(["preprocess", *text], f"{data}.json")] * (not options.data_path),
+        Stage(["pretrain", *flag_words(settings.items())], str(last)),
+        Stage(["convert", "--load", save, "--output", encoder], encoder),
+        *[Stage(["finetune", *flag_words(task.items()), save], str(out / "scores" / "table.json"))] * bool(task),
+    ]
+    starts = {"pretrain": launcher(options.world_size)}
+    use = f'from megatron_ddrp import load_encoder; print(load_encoder("{encoder}").pool(["A text."]))'
+    lines = [
+        *describe(read, tokens, run, options),
+        "commands, one after the other, as --run does; a stopped pretrain resumes with --load as its --save:",
+        *(f"  {starts.get(words[0], PROGRAM)} {shlex.join(words)}" for words, _ in stages),
+        *["to judge it beside the unchanged encoder, give --train and --valid, the rows of a task"] * (not task),
+        f"then use it: python -c {shlex.quote(use)}",
+    ]
+    print("\n".join(lines), flush=True)
+    row = {"seconds": run.seconds, "measured": run.step.gib is not None, "memory_gib": run.gib}
+    return {"plan": [settings, [settings | row | {"largest_micro_batch": run.largest}]], "stages": stages}
 
 
 def count_tokens(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
@@ -181,38 +162,35 @@ def count_tokens(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     return options.tokens or found.factor * found.by_key[0].tokens
 
 
-def fit(origin: Origin, tokens: float, options: argparse.Namespace) -> Continued:
+def fit(read: ReadFolder, tokens: float, options: argparse.Namespace) -> Continued:
     """Return the run that fits the text, the device and the hours. Raises `UserError` if no step fits."""
-    listed, ranks, vocab_size = options.device, options.world_size, origin.tokenizer.vocab_size
-    device = ListedDevice(listed, ranks) if listed else PresentDevice(vocab_size)
-    model, longest = origin.config.model, origin.config.model.seq_length
+    ranks, longest, pieces = options.world_size, read.config.seq_length, read.config.vocab_size
+    device = ListedDevice(options.device, ranks) if options.device else PresentDevice(pieces)
     length = min(options.seq_length, longest)
-    fixed = objective_settings(origin.config.objective) | model_settings(model) | {"packing": True}
+    fixed = objective_settings(read.objective) | model_settings(read.config) | {"packing": True}
     fixed |= {"seq_length_phases": (f"{length}:1",)} if length < longest else {}
     fixed |= {device.precision: True} if device.precision != "fp32" else {}
 
     def config_at(rows: int, size: int) -> Config:
-        batch = {"micro_batch_size": size, "global_batch_size": rows * ranks}
-        config = config_of(fixed | batch).with_vocabulary(vocab_size)
-        return config.of_phase(config.phases[0])
+        config = config_of(fixed | {"micro_batch_size": size, "global_batch_size": rows * ranks})
+        return config.of_phase(config.last_phase).with_vocabulary(pieces)
 
-    on_meta = on_meta_device(config_at(1, 1).model, config_at(1, 1).objective)
-    largest = largest_micro_batch(on_meta, config_at, ranks, device)
-    if not largest:
-        needed = memory(on_meta, config_at(1, 1), ranks, device)
+    def step_of(rows: int) -> Step:
+        return device.fastest(config_at(rows, 1), min(largest, rows))
+
+    model = on_meta_device(config_at(1, 1).model, read.objective)
+    if not (largest := largest_micro_batch(model, config_at, ranks, device)):
         raise UserError(
-            f"--load {origin.folder} does not fit: one row of {length} tokens needs {needed:.1f} GiB by estimate, of "
-            f"which {device.name} has {device.memory:,.0f}: give a shorter --seq-length or a larger --device"
+            f"--load {read.source} does not fit: one row of {length} tokens needs "
+            f"{memory(model, config_at(1, 1), ranks, device):.1f} GiB by estimate, of which {device.name} has "
+            f"{device.memory:.1f}: give a shorter --seq-length or a larger --device"
         )
-
-    def step_of(per_rank: int) -> Step:
-        return device.fastest(config_at(per_rank, 1), min(largest, per_rank))
-
     per_rank = power_of_two(ROWS[1] / ranks)
     seen = min(PASSES * tokens, options.hours * 3600 / step_of(per_rank).seconds * per_rank * ranks * length)
     per_rank = power_of_two(min(max(seen / STEPS / length, ROWS[0]), ROWS[1]) / ranks)
     step, rows = step_of(per_rank), per_rank * ranks
-    validations = VALIDATIONS * max(1, VALIDATED // rows) * step.validation
+    batches = max(1, VALIDATED // rows)
+    validations = VALIDATIONS * batches * step.seconds / 3  # a third of a step's products
     limits = {
         f"{PASSES} passes over the text": max(1, int(PASSES * tokens / (rows * length))),
         "as for RoBERTa (Gururangan et al.)": MOST_STEPS,
@@ -221,107 +199,55 @@ def fit(origin: Origin, tokens: float, options: argparse.Namespace) -> Continued
     reason = min(limits, key=lambda each: limits[each])
     if (steps := limits[reason]) < 1:
         raise UserError(f"no step of {rows} rows fits into {options.hours:g} hours on {device.name}: give more --hours")
-    interval = math.ceil(steps / VALIDATIONS)
-    schedule = {"train_iters": steps, "lr": RATE, "lr_warmup_fraction": WARMUP}
-    output = {"eval_interval": interval, "eval_iters": max(1, VALIDATED // rows), "save_interval": interval}
-    batch = {"micro_batch_size": step.micro_batch, "global_batch_size": rows}
-    gib = step.gib or memory(on_meta, config_at(step.micro_batch, step.micro_batch), ranks, device)
-    settings = fixed | batch | schedule | output | {"keep_last": 1}
-    return Continued(settings, device, tokens, length, reason, step, largest, gib, steps * step.seconds + validations)
+    interval, size = math.ceil(steps / VALIDATIONS), step.micro_batch
+    settings = {"micro_batch_size": size, "global_batch_size": rows, "train_iters": steps, "lr": RATE}
+    settings |= {"lr_warmup_fraction": WARMUP, "eval_interval": interval, "eval_iters": batches}
+    settings |= {"save_interval": interval, "keep_last": 1}
+    gib = step.gib or memory(model, config_at(size, size), ranks, device)
+    seconds = steps * step.seconds + validations
+    return Continued(fixed | settings, device, length, reason, step, largest, gib, seconds)
 
 
-def describe(origin: Origin, run: Continued, options: argparse.Namespace) -> list[str]:
+def describe(read: ReadFolder, tokens: float, run: Continued, options: argparse.Namespace) -> list[str]:
     """Return the numbers of the run as lines, each with its reason."""
-    model, settings, device = origin.config.model, run.settings, run.device
-    rows, steps, size = (settings[name] for name in ("global_batch_size", "train_iters", "micro_batch_size"))
-    parameters = count_parameters(on_meta_device(model, origin.config.objective))[0]
-    how = (
-        "measured here by four steps and a validation"
-        if run.step.is_measured
-        else f"FLOP at {SHARE:.0%} of the published peak, not measured"
-    )
+    model, device = read.config, run.device
+    rows, steps, size = (run.settings[name] for name in ("global_batch_size", "train_iters", "micro_batch_size"))
+    how = "measured here" if run.step.gib else "estimated"
     lines = {
-        "encoder": f"{origin.folder}: {model.position_encoding} positions, {model.num_layers} layers x "
-        f"{model.hidden_size}, {origin.tokenizer.vocab_size:,} pieces, {parameters / 1e6:,.1f} M parameters",
-        "text": f"{run.tokens:,.0f} tokens, read {steps * rows * run.length / run.tokens:.3g} times",
+        "encoder": f"{read.source}: {model.position_encoding} positions, {model.num_layers} layers x "
+        f"{model.hidden_size}, {model.vocab_size:,} pieces, {count_parameters(read.model)[0] / 1e6:,.1f} M parameters",
+        "text": f"{tokens:,.0f} tokens, read {steps * rows * run.length / tokens:.3g} times",
         "device": f"{options.world_size} x {device.name} ({device.memory:,.0f} GiB), {device.precision}",
         "rows": f"{run.length} tokens, packed; the encoder takes up to {model.seq_length} (--seq-length)",
         "batch": f"{rows} rows, in micro-batches of {size}, of which up to {run.largest} fit",
         "steps": f"{steps:,}: {run.reason}",
         "rate": f"{RATE:g} after a warm-up of {WARMUP:.0%}: between 2e-5 (BERT) and 1e-4 (RoBERTa); try these two too",
-        "memory": f"{run.gib:.2f} GiB, {'measured' if run.step.is_measured else 'by estimate'}",
-        "time": f"{duration(max(1.0, run.seconds))} for the steps and their validations: {how}",
+        "memory": f"{run.gib:.2f} GiB, {how}",
+        "time": f"{duration(max(1.0, run.seconds))} for the steps and their validations, {how}",
     }
     return [f"{label + ':':<9} {line}" for label, line in lines.items()]
 
 
-def places_of(origin: Origin, options: argparse.Namespace) -> dict[str, str]:
-    """Return the paths of the run as settings: its data, the import that it begins with, and its folder."""
-    out = options.output_dir
-    start = origin.folder if origin.is_ours else out / "start"
-    data = options.data_path or f"{out / 'text'}_text_document"
-    return {"data_path": data, "load": str(start), "save": str(out / "continued")}
-
-
-def task_of(origin: Origin, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of `finetune` for the unchanged encoder; empty without a task."""
-    if options.train is None:
-        return {}
-    files = {"train": options.train, "valid": options.valid, "output_dir": options.output_dir / "scores"}
-    return {**files, "seeds": SEEDS, "load": origin.folder}
-
-
-def stages_of(origin: Origin, run: Continued, places: dict[str, str], options: argparse.Namespace) -> list[Stage]:
-    """Return the commands from the encoder to the export and to the scores of both encoders."""
-    out, start, save = options.output_dir, places["load"], places["save"]
-    vocabulary = flag_words([("vocab_file", options.vocab_file)]) if options.vocab_file else []
-    convert = Stage(["convert", "--from-hf", str(origin.folder), *vocabulary, "--output", start], start)
-    tokenizer = flags_of(origin.tokenizer, Path(start) / checkpoint.TOKENIZER).words()
-    text = ["--input", *(options.input or ["corpus.jsonl"]), "--output-prefix", str(out / "text")]
-    preprocess = Stage(["preprocess", *text, *tokenizer], f"{places['data_path']}.json")
-    last = Path(save) / checkpoint.tag(run.settings["train_iters"])
-    training = Stage(["pretrain", *flag_words((places | run.settings).items())], str(last))
-    export = Stage(["convert", "--load", save, "--output", str(out / "encoder")], str(out / "encoder"))
-    task = flag_words(task_of(origin, options).items())
-    judge = Stage(["finetune", *task, save], str(out / "scores" / "table.json"))
-    return [
-        *[convert] * (not origin.is_ours),
-        *[preprocess] * (not options.data_path),
-        *(training, export),
-        *[judge] * bool(task),
-    ]
-
-
-def commands(stages: Sequence[Stage], options: argparse.Namespace) -> list[str]:
-    """Return the commands as lines, and what is left to do."""
-    starts = {"pretrain": launcher(options.world_size)}
-    lines = [f"  {starts.get(words[0], PROGRAM)} {shlex.join(words)}" for words, _ in stages]
-    judge = "to judge it beside the unchanged encoder, give --train and --valid, the rows of a task"
-    use = (
-        f'from megatron_ddrp import load_encoder; print(load_encoder("{options.output_dir}/encoder").pool(["A text."]))'
-    )
-    return [
-        "commands, one after the other, as --run does; a stopped pretrain resumes with --load as its --save:",
-        *lines,
-        *[judge] * (options.train is None),
-        f"then serve it, such as by: python -c {shlex.quote(use)}",
-    ]
-
-
-def follow(stages: Sequence[Stage], settings: dict[str, Any]) -> None:
-    """Run the commands in this process, without those that have finished; `settings` are those of `pretrain`.
-
-    Raises `UserError` where a command fails, or where pre-training was asked to stop.
-    """
+def follow(stages: Sequence[Stage]) -> None:
+    """Run the commands without those that have finished. Raises `UserError` where one fails or is stopped."""
     for number, (words, output) in enumerate(stages, 1):
         name = f"== {number} of {len(stages)}, {words[0]}"
         if Path(output).exists():
             print(f"{name}: done before, {output}", flush=True)
             continue
+        place, save = (words.index(each) + 1 if each in words else 0 for each in ("--load", "--save"))
+        if save and checkpoint.holds_run(Path(words[save])):
+            words[place] = words[save]
         print(f"{name}\n$ {PROGRAM} {shlex.join(words)}", flush=True)
-        if words[0] != "pretrain":
-            run_command(words[0], {}, words[1:])
-            continue
-        has_begun = checkpoint.holds_run(Path(settings["save"]))
-        if pretrain(**settings | ({"load": settings["save"]} if has_begun else {})).stopped:
-            raise UserError("stopped before the last step: the same command resumes", ASKED_TO_STOP)
+        run_alone(words) if save else run_command(words[0], {}, words[1:])
+
+
+def run_alone(words: Sequence[str]) -> None:
+    """Run a command in a process of its own. Raises `UserError` if it fails; a request to stop reaches it first."""
+    with guest(), subprocess.Popen([sys.executable, "-m", __package__.partition(".")[0], *words]) as child:
+        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to both
+        signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+        child.wait()
+    if child.returncode:
+        code = max(1, child.returncode)
+        raise UserError(f"{words[0]} ended with exit code {child.returncode}: the same command resumes it", code)

@@ -31,8 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.commands.convert import OtherVocabulary
 from megatron_ddrp.commands.options import SHAPES, Plan
 from megatron_ddrp.config.reading import Section, flag, option, refuse
+from megatron_ddrp.data.dataset.indexed_dataset import TokenizerFlags
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.run.devices import LISTED
 
@@ -55,19 +57,14 @@ class Text(Section):
 
     tokens: float | None = option(
         None,
-        "different tokens of the text, such as 50M or 2B (default, with --load: those of --data-path, or as estimated "
-        "from a part of --input)",
+        "different tokens of the text, as 50M or 2B (default with --load: of --data-path, or of a part of --input)",
         within="[1, 1e15]",
         word=read_number,
         metavar="N",
     )
-    vocab_size: int | None = option(
-        None, "pieces of a new model's vocabulary (default: 30522)", within="[100, 10000000]"
-    )
+    vocab_size: int = option(30522, "pieces of a new model's vocabulary", within="[100, 10000000]")
     data_path: str | None = option(
-        None,
-        "dataset that the printed commands name (default: corpus_text_document; with --load the one that they make)",
-        metavar="P",
+        None, "dataset of the commands (default: corpus_text_document; with --load the one that they make)", metavar="P"
     )
 
 
@@ -92,42 +89,31 @@ class PlanSizes(Section):
     """model"""
 
     seq_length: int = option(128, "tokens per row", within="[3, 65536]")
-    max_layers: int | None = option(
-        None,
-        "most layers of a new model; 24 for BERT's large shape (default: 12)",
-        choices=tuple(s.num_layers for s in SHAPES),
+    max_layers: int = option(
+        12, "most layers of a new model; 24 for BERT's large shape", choices=tuple(s.num_layers for s in SHAPES)
     )
 
 
 @dataclass(frozen=True)
-class Continuing(Section):
-    """continuing an encoder"""
+class Continuing(OtherVocabulary):
+    """continuing an encoder, with its own vocabulary or another one"""
 
-    load: Path | None = option(
-        None,
-        "a Hugging Face folder, a name on the hub, or a folder of ours (convert, pretrain --save) to continue",
-        metavar="DIR",
-    )
+    load: Path | None = option(None, "a Hugging Face folder, or a name on the hub, to continue", metavar="DIR")
     input: tuple[str, ...] | None = option(None, INPUT_HELP, nargs="+", metavar="FILE")
-    vocab_file: str | None = option(
-        None, "WordPiece vocabulary that the encoder gets (default: its own)", metavar="FILE"
-    )
     train: Path | None = option(None, "training rows of a task, for finetune", metavar="F")
     valid: Path | None = option(None, "validation rows of the task", metavar="F")
     output_dir: Path = option(Path("road"), "folder of all that the commands write", metavar="OUT")
-    run: bool = option(False, "run the commands on this machine, without what an earlier --run has finished")
+    run: bool = option(False, "run the commands on this machine, without those that an earlier --run has finished")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("input", "vocab_file", "train", "valid", "run"):
+        for name in ("input", "train", "valid", "run", *TokenizerFlags._fields):
             if getattr(self, name) and self.load is None:
                 refuse(f"{flag(name)} needs --load: give the encoder to continue, or leave it out")
         if (self.train is None) != (self.valid is None):
             refuse("--train and --valid belong together: give both files of the task, or neither")
 
 
-NEW_MODEL = {"vocab_size": 30522, "max_layers": 12, "data_path": "corpus_text_document"}
-"""Option → its default without --load."""
 SECTIONS = (Text, PlanMachine, PlanSizes, Continuing)
 
 
@@ -136,13 +122,12 @@ def main(words: Sequence[str] | None = None) -> Plan:
     if options.load is None:
         if options.tokens is None:
             refuse("--tokens is needed: megatron-ddrp preprocess prints those of a text")
-        for name, usual in NEW_MODEL.items():
-            setattr(options, name, getattr(options, name) or usual)
+        options.data_path = options.data_path or "corpus_text_document"
         from megatron_ddrp.commands.planning import make_plan
 
         return make_plan(options)
-    for name in ("vocab_size", "max_layers"):
-        if getattr(options, name):
+    for section, name in ((Text, "vocab_size"), (PlanSizes, "max_layers")):
+        if getattr(options, name) != getattr(section, name):
             refuse(f"{flag(name)} is for a new model, and --load names a trained one: leave one of them out")
     if not options.input and not options.data_path and (options.run or not options.tokens):
         refuse("--load needs a text: give --input FILE, or --data-path of a dataset with the encoder's vocabulary")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import math
 import os
 import random
@@ -50,15 +51,8 @@ class Step(NamedTuple):
     micro_batch: int
     """Rows per micro-batch with which a step is the fastest."""
     seconds: float
-    validation: float
-    """Time to validate on as many rows."""
     gib: float | None = None
     """Peak memory of the process that measured it; None for an estimated time."""
-
-    @property
-    def is_measured(self) -> bool:
-        """True if the step ran on this machine."""
-        return self.gib is not None
 
 
 class ListedDevice:
@@ -74,16 +68,13 @@ class ListedDevice:
     def fastest(self, config: Config, most: int) -> Step:
         """Return the step with micro-batches of at most `most` rows, and no more tokens than keep a GPU busy."""
         size = min(most, power_of_two(MICRO_BATCH_TOKENS[self.type] / config.model.seq_length))
-        seconds = step_seconds(config, self.ranks, self.like)
-        return Step(size, seconds, FORWARD * seconds)
+        return Step(size, step_seconds(config, self.ranks, self.like))
 
 
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Kind of device → tokens of the larger of the two micro-batches that are measured; the other has a quarter."""
-FORWARD = 1 / 3
-"""Share of a step's products that its forward pass computes, as a validation does."""
 STEPS = 1 + 3
-"""Steps of a measurement; the first one warms up, and a validation follows the last but one."""
+"""Steps of a measurement; the first one warms up."""
 PATIENCE = 30.0
 """Most seconds of a measurement; a shape that takes longer gets the FLOP/s of the last one measured."""
 DOCUMENTS, WORDS = 300, 300
@@ -91,29 +82,21 @@ DOCUMENTS, WORDS = 300, 300
 
 
 class StepTimes(Callback):
-    """The seconds of a run's steps and of its last validation, and its peak memory, if each step is logged."""
+    """The seconds of a run's steps from the second one on, if each is logged; the first one warms up."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.validation = self.gib = self._end = math.nan
-        self._steps: list[float] = []
+        self.peak_gib = 0.0
+        """Peak memory of the process, which a run logs."""
+        self._ends: list[float] = []
 
     def on_step(self, row: Mapping[str, Any]) -> None:
-        self.gib = row["peak_memory_gib"]
-        self._steps.append(self._lap())
-
-    def on_validation(self, row: Mapping[str, Any]) -> None:
-        self.validation = self._lap()
+        self._ends.append(self.clock())
+        self.peak_gib = row["peak_memory_gib"]
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of the steps from the second one on; the first one warms up."""
-        return self._steps[1:]
-
-    def _lap(self) -> float:
-        """Return the time since the last step or validation ended."""
-        begin, self._end = self._end, self.clock()
-        return self._end - begin
+        return [end - begin for begin, end in itertools.pairwise(self._ends)]
 
 
 class PresentDevice:
@@ -151,24 +134,23 @@ class PresentDevice:
         if key not in self._measured and (rate is None or STEPS * flop / rate <= self.patience):
             self._measured[key] = self._measure(config, size)
             self._rates[size] = flop / self._measured[key].seconds
-        count, guess = config.training.global_batch_size / size, flop / self._rates[size]
-        one = self._measured.get(key, Step(size, guess, FORWARD * guess))
-        return one._replace(seconds=one.seconds * count, validation=one.validation * count)
+        one = self._measured.get(key) or Step(size, flop / self._rates[size])
+        return one._replace(seconds=one.seconds * config.training.global_batch_size / size)
 
     def _measure(self, config: Config, size: int) -> Step:
-        """Return the step of one micro-batch: the median time of three, a validation and the memory."""
+        """Return the step of one micro-batch: the median time of three, and the memory."""
         model = config.model
         print(f"measuring {model.num_layers} x {model.hidden_size}, {size} rows …", file=sys.stderr, flush=True)
         short = config.replace(
             training={"micro_batch_size": size, "global_batch_size": size, "train_iters": STEPS},
-            logging={"log_interval": 1, "eval_interval": STEPS - 1, "eval_iters": 1},
-            data={"data_path": (self._random_text,), "split": "1,1,0"},
+            logging={"log_interval": 1, "eval_interval": 0},
+            data={"data_path": (self._random_text,)},
         )
         steps = StepTimes(self.clock)
         with guest(), contextlib.redirect_stdout(io.StringIO()):
             if train(short, [steps]).code:
                 raise UserError("stopped while measuring this machine", ASKED_TO_STOP)
-        return Step(size, statistics.median(steps.seconds), steps.validation, steps.gib)
+        return Step(size, statistics.median(steps.seconds), steps.peak_gib)
 
     @cached_property
     def _random_text(self) -> str:
@@ -213,7 +195,7 @@ class PlannedShape(NamedTuple):
 
     def row(self, tokens: float) -> dict[str, Any]:
         """Return the numbers for a Python program; `tokens` are those of the text."""
-        times = {"seconds": self.seconds, "step_seconds": self.step.seconds, "measured": self.step.is_measured}
+        times = {"seconds": self.seconds, "step_seconds": self.step.seconds, "measured": self.step.gib is not None}
         sizes = {"largest_micro_batch": self.largest, "memory_gib": self.gib, "epochs": self.seen / tokens}
         return {**self.settings, "parameters": self.parameters, **times, **sizes}
 
@@ -291,7 +273,7 @@ def table(
     rows = [[" ", *head]]
     for one in found:
         run = one.settings
-        guessed = "~" * (options.device is None and not one.step.is_measured)
+        guessed = "~" * (options.device is None and not one.step.gib)
         rows.append(
             [
                 *("*" if one.shape == best else " ", str(one.shape), f"{one.parameters / 1e6:,.1f} M"),

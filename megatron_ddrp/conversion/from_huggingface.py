@@ -96,7 +96,7 @@ def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenize
     pieces = own.vocab_size if own else rows
     warning, transfer = check_rows(source, pieces, rows), None
     if tokenizer is not None:
-        transfer = plan_transfer(_require_own(own, source), tokenizer)
+        transfer = plan_transfer(require_own(own, source), tokenizer)
         weights.ours.update({n: transfer.rows(t) for n, t in weights.ours.items() if n.endswith(BY_PIECE)})
         pieces = rows = tokenizer.vocab_size
     config = replace(config, vocab_size=pieces)
@@ -149,10 +149,11 @@ def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
     read = read_folder(folder)
     if read.warning:
         print(read.warning, file=sys.stderr)
-    return read.model.eval(), _require_own(read.tokenizer, folder), read.config
+    return read.model.eval(), require_own(read.tokenizer, folder), read.config
 
 
-def _require_own(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
+def require_own(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder. Raises `UserError` if it has none."""
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
     return tokenizer
@@ -264,7 +265,8 @@ class Import(ReadFolder):
         padding = f"; its padding must have the id {self.padding_id}" if self.padding_id is not None else ""
         flags = flags_of(tokenizer, self.output / checkpoint.TOKENIZER).words() if tokenizer else []
         preprocessing = ["megatron-ddrp", "preprocess", "--input", "FILE", "--output-prefix", "corpus", *flags]
-        planning = ["megatron-ddrp", "plan", "--load", str(self.output), "--data-path", "corpus_text_document"]
+        planning = ["megatron-ddrp", "plan", "--load", str(self.source), *(flags if self.transfer else [])]
+        planning += ["--data-path", "corpus_text_document"]
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +19,14 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import newest, tag
 from megatron_ddrp.commands import continuing
 from megatron_ddrp.commands import planning as speed
-from megatron_ddrp.commands.continuing import MOST_STEPS, PASSES, RATE, Stage, follow
+from megatron_ddrp.commands.continuing import MOST_STEPS, PASSES, RATE, Stage, follow, run_alone
 from megatron_ddrp.commands.options import Plan
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.config import load_config
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.run.devices import DEVICES
 from tests.conftest import TinyCorpus
 from tests.refusals import refused, wrong_arguments
-from tests.unit.conversion.conftest import write_checkpoint
 from tests.unit.tasks.conftest import sentences, write_bert
 
 Planned = Callable[..., tuple[Plan, str]]
@@ -82,7 +83,7 @@ def test_the_pretrain_command_is_the_encoder_on_rows_of_the_asked_length(planned
     assert config == config.replace(training=numbers, optimizer={"lr": RATE})
     assert config.model.seq_length == 32 and config.last_phase.seq_length == 16
     assert config.training.precision == "bf16" and config.data.packing
-    assert f"{plan.rows[0]['memory_gib']:.2f} GiB, by estimate" in text
+    assert f"{plan.rows[0]['memory_gib']:.2f} GiB, estimated" in text
     imported = import_folder(bert, bert.parent / "imported").config
     assert config.replace(model={"vocab_size": imported.vocab_size}).model == imported
 
@@ -102,24 +103,22 @@ def test_an_encoder_that_does_not_fit_is_an_error(planned: Planned, monkeypatch:
         ("--load {bert} --run --device t4 --input {text}", "leave --device out"),
         ("--load {bert} --tokens 1M --vocab-size 8192", "--vocab-size is for a new model"),
         ("--load {bert} --tokens 1M --train {text}", "--train and --valid belong together"),
-        ("--load {run} --tokens 1M --device t4", "must be an untrained import.*convert --load"),
+        ("--tokens 1M --device t4 --vocab-file {text}", "--vocab-file needs --load"),
     ],
 )
-def test_a_mistake_is_one_line(words: str, message: str, bert: Path, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
-    places = {"bert": bert, "text": tiny_corpus.text_file, "run": tmp_path / "run"}
-    if "{run}" in words:
-        write_checkpoint(places["run"], build_tokenizer("BertWordPieceLowerCase", bert / "vocab.txt"))
-    wrong_arguments(message, main, words.format(**places).split())
+def test_a_mistake_is_one_line(words: str, message: str, bert: Path, tiny_corpus: TinyCorpus) -> None:
+    wrong_arguments(message, main, words.format(bert=bert, text=tiny_corpus.text_file).split())
 
 
-def test_the_text_is_counted_or_estimated(planned: Planned, bert: Path, tiny_corpus: TinyCorpus) -> None:
-    """The corpus is small enough that the estimate reads all of it; an import has its dataset's vocabulary."""
-    import_folder(bert, Path("start"))
-    _, by_dataset = planned("--data-path", tiny_corpus.prefix, "--device", "t4", load=Path("start"))
+def test_the_text_is_counted_or_estimated(planned: Planned, tiny_corpus: TinyCorpus) -> None:
+    """The corpus is small enough that the estimate reads all of it; its dataset has the vocabulary of the flag."""
+    _, by_dataset = planned("--data-path", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file, "--device", "t4")
     _, by_input = planned("--input", tiny_corpus.text_file, "--device", "t4")
     lines = [next(line for line in text.splitlines() if line.startswith("text:")) for text in (by_dataset, by_input)]
     assert lines[0] == lines[1]
-    assert " preprocess " not in by_dataset and "--from-hf" not in by_dataset and " --load start " in by_dataset
+    assert (
+        " preprocess " not in by_dataset and f" --vocab-file {tiny_corpus.vocab_file} --output road/start" in by_dataset
+    )
 
 
 def test_the_whole_road_by_one_command_which_skips_what_is_finished(
@@ -143,20 +142,38 @@ def test_the_whole_road_by_one_command_which_skips_what_is_finished(
     assert (out / "encoder" / "model.safetensors").exists() and text.count("\n$ megatron-ddrp ") == 5
     again, second = planned(*words)
     assert again.settings == plan.settings and second.count("done before") == 5 and "$" not in second
-    refused("was begun with --hours 24.0, not 1.0", planned, *words, "--hours", 1)
-    record = out / "road.json"
-    record.write_text(record.read_text().replace('"pretrain"', '"compare"'))
-    refused("road.json: damaged or edited", planned, *words)
+    refused("was begun with .* --hours 24.0 .*: give the same options", planned, *words, "--hours", 1)
 
 
 def test_a_stopped_run_is_resumed_from_its_own_folder(
     bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[dict[str, str]] = []
-    monkeypatch.setattr(continuing, "pretrain", lambda **given: ran.append(given) or SimpleNamespace(stopped=True))
-    places = {"load": str(tmp_path / "start"), "save": str(tmp_path / "run")}
-    stages = [Stage(["pretrain"], str(tmp_path / "run" / tag(9)))]
-    refused("stopped before the last step: the same command resumes", follow, stages, places)
+    ran: list[list[str]] = []
+    monkeypatch.setattr(continuing, "run_alone", ran.append)
+    start, save = str(tmp_path / "start"), str(tmp_path / "run")
+    words = ["pretrain", "--load", start, "--save", save]
+    follow([Stage([*words], str(tmp_path / "run" / tag(9)))])
     import_folder(bert, tmp_path / "run")  # stands for a checkpoint of the run
-    refused("stopped before the last step", follow, stages, places)
-    assert ran == [places, {"load": places["save"], "save": places["save"]}]
+    follow([Stage([*words], str(tmp_path / "run" / tag(9)))])
+    assert ran == [words, ["pretrain", "--load", save, "--save", save]]
+
+
+def test_a_request_to_stop_reaches_the_child_and_its_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child inherits that the signal is blocked, and waits for it."""
+
+    class Child(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().wait(timeout)
+
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport os, signal\nsignal.sigwait([signal.SIGTERM])\nos._exit(75)\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    error = refused("pretrain ended with exit code 75: the same command resumes it", run_alone, ["pretrain"])
+    assert error.exit_code == 75
