@@ -19,6 +19,7 @@ from megatron_ddrp.model.attention.backends import attend_from, backend_function
 from megatron_ddrp.model.attention.logits import Attended, Attending, Demand, attention_logits
 from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.positions.contract import reached_offsets
 from megatron_ddrp.model.stages import Judge, Layout, State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -182,8 +183,8 @@ class EncoderLayer(nn.Module):
             query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
-                reach = attention.window, state.inputs.layout.causal
-                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, *reach)
+                reached = reached_offsets(attention.window, state.inputs.layout.causal)
+                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, reached)
             queries = self._join(queries if self.norm_before else source, attention.merge(context))
         return queries
 

@@ -32,7 +32,7 @@ from megatron_ddrp.model.attention.logits import (
 )
 from megatron_ddrp.model.embeddings import document_mask, logits_cosine
 from megatron_ddrp.model.fused import is_nvidia
-from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.positions.contract import UNBOUNDED, PositionTerms
 
 LOWEST_CAPABILITY = (8, 0)
 LARGEST_HEAD = 192
@@ -140,12 +140,12 @@ def attend_from(
     places: Tensor,
     document_ids: Tensor,
     dropout: float,
-    window: int | None = None,
-    causal: bool = False,
+    reached: tuple[int, int] = (-UNBOUNDED, UNBOUNDED),
 ) -> Tensor:
     """Compute attention for some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → the same.
 
-    `key`, `value` `[b, h, s, d]`. The queries' places are arbitrary, so m·s offsets are gathered.
+    `key`, `value` `[b, h, s, d]`; `reached` as `reached_offsets`. The queries' places are arbitrary, so m·s offsets are
+    gathered.
     """
     batch, num_heads, count, _ = query.shape
     seq, terms = key.shape[2], terms.by_offset
@@ -164,7 +164,7 @@ def attend_from(
     if terms.offset_bias is not None:
         logits = logits + terms.offset_bias[:, None].expand(batch, num_heads, count, -1).gather(-1, index)
     own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
-    allowed = (own == document_ids.unsqueeze(1)) & (own > 0) & in_reach(offset, window, causal)  # [b, m, s]
+    allowed = (own == document_ids.unsqueeze(1)) & (own > 0) & in_reach(offset, reached)  # [b, m, s]
     return probabilities(logits, allowed.unsqueeze(1), dropout).to(value.dtype) @ value
 
 

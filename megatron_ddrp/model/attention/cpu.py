@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model.attention.logits import Attending, sum_of_counted
+from megatron_ddrp.model.attention.logits import Attending, in_reach, sum_of_counted
 from megatron_ddrp.model.embeddings import cosine_of_gram, document_mask
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, UNBOUNDED, PositionTerms, reached_offsets
 from megatron_ddrp.model.stages import wide
@@ -104,8 +104,7 @@ class Block:
         """
         far = None
         if not self.reaches_all:
-            (lowest, highest), offset = self.reached, self.offsets(tile)
-            far = ((offset < lowest) | (offset > highest))[None, None]
+            far = ~in_reach(self.offsets(tile), self.reached)[None, None]
         if self.unmasked:
             return far
         own = self.document_ids[:, tile.rows].unsqueeze(-1)

@@ -190,13 +190,12 @@ def allowed_pairs(document_ids: Tensor, window: int | None = None, causal: bool 
     if window is None and not causal:
         return allowed
     place = torch.arange(document_ids.shape[1], device=document_ids.device)
-    return allowed & in_reach(place[:, None] - place, window, causal)
+    return allowed & in_reach(place[:, None] - place, reached_offsets(window, causal))
 
 
-def in_reach(offset: Tensor, window: int | None, causal: bool) -> Tensor:
-    """Return whether queries may attend over each offset i − j, bool of the same shape, in one document."""
-    lowest, highest = reached_offsets(window, causal)
-    return (offset >= lowest) & (offset <= highest)
+def in_reach(offset: Tensor, reached: tuple[int, int]) -> Tensor:
+    """Return whether `reached_offsets` holds each offset i − j, bool of the same shape."""
+    return (offset >= reached[0]) & (offset <= reached[1])
 
 
 def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor | None:

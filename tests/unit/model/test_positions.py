@@ -18,6 +18,7 @@ from megatron_ddrp.model.attention.logits import Attending, attention_logits
 from megatron_ddrp.model.encoder import GAIN
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.positions.absolute import Rope, Rotation, relative_bucket, set_theta
+from megatron_ddrp.model.positions.contract import reached_offsets
 from tests.reference.positions import t5_bucket, tupe_bucket, turned
 from tests.reference.tensors import assert_same, random, seeded
 from tests.refusals import refused, wrong_arguments
@@ -121,7 +122,7 @@ def test_attend_from_reaches_both_ends_of_a_window_and_no_further(window, reache
     vector, terms = torch.zeros(1, 1, SEQ, SEQ, dtype=torch.float64), PositionTerms(1.0)
     value, places = torch.eye(SEQ, dtype=torch.float64)[None, None], torch.tensor([[0, 3, 6]])
     document_ids = torch.ones(1, SEQ, dtype=torch.long)
-    got = attend_from(vector[:, :, :3], vector, value, terms, places, document_ids, 0.0, window)
+    got = attend_from(vector[:, :, :3], vector, value, terms, places, document_ids, 0.0, reached_offsets(window, False))
     for row, keys in zip(got[0, 0], reached.split(), strict=True):
         assert row.tolist() == pytest.approx([(str(key) in keys) / len(keys) for key in range(SEQ)])
 
