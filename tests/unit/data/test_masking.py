@@ -439,7 +439,9 @@ def test_permute_refuses_indices_outside_the_range(index):
 
 def test_the_causal_phase_predicts_each_next_token_of_a_document_and_no_cls():
     ids, documents = make_rows(6, 12, np.random.default_rng(2))
-    packed, of_packed = ids.reshape(2, -1), (documents * np.array([1, 2, 3] * 2)[:, None]).reshape(2, -1)
+    joined = [np.concatenate([row[own > 0] for row, own in zip(ids, documents, strict=True)]), [PAD, PAD]]
+    packed = np.concatenate(joined)[None]
+    of_packed = np.append(np.repeat(np.arange(1, 7), documents.sum(1)), [0, 0])[None]
     for rows, numbers in ((ids, documents), (packed, of_packed)):
         read, labels = predict_next(rows, numbers, 0, 0)
         assert read is rows and labels.shape == rows.shape
