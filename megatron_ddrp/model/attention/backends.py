@@ -201,7 +201,7 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
     """Return the backend that `--attention-backend` selects for an encoding, and the reason in a few words.
 
     `in_logits` is true if the encoding adds anything to the logits. `full` is true if each row of this micro-batch is
-    one document without padding; it makes no difference under a window or in causal attention.
+    one document without padding; it makes no difference under a window.
     """
     if name != "auto":
         return name, "as asked for"
@@ -209,8 +209,10 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
         return _auto_with_terms(demand) if in_logits else _auto_without_terms(demand, full)
     if in_logits:
         return "blocked", "fastest on CPUs with terms in the logits"
-    if not demand.whole:
-        return "blocked", "fastest on CPUs for local and causal layers"
+    if demand.window is not None:
+        return "blocked", "fastest on CPUs for local layers"
+    if demand.causal:
+        return "blocked", "computes no pairs with following tokens"
     if demand.dropout:
         return "blocked", "fastest on CPUs with dropout"
     if demand.dtype == torch.bfloat16:
@@ -221,7 +223,7 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
 def reads_runs(name: str, demand: Demand, in_logits: bool, full: bool) -> bool:
     """Return whether a backend computes varlen attention, which reads the runs of tokens in the rows."""
     backend, _ = resolve_backend(name, demand, in_logits, full)
-    is_whole = full and demand.whole
+    is_whole = full and demand.window is None
     return backend == "sdpa" and not in_logits and not is_whole and why_not_varlen(demand) is None
 
 
@@ -242,8 +244,8 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     For rows with padding or several documents varlen attention needs no mask but has no dropout. Triton's kernels have
     dropout and skip other documents too. Both skip pairs outside the window, which flash attention cannot.
     """
-    if not demand.whole:
-        return _auto_in_part(demand)
+    if demand.window is not None:
+        return _auto_in_window(demand)
     if why_not_flash(demand) is not None:
         return "sdpa", "works on every GPU"
     if why_not_varlen(demand) is None:
@@ -253,10 +255,10 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     return "sdpa", "flash for full rows, a mask for padded and packed ones"
 
 
-def _auto_in_part(demand: Demand) -> tuple[str, str]:
-    """Choose a backend for local or causal layers of an encoding that adds nothing to the logits."""
+def _auto_in_window(demand: Demand) -> tuple[str, str]:
+    """Choose a backend for the local layers of an encoding that adds nothing to the logits."""
     if why_not_varlen(demand) is None:
-        return "sdpa", "varlen for local and causal layers"
+        return "sdpa", "varlen for local layers"
     if why_not_triton(demand) is None:
         return "triton", "skips pairs outside the window"
-    return "sdpa", "works on every GPU; a mask for local and causal layers"
+    return "sdpa", "works on every GPU; a mask for local layers"

@@ -19,7 +19,7 @@ from torch.nn import attention
 
 from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.commands.planning import PresentDevice
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders.text_encoder import load_encoder
 from megatron_ddrp.engine.build import choices
@@ -62,7 +62,11 @@ def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
         "sdpa attention (fastest on CPUs in fp32 without terms in the logits and without dropout), fp32"
     )
     assert choices(Config(model=replace(whole, **local)), cpu).endswith(
-        "without dropout), in local layers blocked attention (fastest on CPUs for local and causal layers), fp32"
+        "without dropout), in local layers blocked attention (fastest on CPUs for local layers), fp32"
+    )
+    causal = ObjectiveConfig(objective_phases="clm:0.5")
+    assert choices(Config(model=whole, objective=causal), cpu).endswith(
+        "without dropout), in the causal phase blocked attention (computes no pairs with following tokens), fp32"
     )
     assert "local" not in choices(Config(model=replace(whole, attention_backend="eager", **local)), cpu)
 
@@ -83,12 +87,12 @@ def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
         ((7, 0), {"dtype": torch.float16}, False, False, "sdpa", "works on every GPU"),
         ((9, 0), {"window": 64}, True, True, "triton", "stores no logits"),
         ((9, 0), {"causal": True}, True, True, "triton", "stores no logits"),
-        ((9, 0), {"causal": True}, False, True, "triton", "skips pairs outside the window"),
-        ((9, 0), {"causal": True, "dropout": 0.0}, False, True, "sdpa", "varlen for local and causal layers"),
+        ((9, 0), {"causal": True}, False, True, "sdpa", "flash for full rows"),
+        ((9, 0), {"causal": True}, False, False, "triton", "triton for padded and packed ones"),
         ((9, 0), {"window": 64}, False, True, "triton", "skips pairs outside the window"),
-        ((9, 0), {"window": 64, "dropout": 0.0}, False, True, "sdpa", "varlen for local and causal layers"),
+        ((9, 0), {"window": 64, "dropout": 0.0}, False, True, "sdpa", "varlen for local layers"),
         ((8, 0), {"window": 64, "dtype": torch.float32}, False, True, "triton", "skips pairs"),
-        ((7, 0), {"window": 64, "dtype": torch.float16}, False, True, "sdpa", "a mask for local and causal layers"),
+        ((7, 0), {"window": 64, "dtype": torch.float16}, False, True, "sdpa", "a mask for local layers"),
     ],
 )
 def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why, monkeypatch):
