@@ -293,9 +293,9 @@ def test_a_profile_that_cannot_be_written_or_made_is_told_and_the_run_goes_on(fl
 LEARNING_RATE = 1e-4
 
 
-@pytest.fixture
-def imported(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
-    """A random BERT of the tiny size, brought here from a Hugging Face folder."""
+@pytest.fixture(scope="module")
+def imported(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of the tiny size, brought here from a Hugging Face folder: read only."""
     transformers = pytest.importorskip("transformers")
     from megatron_ddrp.conversion.from_huggingface import import_folder
 
@@ -304,10 +304,10 @@ def imported(tiny_corpus: TinyCorpus, tmp_path: Path) -> Path:
     sizes = {"num_hidden_layers": TINY["num_layers"], "max_position_embeddings": TINY["seq_length"]}
     sizes |= {name: TINY[name] for name in ("hidden_size", "num_attention_heads")}
     config = transformers.BertConfig(vocab_size=pieces, intermediate_size=4 * TINY["hidden_size"], **sizes)
-    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
-    shutil.copyfile(tiny_corpus.vocab_file, tmp_path / "hf" / "vocab.txt")
-    import_folder(tmp_path / "hf", tmp_path / "start")
-    return tmp_path / "start"
+    folder = tmp_path_factory.mktemp("imported")
+    transformers.BertForMaskedLM(config).save_pretrained(folder / "hf")
+    shutil.copyfile(tiny_corpus.vocab_file, folder / "hf" / "vocab.txt")
+    return import_folder(folder / "hf", folder / "start").output
 
 
 @pytest.mark.slow
