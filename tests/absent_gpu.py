@@ -3,8 +3,6 @@
 Triton's launches take their whole way in Python, and no kernel is run; DeepSpeed's engine trains on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

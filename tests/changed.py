@@ -5,8 +5,6 @@ A test counts if it imports or names a changed file, itself or through other fil
 from HEAD. `make test` remains the judge: what a test reads by a pattern alone is not seen here.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections.abc import Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """A tiny corpus of real text, the same wherever Python is: the language reference that pydoc carries."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

@@ -1,7 +1,5 @@
 """Small indexed datasets, written from lists of ids or by preprocessing; samples in memory and a loader of them."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path

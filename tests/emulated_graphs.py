@@ -4,8 +4,6 @@ memory. As on a GPU, whatever reads a number fails in a capture, and a replay se
 Not emulated: streams, the reuse of memory inside a pool, philox offsets, and compiled regions inside a capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

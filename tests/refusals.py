@@ -1,7 +1,5 @@
 """Refusals: a call that ends in one line for its user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

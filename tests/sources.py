@@ -1,7 +1,5 @@
 """Syntax trees of source files, parsed on first use: each process that runs tests imports all of their files."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache

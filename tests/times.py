@@ -5,8 +5,6 @@ timeouts, and turns of other processes. A fixture counts for the first test that
 their parents are not counted.
 """
 
-from __future__ import annotations
-
 import csv
 import multiprocessing
 import os

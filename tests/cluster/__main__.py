@@ -6,8 +6,6 @@ Everything runs in a world of its own: network, processes and mounts that end wi
 No interface leads outside, and DeepSpeed's `pkill` reaches nothing else on this machine.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hosts, fork server and the table of the cluster tier. `make cluster` runs it; elsewhere each test is skipped."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -6,8 +6,6 @@ On the hosts `SHIM/python` stands for the environment's Python. It asks this ser
 folder and files, passes signals on, and ends as the fork ends. Tests ask for ranks in the same way (`ask`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

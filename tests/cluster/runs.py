@@ -1,7 +1,5 @@
 """Runs of the cluster tier: ranks on hosts without a launcher, steps to wait for, and what must be equal at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Hosts that differ or do not meet: each is refused, or said, in one line that names the host."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

@@ -1,7 +1,5 @@
 """Faults of hosts and of the network between them; ranks without a launcher, forked onto the hosts."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

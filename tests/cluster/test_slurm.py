@@ -4,8 +4,6 @@ Slurm waits two minutes before it starts a requeued job. So all jobs are queued 
 then each is looked at: a story is a generator with these three parts.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

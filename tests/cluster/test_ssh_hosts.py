@@ -4,8 +4,6 @@ DeepSpeed's command and pdsh are real processes. Its launchers and the ranks on 
 first test, where every process is a Python of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -7,8 +7,6 @@ same command ends as an undisturbed one. Exits 1 where they are not, and says af
 table of the states between the markers of docs/checkpoints.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Check of the protocols: every state that a crash may leave, and every operation that may fail."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

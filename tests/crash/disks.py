@@ -4,8 +4,6 @@ The copy holds what the file system has given to its device by then; mounting it
 cut. It needs root, loop devices and the tools of the file systems, and runs without the recorder, which syncs nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Protocols of datasets, exported folders, kept models and single files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Protocol of an update: a prepared folder, the update, and what must hold after a crash in the midst of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import traceback

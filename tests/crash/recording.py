@@ -1,7 +1,5 @@
 """File operations below one folder, recorded by shim.c and read back as operations on inodes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

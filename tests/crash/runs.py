@@ -1,7 +1,5 @@
 """Protocols of a run's folder and of stores of finished jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

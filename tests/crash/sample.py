@@ -1,7 +1,5 @@
 """Small runs, datasets and tasks that the protocols write, in this process and without DeepSpeed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ worst    a power cut with what POSIX allows: each folder keeps its names up to a
          for itself (a renaming between two folders happens in both or in neither); bytes as before, or zeros
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

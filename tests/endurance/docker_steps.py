@@ -7,8 +7,6 @@ Lines that need an image's root (`apt-get`, `useradd`) are named and left out. T
 and preprocesses a text as a user would, in an empty folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

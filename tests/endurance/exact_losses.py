@@ -7,8 +7,6 @@ corpus with its own `pretrain_bert.py`, side by side on this machine. One row pe
 exits 1 if there is one. A metric that only HEAD writes is no difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

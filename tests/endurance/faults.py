@@ -10,8 +10,6 @@ that it alone caught. At the end the tests that caught a fault run without one. 
 `--check` only looks whether the old text of every fault occurs exactly once.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

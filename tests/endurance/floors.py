@@ -7,8 +7,6 @@ uv makes an environment of each kind with this Python, out of what pyproject.tom
 package or this Python needs more, is named: it was not tried. The last lines are the table of docs/install.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

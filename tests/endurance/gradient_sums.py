@@ -6,8 +6,6 @@ One step of 32 micro-batches on two ranks. A cell is the largest relative error 
 optimizer steps with, against the sum in float64 of the gradients that the backward passes gave.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

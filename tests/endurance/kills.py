@@ -5,8 +5,6 @@
 Checkpoints are written every second step, so that many kills fall into the writing of one. Dropout is on.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import signal

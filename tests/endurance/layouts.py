@@ -11,8 +11,6 @@ difference one likes: with the tests' usual seed HCD comes as close as 0.001, an
 away from 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -6,8 +6,6 @@ Counts the Python files that git tracks, by folder and by part of the package; `
 bounds of the parts.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

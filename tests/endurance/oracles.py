@@ -5,8 +5,6 @@ A difference is the largest over the three loss sums, or over every parameter's 
     python -m tests.endurance.oracles    # print the table of docs/lab/agreement.md
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ RUNS.json is a list of `{"name", "ranks", "arguments", "folder"}`. The standard 
 imports nothing of the repository by name but what a tree of any age has, so that it can run older trees.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

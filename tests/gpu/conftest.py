@@ -1,7 +1,5 @@
 """Devices of the smoke tests: every case runs on a CUDA device, some on the CPU too, so that the tests are tested."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterable
 from typing import Any

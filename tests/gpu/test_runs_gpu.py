@@ -4,8 +4,6 @@ against the same runs without; two ranks; a kill.
 All runs of a GPU share one process, which starts once.
 """
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Callable

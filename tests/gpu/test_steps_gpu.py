@@ -1,8 +1,6 @@
 """One training step of every encoding, objective and attention backend in bf16, against eager attention in fp32 on the
 CPU: the loss and gradient norms."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The flags of a model that trains in a second."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ They share files and processes' ids, as hosts with a shared file system do not; 
 anywhere else, except through the cable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -7,8 +7,6 @@ that waits; what our own model could wait for is refused in `tests/unit/test_loo
 mantissa bit flips in an activation, a gradient or a weight.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -3,8 +3,6 @@
 No damaged file is silent or ends in a traceback: some of the cases of `python -m tests.endurance.damage`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 that compute wrong, which a replay finds; and steps by CUDA graphs, on an emulator.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

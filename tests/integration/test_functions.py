@@ -1,7 +1,5 @@
 """The commands as Python functions, called many times in this one process."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

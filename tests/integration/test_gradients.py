@@ -9,8 +9,6 @@ some parameters: none is wrong in any layout, and a change of a tenth of one mic
 rank that has it or in another.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 command resumes; nobody else can reach a run from the network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import datetime

@@ -3,8 +3,6 @@
 Everything else is tested without them, faster.
 """
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import importlib

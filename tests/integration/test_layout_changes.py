@@ -3,8 +3,6 @@
 Nothing in a checkpoint is unpickled or lost.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

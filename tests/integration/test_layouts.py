@@ -6,8 +6,6 @@ The rows are of different lengths and are padded per micro-batch, so a mean of m
 which changes torch for good, comes last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

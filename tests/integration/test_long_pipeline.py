@@ -1,7 +1,5 @@
 """A rank of a pipeline keeps no more headers and times after many steps than after few; ranks outlast long work."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from threading import Event

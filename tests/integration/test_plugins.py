@@ -2,8 +2,6 @@
 and nothing else had to be touched for it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

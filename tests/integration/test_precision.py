@@ -2,8 +2,6 @@
 memory beside the dry run's bytes, and where a step waits for the device.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -2,8 +2,6 @@
 after Ctrl-C, with a blend of data, and beside a damaged `--save` folder.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -2,8 +2,6 @@
 TensorBoard, whole weights.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A step has its own settings, draws and dropout, also behind a validation, in a later phase and after a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

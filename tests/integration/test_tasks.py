@@ -1,7 +1,5 @@
 """Fine-tuning, a comparison and sentence embeddings as a user starts them: on ranks, with workers, killed, resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 A run is the real thing without the script around it: the same loader, engine and step as `megatron_ddrp.train`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json

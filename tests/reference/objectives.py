@@ -48,8 +48,6 @@ Masking, written from the rule: one row, one word, one piece at a time. The rand
 kind for every column, so that the twin and the code under test can be given the same ones and must then agree exactly.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -72,8 +72,6 @@ ALiBi (Press et al., arXiv:2108.12409), symmetric: A[h,i,j] = Q_i·K_j / sqrt(d)
 each direction m = log(1 + e^a), with a of the head's left ones for j < i, of its right ones for j > i.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Random float64 tensors that need a gradient, and the comparison of two results in values and in gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """The `--save` folder: which checkpoint is taken where something is damaged, no reader takes damage silently, one
 writer holds it, and it keeps copies of plug-ins."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Flags, and how commands end: a mistake or a lack of memory is one line with a remedy, a bug keeps its traceback."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

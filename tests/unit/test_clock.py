@@ -1,7 +1,5 @@
 """What the progress line and a profile say: rates, the share of the devices' peak, shares of operations, and memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

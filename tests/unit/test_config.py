@@ -1,7 +1,5 @@
 """Settings: the paper's defaults, refusals in one line, round trips through JSON, and what a run may resume from."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

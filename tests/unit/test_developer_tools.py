@@ -1,7 +1,5 @@
 """Tools of development: tests of a change, seconds of tests, equal losses of two commits, and points that tests arm."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`--dry-run`: what it prints, what it refuses, and its memory beside plain arithmetic."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

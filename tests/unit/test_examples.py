@@ -1,7 +1,5 @@
 """Every recipe parses, says at its top what it is, and its training command passes a dry run; Slurm has stand-ins."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The GPU report made on the CPU with tiny models: every section, every function, all but the device itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

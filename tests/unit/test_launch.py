@@ -1,7 +1,5 @@
 """How a rank ends, with its exit code and its words, and which signals ask a run to stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """metrics.jsonl, whose rows survive damage and a full disk; the plateau of loss curves; and drawn learning curves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

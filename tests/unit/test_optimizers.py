@@ -1,8 +1,6 @@
 """Muon against its slow twin, learning rates of each decay style against values worked out by hand, AdamW's numbers,
 and which devices train in which precision."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -3,8 +3,6 @@
 `python -m tests.unit.test_pages` prints the tables of flags of docs/foreign-files.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """`megatron-ddrp plan`, FLOP against torch's count, the table of devices, and what a run says of its device."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

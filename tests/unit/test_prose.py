@@ -34,8 +34,6 @@ in `, half the budget`.
 The marker `archive` says that the number stands in docs/lab/measurements.md, in a section that says "No row is stored".
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

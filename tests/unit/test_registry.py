@@ -1,7 +1,5 @@
 """Files of others: what their readers refuse, settings from YAML by their dataclasses, and plug-ins in the registry."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Settings that change by step, such as masking rates and row lengths, and settings without effect, which are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

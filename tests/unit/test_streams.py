@@ -1,7 +1,5 @@
 """Closed standard streams, and streams that cannot hold every character: no command ends in a traceback for them."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

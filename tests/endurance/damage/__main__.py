@@ -8,8 +8,6 @@ Nothing may be wrong in silence, end in a traceback or hang. Exits 1 where somet
 name decides its damage. `--write` puts the table between the markers of docs/foreign-files.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

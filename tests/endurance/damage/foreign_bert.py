@@ -1,7 +1,5 @@
 """Write a tiny BERT as transformers does: `python -m tests.endurance.damage.foreign_bert VOCAB FOLDER`."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

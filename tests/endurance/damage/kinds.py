@@ -6,8 +6,6 @@ Face folder), another number in a row of metrics.jsonl and rows missing at its e
 how one goes back), and ids in a .bin for readers that are not asked to sum it up. Kinds that say that their format has
 no sum are damaged in every way; another result counts as undetectable there."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -2,8 +2,6 @@
 
 They run in processes that are forked with the slow imports done: a case costs its own work alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing.connection

@@ -15,8 +15,6 @@ plan.yaml, compare/                                a comparison of one run, whos
 rows/                                              rows of a made-up comparison, with their bootstrap samples
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

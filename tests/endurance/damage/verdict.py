@@ -1,7 +1,5 @@
 """Judge a command on a damaged file by its exit code, messages and result, compared with those on the healthy file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 Scripts outside the package import modules that exist; a type checker takes the others for foreign ones."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Then another vocabulary for an imported encoder: which old pieces make up a new one, and what the model then computes.
 """
 
-from __future__ import annotations
-
 import json
 import unicodedata
 

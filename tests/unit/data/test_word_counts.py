@@ -2,8 +2,6 @@
 
 The unigram level, and validation text of another kind than the training text, are as slow loops measure them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

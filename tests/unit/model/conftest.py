@@ -1,7 +1,5 @@
 """Forget between tests what the process has found out about the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

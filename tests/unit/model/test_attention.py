@@ -6,8 +6,6 @@ source of position terms. `spread` stands against an index gather, `collect_valu
 shape, layout and precision.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Regions: no break in a graph, the modules' numbers, dropout that repeats; when `
 gradients of many micro-batches are those without graphs.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache, partial
 from pathlib import Path

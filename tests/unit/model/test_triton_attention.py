@@ -4,8 +4,6 @@ How often Triton compiles each kernel over the rows of a run is counted by its o
 tensor of `[batch, heads, seq, seq]` or `[batch, 1, seq, seq]` arises on the path of the kernels.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import importlib.util

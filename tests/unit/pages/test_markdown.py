@@ -4,8 +4,6 @@ A renderer shows names as they stand, and never as markup or a column. What othe
 file is what the page shows. Names and numbers in figures are short, told apart, and right.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import re

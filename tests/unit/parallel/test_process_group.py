@@ -6,8 +6,6 @@ follows from the number of GPUs that the launcher lets it see; without a GPU tor
 differ in size. Work may take longer than a collective call may wait.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

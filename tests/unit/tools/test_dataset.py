@@ -3,8 +3,6 @@
 Books become one document each, and so do sentences.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex

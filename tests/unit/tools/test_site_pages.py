@@ -1,7 +1,5 @@
 """Every link between the documents leads somewhere, on GitHub and on the site."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

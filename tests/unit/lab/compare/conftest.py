@@ -1,7 +1,5 @@
 """A plan of two models and three seeds on the tiny corpus, and an output folder filled as its jobs would fill it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows of made-up ladders whose truth is known, as `megatron-ddrp compare` would write them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Experiments: names of jobs, jobs in several processes, and the rows of finished runs."""
 
-from __future__ import annotations
-
 import json
 import queue
 import re

@@ -1,7 +1,5 @@
 """Measures of runs (minimal pairs, tasks of one's own, GLUE, space, throughput): their jobs, gains and tables."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

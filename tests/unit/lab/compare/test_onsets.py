@@ -1,7 +1,5 @@
 """Onsets: shares and tests beside loops from their definitions, what a row has spent, words and cells of a page."""
 
-from __future__ import annotations
-
 import math
 import random
 

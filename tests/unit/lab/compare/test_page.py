@@ -1,7 +1,5 @@
 """The page: what the store or the rows have and nothing else, claims of a file, HTML that is whole."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Plans: every mistake is one line with file, key and what is allowed; what is decided is decided once."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

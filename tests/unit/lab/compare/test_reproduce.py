@@ -1,7 +1,5 @@
 """A run that is trained again, and its comparison with its row. Training is made up here; test_tasks.py trains."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The rows in docs/ladder are those of a plan; pages of docs/ and the golden numbers say what they say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

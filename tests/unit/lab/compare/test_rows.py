@@ -1,7 +1,5 @@
 """Rows: later ones replace earlier ones, and every mistake is one line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Spreads, differences and gains against SciPy, loops over pairs and by hand, and numbers in tables and on axes."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """Metrics beside hand-made numbers, scikit-learn, scipy, seqeval and SQuAD's script; resampled rows; plug-ins."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

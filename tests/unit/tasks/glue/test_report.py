@@ -1,7 +1,5 @@
 """runs.jsonl, files of predictions, and the table: medians, grid points, undefined scores, intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
