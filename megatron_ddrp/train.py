@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
+from megatron_ddrp.checkpoint import MERGED, ORIGIN, WEIGHTS_ONLY, newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.weights import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import code_sum, package_sum, plugin_files
 from megatron_ddrp.config.run import settings_of_all_ranks
+from megatron_ddrp.config.training import HEAD_ITERS
 from megatron_ddrp.config.translation import flatten_keys
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, validated_splits, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import BatchLoader, count_micro_batches
@@ -36,7 +37,7 @@ from megatron_ddrp.engine.build import (
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, changed_tokenizer, check_stored, load_checkpoint
 from megatron_ddrp.engine.layout import Setup, deepspeed_version
 from megatron_ddrp.engine.proofs import GradientProof
-from megatron_ddrp.errors import allocations_as_user_errors, refusals_as_user_errors
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, allocations_as_user_errors, refusals_as_user_errors
 from megatron_ddrp.memory import need_less_memory
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.electra import NoteDictionary
@@ -116,11 +117,30 @@ def prepare(config: Config, ranks: Ranks) -> tuple[Setup, list[Callback]]:
     refuse_folders(save, load)
     callbacks = callbacks_of(config.logging)
     setup = Setup.of(config, ranks)
-    path = newest(load) if load and config.objective.generates else None
-    if path:  # the layout of a checkpoint's generator has no flag
-        stored = Config.from_dict(read_state(path)["config"]).objective
+    state = read_state(path) if load and (path := newest(load)) else {}
+    if state and config.objective.generates:  # the layout of a checkpoint's generator has no flag
+        stored = Config.from_dict(state["config"]).objective
         setup = setup.replace(objective={"generator_embeddings": stored.generator_embeddings})
-    return setup, callbacks
+    return setup.replace(training={"new_head_iters": new_head_iters(config, state)}), callbacks
+
+
+def new_head_iters(config: Config, state: Mapping[str, Any]) -> int | None:
+    """Return the first steps that train the head alone, in a run that begins from a checkpoint's state, {} without one.
+
+    A resumed run keeps its number. Raises `UserError` if a number is given and there is no checkpoint.
+    """
+    given = config.training.new_head_iters
+    if given and not state:
+        raise UserError(
+            f"--new-head-iters {given}: --load {config.checkpoint.load} holds no encoder that could rest; leave it out",
+            WRONG_ARGUMENTS,
+        )
+    if given is not None or not state:
+        return given
+    is_import = state.get(WEIGHTS_ONLY) and MERGED not in state
+    if is_import and not state.get(ORIGIN, {}).get("has_head", True):
+        return min(HEAD_ITERS, config.training.train_iters)
+    return Config.from_dict(state["config"]).training.new_head_iters
 
 
 def check_without_data(setup: Setup) -> None:
@@ -295,6 +315,9 @@ def introduction(setup: Setup, corpus: Corpus, loader: BatchLoader, sizes: tuple
 def where_we_start(config: Config, resumed: Resumed | None) -> str:
     """Return how the run starts: afresh, from weights, or from a checkpoint."""
     unsaved = "" if config.checkpoint.save else "; nothing is saved without --save"
+    begin, rests = resumed.progress.iteration + 1 if resumed else 1, config.training.new_head_iters or 0
+    if begin <= rests:
+        unsaved += f"\nsteps {begin:,} to {rests:,} train the head alone, and the encoder rests (--new-head-iters)"
     if resumed is None:
         nothing_there = f"{config.checkpoint.load} holds no checkpoint: " if config.checkpoint.load else ""
         return f"{nothing_there}starting afresh{unsaved}"

@@ -32,6 +32,7 @@ NOT_GIVEN = {
     "lr_decay_iters": "all of --train-iters",
     "lr_warmup_iters": "decided by --lr-warmup-fraction",
     "num_threads": "torch chooses",
+    "new_head_iters": "decided by the folder of --load",
     "index_cache_dir": "beside the data",
     "split": "none: training and validation data are given apart",
     "save": "none: nothing is saved",

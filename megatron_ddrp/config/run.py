@@ -60,6 +60,12 @@ class Config:
                 f"flat parts; use --zero-stage {' or '.join(map(str, allowed))}"
             )
         self._check_schedules()
+        new_head, steps = self.training.new_head_iters or 0, self.training.train_iters
+        if new_head and (self.checkpoint.load is None or new_head > steps):
+            refuse(
+                f"--new-head-iters {new_head}: it needs the encoder of --load, and at most the steps of --train-iters "
+                f"{steps}: give 0 to a run from random weights"
+            )
         if self.parallel.cuda_graphs == "on" and self.graphs_fault is not None:
             refuse(
                 f"--cuda-graphs on with {self.graphs_fault}: no graph holds such layers; use --cuda-graphs auto or off"

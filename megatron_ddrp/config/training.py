@@ -30,6 +30,9 @@ from megatron_ddrp.config.reading import (
 from megatron_ddrp.config.registry import OPTIMIZERS, SCHEDULES
 from megatron_ddrp.errors import UserError
 
+HEAD_ITERS, HEAD_LR = 200, 1e-3
+"""Steps, and lowest learning rate, in which a new head learns while its encoder rests."""
+
 LENGTHS = "[3, 2147483648)"
 """Range of a phase's row length: at least [CLS], one token and [SEP]."""
 
@@ -152,6 +155,14 @@ class TrainingConfig(Section):
         "alone (default: one phase)",
         nargs="+",
         metavar="LENGTH:END[:THETA]",
+    )
+    new_head_iters: int | None = option(
+        None,
+        f"first steps in which the encoder rests and only the head learns, at --lr or {HEAD_LR:g} if that is more: a "
+        "random head's gradients would undo what the encoder knows. --lr-decay-style and warm-up begin after them "
+        f"(default: {HEAD_ITERS} if --load is an import whose folder had no head, else 0)",
+        within="[0, 2147483648)",
+        metavar="N",
     )
     seed: int = option(1234, "seed of initialisation, data order, masks, samples and dropout", within=SEED)
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")

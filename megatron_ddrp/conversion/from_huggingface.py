@@ -31,7 +31,6 @@ from megatron_ddrp.conversion.weight_files import (
     BY_PIECE,
     EMBEDDING_DIFFERENCE,
     INDEX,
-    OF_HEAD,
     PICKLED_WEIGHTS,
     SAFE_WEIGHTS,
     SEGMENT_EMBEDDING,
@@ -306,9 +305,8 @@ def import_folder(
     read = read_folder(local, None if generator is None else local_folder(generator), tokenizer)
     modules, without = read_modules(local)
     read.weights.left_out.extend(without)
-    has_head = any(re.match(OF_HEAD, name) for name in read.weights.ours)
     name = source.resolve().name if local == source else str(source)
-    origin = Origin(name, stated_license(local), has_head, modules)
+    origin = Origin(name, stated_license(local), read.weights.has_head, modules)
     with whole_folder(output, refuse) as folder:
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
         weights = {name: tensor.detach() for name, tensor in tensors.items()}

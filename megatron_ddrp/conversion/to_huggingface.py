@@ -35,7 +35,7 @@ from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.foreign import read_object
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.model import ENCODER_PARTS, Encoder
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,6 @@ def _group(name: str) -> str:
     if name.startswith("mask_decoder."):
         return "mask decoder"
     return "final LayerNorm" if "final_norm" in name else "layers"
-
-
-ENCODER_PARTS = ("embeddings.", "layers.", "head.final_norm.")
-"""Prefixes of the names of our weights that affect hidden states."""
 
 
 class TunedHead(NamedTuple):

@@ -116,11 +116,11 @@ BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
 UNREAD = re.compile(r"(position_ids|token_type_ids|position_embeddings\.weight|inv_freq)$")
 """Names of an encoder's weights that transformers does not read: constants, and positions of DeBERTa's mask decoder."""
 DIFFERENCE = "difference of the embeddings"
-OF_HEAD = r"head\.(?!own\.|final_norm\.)"
+HEAD = r"head\.(?!own\.|final_norm\.)"
 """Pattern of the names of the head's own weights."""
 DRAWN = {
     r"head\.own\.": "modules of the objective",
-    OF_HEAD: "head",
+    HEAD: "head",
     r"generator\.": "generator",
     r"embeddings\.difference\.": DIFFERENCE,
 }
@@ -139,6 +139,10 @@ class Weights:
     """Names in the folder of the encoder's weights."""
     initialised: list[str] = field(default_factory=list)
     """Parts of our model that the folder lacks, with their initial values; known after `fill`."""
+
+    @property
+    def has_head(self) -> bool:
+        return any(re.match(HEAD, name) for name in self.ours)
 
 
 def rename(

@@ -39,7 +39,7 @@ from megatron_ddrp.engine.layout import (
 from megatron_ddrp.engine.optimizer_state import check_deepspeed, check_moments
 from megatron_ddrp.engine.optimizers import OF_TABLES
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.model import ENCODER_PARTS, Encoder
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
 from megatron_ddrp.model.attention.logits import Demand
 from megatron_ddrp.model.fused import compiles, is_nvidia, why_not_compile
@@ -217,6 +217,9 @@ def build_engine(model: Encoder, setup: Setup) -> Any:
     settings = deepspeed_settings(setup, num_parameters)
     chosen = config.optimizer.chosen
     moments, optimizer = chosen.moments_of(module), build_optimizer(module, config, ranks)
+    rests = ENCODER_PARTS if config.training.new_head_iters else ()
+    encoder = [parameter for name, parameter in local_parameters(module).items() if name.startswith(rests)]
+    resting = [parameter.register_hook(lambda gradient: gradient * 0) for parameter in encoder]  # which keeps nan
     with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -228,7 +231,7 @@ def build_engine(model: Encoder, setup: Setup) -> Any:
     check_deepspeed(engine)
     if setup.uses_graphs:
         model.graphs = ModelGraphs(sums=GradientSums.of(engine))
-    engine.own_moments, engine.own_clipping = moments, None
+    engine.own_moments, engine.own_clipping, engine.resting = moments, None, resting
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
         optimizer.register_step_pre_hook(engine.own_clipping)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
 from megatron_ddrp.engine.proofs import Replay
-from megatron_ddrp.engine.step import MicroBatch, StepResult, train_step
+from megatron_ddrp.engine.step import MicroBatch, StepResult, rest_or_learn, train_step
 from megatron_ddrp.errors import shared_error
 from megatron_ddrp.objectives.electra import NoteDictionary
 from megatron_ddrp.parallel.pipeline import local_parameters, whole_name
@@ -65,6 +65,8 @@ class FiniteSteps:
 
     def launch(self, micro_batches: list[MicroBatch], step: int) -> Launched:
         """Start a step; `finish` reads its numbers."""
+        if self.training.new_head_iters:
+            rest_or_learn(self.engine, step, self.training.new_head_iters)
         scaler, interval = get_loss_scaler(self.engine), self.training.replay_interval
         if interval is None or (step % interval and not self.skipped):
             return Launched(micro_batches, step, scaler, self._try(micro_batches, step))

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ddrp.checkpoint.folder import SCALER_FIELDS
 from megatron_ddrp.engine.optimizers import Optimizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.parallel.pipeline import local_parameters
 
 _FLAT = ("update_lp_params", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state")
 _SHARDED = (
@@ -146,6 +147,15 @@ def create_moments(engine: Any) -> None:
     if stage in (1, 2):  # DeepSpeed links after the first group's step, when the other groups have no state yet
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def forget_moments(engine: Any) -> None:
+    """Set all moments, and the number of steps that the optimizer has counted, to 0, as before the first step."""
+    create_moments(engine)
+    for name, tensor in local_parameters(engine.module).items():
+        for moment in engine.own_moments.get(name, ()):
+            write_whole(engine, tensor, torch.zeros(whole_shape(tensor), device=tensor.device), moment)
+    set_step(engine, 0)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class GradientProof:
         total[-1] += sample.norm()
 
     def _prove_and_step(self, *arguments: Any, **named: Any) -> Any:
-        if self._is_proved():
+        if not self.engine.resting and self._is_proved():  # in the first step in which the encoder learns
             for hook in self.hooks:
                 hook.remove()
             self.engine._take_model_step = self.take_step

@@ -18,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_ddrp.config import Config
+from megatron_ddrp.config.training import HEAD_LR
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.word_counts import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.engine.layout import NEVER, Setup, WeightedLoss, pipeline_part
+from megatron_ddrp.engine.optimizer_state import forget_moments
 from megatron_ddrp.engine.optimizers import OF_TABLES, learning_rate
 from megatron_ddrp.model.positions.absolute import set_theta
 from megatron_ddrp.model.stages import Inputs, layout_of
@@ -144,11 +147,11 @@ def train_step(
     config, ranks, objective = setup.config, setup.ranks, setup.objective
     counts = _global_counts(micro_batches, ranks)
     loss = WeightedLoss(_loss_weights(objective, counts, ranks.data_size * len(micro_batches)))
-    lr = learning_rate(step, config.training.train_iters, config.optimizer)
+    lr, rests = rate_of_step(step, config), step <= (config.training.new_head_iters or 0)
     for group in engine.optimizer.param_groups:
+        decay = group.setdefault("decay", group["weight_decay"])
         group["lr"] = lr
-        if group.get(OF_TABLES):
-            group["weight_decay"] = 0.0 if setup.causal else config.optimizer.weight_decay
+        group["weight_decay"] = 0.0 if rests or (setup.causal and group.get(OF_TABLES)) else decay
     if any(phase.rope_theta for phase in config.phases):
         set_theta(engine.module, config.rope_theta_at(step - 1))
     inputs, found = zip(*(micro_batch.with_notes(notes) for micro_batch in micro_batches), strict=True)
@@ -162,6 +165,27 @@ def train_step(
         nothing = torch.zeros(0, config.model.hidden_size, device=ranks.device)  # for ranks that compute no losses
         taking.take(torch.cat(loss.notes or [nothing]), result)
     return result
+
+
+def rate_of_step(step: int, config: Config) -> float:
+    """Return the learning rate of step 1, 2, … of a run; its schedule begins after `--new-head-iters`."""
+    of_head, total = config.training.new_head_iters or 0, config.training.train_iters
+    if step <= of_head:
+        return max(HEAD_LR, config.optimizer.lr)
+    return learning_rate(step - of_head, total - of_head, config.optimizer)
+
+
+def rest_or_learn(engine: Any, step: int, head_steps: int) -> None:
+    """Prepare step 1, 2, … of a run whose encoder rests in the first `head_steps`: its weights and moments stay.
+
+    Its gradients are 0 (`engine.resting` are the hooks), and `train_step` lets nothing decay. Groups of parameters with
+    a rate of 0 would need equal groups on all stages of a pipeline. Then the optimizer starts anew, because its count
+    of steps is one for all weights: Adam's first updates would be up to 3 times too large.
+    """
+    if step == head_steps + 1:
+        forget_moments(engine)
+    while step > head_steps and engine.resting:
+        engine.resting.pop().remove()
 
 
 def _train_whole(

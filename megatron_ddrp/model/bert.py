@@ -45,6 +45,9 @@ from megatron_ddrp.model.stages import (
     run_stage,
 )
 
+ENCODER_PARTS = ("embeddings.", "layers.", "head.final_norm.")
+"""Prefixes of the names of weights that affect hidden states."""
+
 
 class Encoder(nn.Module):
     """Embeddings and layers, which every model has, and the loop over its stages. A subclass adds `head`."""
