@@ -115,7 +115,7 @@ def test_files_are_whole_and_few() -> None:
     sizes = {file: size_of(file) for file in FILES if file.parts[0] == PACKAGE}
     small = [file for file, size in sizes.items() if size < 60 and file.name != "__init__.py"]
     assert sorted("/".join(file.parts[1:]) for file in small) == sorted(SMALL)
-    assert len(sizes) <= 171
+    assert len(sizes) <= 180
 
 
 def test_no_more_code_than_each_part_may_have() -> None:
