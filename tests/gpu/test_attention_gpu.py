@@ -33,6 +33,8 @@ CASES = {
     "odd length": ([[1] * 333, [1] * 77 + [0] * 256], (-40, 70), {"tables": "Qk", "heads": 2, "head_dim": 64}),
     "short": ([[1] * 17, [1] * 9 + [0] * 8], (-4, 3), {"tables": "qk", "heads": 2, "head_dim": 32}),
     "local": (LONG, (-63, 63), {"tables": "q", "heads": 4, "head_dim": 64, "window": 64}),
+    "causal": (LONG, (-63, 63), {"tables": "q", "heads": 4, "head_dim": 64, "causal": True}),
+    "causal content": (LONG, (0, 0), {"heads": 4, "head_dim": 64, "causal": True}),
     "local content": (LONG, (0, 0), {"heads": 4, "head_dim": 64, "window": 64}),
 }
 

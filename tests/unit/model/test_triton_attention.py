@@ -123,6 +123,9 @@ def test_call_where_it_cannot_serve_is_refused(monkeypatch):
         triton_attention.triton_attention(case.attending())
 
 
+CALL = torch.bfloat16, (9, 0), 0.125
+
+
 @pytest.mark.parametrize(
     ("seq", "window", "covered"),
     [
@@ -136,10 +139,21 @@ def test_kernels_look_through_the_places_of_a_tile_and_its_window_on_both_sides(
     The places begin a window before the tile, also where the row begins later.
     """
     shapes = ((1, 128, 64), None, None, None)
-    facts = triton_attention.Facts(
-        (1, seq, 1, 64), torch.bfloat16, (9, 0), 0.125, -64, 63, shapes, window, 0.0, 0, False
-    )
+    facts = triton_attention.Facts((1, seq, 1, 64), *CALL, -64, 63, shapes, window, 0.0, 0, False)
     assert triton_attention.plan_of(facts).constants["S_PAD"] == covered
+
+
+def test_causal_rows_of_many_lengths_share_their_kernels():
+    shapes = ((1, 128, 64), None, None, None)
+    plans = {
+        str(
+            triton_attention.plan_of(
+                triton_attention.Facts((1, seq, 1, 64), *CALL, -64, 63, shapes, None, 0.0, 0, False, True)
+            ).constants
+        )
+        for seq in range(272, 512, 16)
+    }
+    assert len(plans) == 1 and "'WINDOW': (512, 0)" in plans.pop()
 
 
 COMPILED_HERE = [

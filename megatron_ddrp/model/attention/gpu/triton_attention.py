@@ -286,8 +286,9 @@ def plan_of(facts: Facts) -> KernelPlan:
     batch, seq, num_heads, head_dim = facts.shape
     _, key_table_shape, bias_shape, _ = facts.of_terms
     lowest, highest = reached_offsets(facts.window, facts.causal)
-    before, after = min(highest, seq - 1), min(-lowest, seq - 1)
-    window = None if min(before, after) == seq - 1 else (before, after)
+    # No window is a power of 2: most lengths then share their kernels.
+    before, after = (min(offset, _next_power_of_2(seq)) for offset in (highest, -lowest))
+    window = None if min(before, after) >= seq - 1 else (before, after)
     offsets = Offsets(facts.lowest, facts.highest, seq)
     chosen = tiles(head_dim, facts.dtype, facts.capability, key_table_shape is not None)
     assert chosen.key_gradient.keys % chosen.query_gradient.keys == 0, chosen
