@@ -259,7 +259,8 @@ def test_load_of_what_is_no_run_is_told_the_way(flags: Flags, tmp_path: Path) ->
     assert_refused(start_ranks(flags(load=exported)), FAILURE, "Hugging Face folder", f"--from-hf {exported}")
 
 
-CASES, SEED = 60, 0
+CASES, SEED = len({kind.label for kind in KINDS}), 0
+"""One case of each row of the table; `make endurance` has all cases."""
 LONGEST = 1200.0
 """Seconds; a case that hangs ends long before."""
 
