@@ -37,7 +37,7 @@ from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, estimate
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.foreign import read_object
-from megatron_ddrp.model import count_parameters, on_meta_device
+from megatron_ddrp.model import count_parameters
 from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.log import duration
 
@@ -110,8 +110,11 @@ def continue_encoder(options: argparse.Namespace) -> Plan:
 
 def plan_road(options: argparse.Namespace) -> dict[str, Any]:
     """Print the plan for the options, and return it with its stages."""
-    flags = TokenizerFlags.of(options)
-    read = read_folder(local_folder(options.load), None, None if flags == TokenizerFlags() else flags.build())
+    flags, generator = TokenizerFlags.of(options), options.generator and local_folder(options.generator)
+    tokenizer = None if flags == TokenizerFlags() else flags.build()
+    read = read_folder(local_folder(options.load), generator, tokenizer)
+    read.model.to("meta")
+    read.weights.ours.clear()  # so that the measured memory is that of a run
     tokenizer = require_own(read.tokenizer, read.source)
     tokens, out = count_tokens(options, tokenizer), options.output_dir
     task = {"train": options.train, "valid": options.valid, "seeds": SEEDS, "output_dir": out / "scores"}
@@ -120,13 +123,14 @@ def plan_road(options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):
             run_command("finetune", task | {"dry_run": True})
     run, data = fit(read, tokens, options), options.data_path or f"{out / 'text'}_text_document"
+    origin = {"from_hf": read.source} | ({"generator": generator} if generator else {})
     start, save, encoder = (str(out / name) for name in ("start", "continued", "encoder"))
     settings = {"data_path": data, "load": start, "save": save} | run.settings
     made_by = flags_of(tokenizer, Path(start) / checkpoint.TOKENIZER).words()
     text = ["--input", *(options.input or ["corpus.jsonl"]), "--output-prefix", str(out / "text"), *made_by]
     last = Path(save) / checkpoint.tag(run.settings["train_iters"])
     stages = [
-        Stage(["convert", "--from-hf", str(read.source), *flags.words(), "--output", start], start),
+        Stage(["convert", *flag_words(origin.items()), *flags.words(), "--output", start], start),
         *[Stage(["preprocess", *text], f"{data}.json")] * (not options.data_path),
         Stage(["pretrain", *flag_words(settings.items())], str(last)),
         Stage(["convert", "--load", save, "--output", encoder], encoder),
@@ -178,11 +182,10 @@ def fit(read: ReadFolder, tokens: float, options: argparse.Namespace) -> Continu
     def step_of(rows: int) -> Step:
         return device.fastest(config_at(rows, 1), min(largest, rows))
 
-    model = on_meta_device(config_at(1, 1).model, read.objective)
-    if not (largest := largest_micro_batch(model, config_at, ranks, device)):
+    if not (largest := largest_micro_batch(read.model, config_at, ranks, device)):
         raise UserError(
             f"--load {read.source} does not fit: one row of {length} tokens needs "
-            f"{memory(model, config_at(1, 1), ranks, device):.1f} GiB by estimate, of which {device.name} has "
+            f"{memory(read.model, config_at(1, 1), ranks, device):.1f} GiB by estimate, of which {device.name} has "
             f"{device.memory:.1f}: give a shorter --seq-length or a larger --device"
         )
     per_rank = power_of_two(ROWS[1] / ranks)
@@ -203,7 +206,7 @@ def fit(read: ReadFolder, tokens: float, options: argparse.Namespace) -> Continu
     settings = {"micro_batch_size": size, "global_batch_size": rows, "train_iters": steps, "lr": RATE}
     settings |= {"lr_warmup_fraction": WARMUP, "eval_interval": interval, "eval_iters": batches}
     settings |= {"save_interval": interval, "keep_last": 1}
-    gib = step.gib or memory(model, config_at(size, size), ranks, device)
+    gib = step.gib or memory(read.model, config_at(size, size), ranks, device)
     seconds = steps * step.seconds + validations
     return Continued(fixed | settings, device, length, reason, step, largest, gib, seconds)
 

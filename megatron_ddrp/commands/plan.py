@@ -8,10 +8,9 @@ and resumes.
     megatron-ddrp plan --load THEIRS --input field.jsonl --train train.csv --valid valid.csv --hours 8 --run
     megatron-ddrp plan --load THEIRS --tokens 50M --device rtx-3060
 
-Without --load, a new model.
-Five shapes of 2 to 12 layers, and with --max-layers 24 a sixth, get the steps that fit into the hours, at most 40
-epochs. The suggested shape is the smallest one that ties with the best by a published law for repeated text; no loss is
-predicted (docs/plan.md).
+Without --load, a new model: five shapes of 2 to 12 layers, and with --max-layers 24 a sixth, get the steps that fit
+into the hours, at most 40 epochs. The suggested shape is the smallest one that ties with the best by a published law
+for repeated text; no loss is predicted (docs/plan.md).
 A device of the list is estimated by published peaks. Without --device, this machine's GPU or CPU is measured: three
 steps per shape, a minute or two in all.
 
@@ -99,6 +98,7 @@ class Continuing(OtherVocabulary):
     """continuing an encoder, with its own vocabulary or another one"""
 
     load: Path | None = option(None, "a Hugging Face folder, or a name on the hub, to continue", metavar="DIR")
+    generator: Path | None = option(None, "the generator of an ELECTRA discriminator (default: new)", metavar="HF_DIR")
     input: tuple[str, ...] | None = option(None, INPUT_HELP, nargs="+", metavar="FILE")
     train: Path | None = option(None, "training rows of a task, for finetune", metavar="F")
     valid: Path | None = option(None, "validation rows of the task", metavar="F")
@@ -107,7 +107,7 @@ class Continuing(OtherVocabulary):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("input", "train", "valid", "run", *TokenizerFlags._fields):
+        for name in ("generator", "input", "train", "valid", "run", *TokenizerFlags._fields):
             if getattr(self, name) and self.load is None:
                 refuse(f"{flag(name)} needs --load: give the encoder to continue, or leave it out")
         if (self.train is None) != (self.valid is None):

@@ -253,6 +253,7 @@ class Import(ReadFolder):
 
     output: Path
     origin: Origin
+    generator: Path | None
 
     def summary(self) -> str:
         """Return a few lines about weights loaded, left out and initialised, and the commands to continue with."""
@@ -264,8 +265,9 @@ class Import(ReadFolder):
         padding = f"; its padding must have the id {self.padding_id}" if self.padding_id is not None else ""
         flags = flags_of(tokenizer, self.output / checkpoint.TOKENIZER).words() if tokenizer else []
         preprocessing = ["megatron-ddrp", "preprocess", "--input", "FILE", "--output-prefix", "corpus", *flags]
-        planning = ["megatron-ddrp", "plan", "--load", str(self.source), *(flags if self.transfer else [])]
-        planning += ["--data-path", "corpus_text_document"]
+        planning = ["megatron-ddrp", "plan", "--load", str(self.source), "--data-path", "corpus_text_document"]
+        planning += ["--generator", str(self.generator)] if self.generator else []
+        planning += flags if self.transfer else []
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",
@@ -312,7 +314,7 @@ def import_folder(
         weights = {name: tensor.detach() for name, tensor in tensors.items()}
         facts = {checkpoint.HEAD_SETTINGS: read.head_settings, checkpoint.ORIGIN: asdict(origin)}
         write_untrained(weights, Config(model=read.config, objective=read.objective), folder, read.tokenizer, facts)
-    return Import(**vars(read), output=output, origin=origin)
+    return Import(**vars(read), output=output, origin=origin, generator=generator)
 
 
 def write_untrained(

@@ -135,7 +135,7 @@ def test_a_generator_joins_its_discriminator(tmp_path, offline, width):
     sizes = {"hidden_size": width, "num_attention_heads": width // 8, "intermediate_size": 4 * width}
     generator = write_electra(tmp_path / "g", GENERATOR, discriminator, embedding_size=8, **sizes)
     together = import_folder(tmp_path / "d", tmp_path / "start", generator=tmp_path / "g")
-    assert together.weights.initialised == []
+    assert together.weights.initialised == [] and f" --generator {tmp_path / 'g'}" in together.summary()
     assert together.objective.generator_config(together.config).num_attention_heads == width // 8
     model = load_model(tmp_path / "start")[0]
     ids, segments, mask = batch = padded_pair_batch(18)

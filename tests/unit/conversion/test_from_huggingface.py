@@ -266,7 +266,7 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     assert first.returncode == 0, first.stderr
     preprocessing = "megatron-ddrp preprocess --input FILE --output-prefix corpus --tokenizer-type Bert"
     assert f"next:        {preprocessing}" in first.stdout
-    command = f"megatron-ddrp plan --load {run} --data-path corpus_text_document"
+    command = f"megatron-ddrp plan --load {hf} --data-path corpus_text_document"
     assert f"then:        {command}" in first.stdout
     assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
     again = convert("--from-hf", hf, "--output", run)

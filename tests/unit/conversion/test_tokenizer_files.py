@@ -351,6 +351,9 @@ def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, t
     imported = import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=new)
     size = len(pieces)
     assert f"vocabulary:  {size} pieces instead of {size}: {size} kept, 0 the mean" in imported.summary()
+    assert (
+        imported.summary().splitlines()[-1].endswith(f" --vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}")
+    )
     model, saved, _ = load_model(tmp_path / "start")
     assert saved.fingerprint == new.fingerprint
     expected, _, _ = load_hugging_face(tmp_path / "hf")
