@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, estimate
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.foreign import read_object
-from megatron_ddrp.model import count_parameters
+from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.launch import guest
 from megatron_ddrp.run.log import duration
 
@@ -113,8 +114,8 @@ def plan_road(options: argparse.Namespace) -> dict[str, Any]:
     flags, generator = TokenizerFlags.of(options), options.generator and local_folder(options.generator)
     tokenizer = None if flags == TokenizerFlags() else flags.build()
     read = read_folder(local_folder(options.load), generator, tokenizer)
-    read.model.to("meta")
-    read.weights.ours.clear()  # so that the measured memory is that of a run
+    read.weights.ours.clear()
+    read = replace(read, model=on_meta_device(read.config, read.objective))  # the measured memory is that of a run
     tokenizer = require_own(read.tokenizer, read.source)
     tokens, out = count_tokens(options, tokenizer), options.output_dir
     task = {"train": options.train, "valid": options.valid, "seeds": SEEDS, "output_dir": out / "scores"}
@@ -218,7 +219,7 @@ def describe(read: ReadFolder, tokens: float, run: Continued, options: argparse.
     how = "measured here" if run.step.gib else "estimated"
     lines = {
         "encoder": f"{read.source}: {model.position_encoding} positions, {model.num_layers} layers x "
-        f"{model.hidden_size}, {model.vocab_size:,} pieces, {count_parameters(read.model)[0] / 1e6:,.1f} M parameters",
+        f"{model.hidden_size}, {model.vocab_size:,} pieces, {count_parameters(read.model)[0]:,} parameters",
         "text": f"{tokens:,.0f} tokens, read {steps * rows * run.length / tokens:.3g} times",
         "device": f"{options.world_size} x {device.name} ({device.memory:,.0f} GiB), {device.precision}",
         "rows": f"{run.length} tokens, packed; the encoder takes up to {model.seq_length} (--seq-length)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -84,8 +85,10 @@ def test_the_pretrain_command_is_the_encoder_on_rows_of_the_asked_length(planned
     assert config.model.seq_length == 32 and config.last_phase.seq_length == 16
     assert config.training.precision == "bf16" and config.data.packing
     assert f"{plan.rows[0]['memory_gib']:.2f} GiB, estimated" in text
-    imported = import_folder(bert, bert.parent / "imported").config
-    assert config.replace(model={"vocab_size": imported.vocab_size}).model == imported
+    read = import_folder(bert, bert.parent / "imported")
+    counts = [re.search(r"[\d,]+ parameters", each) for each in (read.summary(), text)]
+    assert counts[0] and counts[1] and counts[0][0] == counts[1][0]
+    assert config.replace(model={"vocab_size": read.config.vocab_size}).model == read.config
 
 
 def test_an_encoder_that_does_not_fit_is_an_error(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
