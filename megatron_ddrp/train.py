@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_ddrp.checkpoint import MERGED, ORIGIN, WEIGHTS_ONLY, newest, read_state, refuse_folders
+from megatron_ddrp.checkpoint import NEW_HEAD, WEIGHTS_ONLY, newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.weights import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import code_sum, package_sum, plugin_files
@@ -137,9 +137,8 @@ def new_head_iters(config: Config, state: Mapping[str, Any]) -> int | None:
         )
     if given is not None or not state:
         return given
-    is_import = state.get(WEIGHTS_ONLY) and MERGED not in state
-    if is_import and not state.get(ORIGIN, {}).get("has_head", True):
-        return min(HEAD_ITERS, config.training.train_iters)
+    if state.get(WEIGHTS_ONLY):
+        return min(HEAD_ITERS, config.training.train_iters) if state.get(NEW_HEAD) else None
     return Config.from_dict(state["config"]).training.new_head_iters
 
 

@@ -25,6 +25,7 @@ from megatron_ddrp.checkpoint.folder import (
     LATEST,
     MERGED,
     MODEL,
+    NEW_HEAD,
     OPTIMIZER,
     ORIGIN,
     STARTED_FROM,

@@ -106,7 +106,7 @@ def validation_losses(path: Path, run: Config | None, data_path: Sequence[str], 
     else:
         model, tokenizer, _ = checkpoint.read_model(checkpoint.choose_checkpoint(path))
     data = DataConfig(data_path=tuple(data_path), split=split or run.data.split, packing=run.data.packing)
-    config = Config(run.model, replace(run.objective, notes=False), data, run.training)
+    config = Config(run.model, replace(run.objective, notes=False), data, run.training, checkpoint=run.checkpoint)
     corpus = Corpus(tokenizer, config, {each: open_dataset(each, tokenizer) for each in dataset_prefixes(config)}, ())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup, loader = Setup.planned(config, 1, device.type), corpus.loader("valid", 0, 1, device.type)

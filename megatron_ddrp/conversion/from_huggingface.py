@@ -312,7 +312,11 @@ def import_folder(
     with whole_folder(output, refuse) as folder:
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
         weights = {name: tensor.detach() for name, tensor in tensors.items()}
-        facts = {checkpoint.HEAD_SETTINGS: read.head_settings, checkpoint.ORIGIN: asdict(origin)}
+        facts = {
+            checkpoint.HEAD_SETTINGS: read.head_settings,
+            checkpoint.NEW_HEAD: not origin.has_head,
+            checkpoint.ORIGIN: asdict(origin),
+        }
         write_untrained(weights, Config(model=read.config, objective=read.objective), folder, read.tokenizer, facts)
     return Import(**vars(read), output=output, origin=origin, generator=generator)
 

@@ -151,9 +151,11 @@ class Mean(Mapping[str, Tensor]):
         first = self.sources[0]
         with whole_folder(output, partial(refuse_existing, output, overwrite)) as folder:
             if first.run:
-                state = checkpoint.read_state(first.path)
-                kept = {key: state[key] for key in (checkpoint.HEAD_SETTINGS, checkpoint.ORIGIN) if key in state}
-                facts = kept | {checkpoint.MERGED: self.shares}
+                state, kept = (
+                    checkpoint.read_state(first.path),
+                    (checkpoint.HEAD_SETTINGS, checkpoint.NEW_HEAD, checkpoint.ORIGIN),
+                )
+                facts = {key: state[key] for key in kept if key in state} | {checkpoint.MERGED: self.shares}
                 write_untrained(self, first.run, folder, first.tokenizer, facts)
             else:
                 self._write_export(first.path, first.values, folder, output.resolve().name)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ddrp import convert, pretrain
-from megatron_ddrp.checkpoint import ORIGIN, StoredTensors, newest, read_state
+from megatron_ddrp import convert, merge, pretrain
+from megatron_ddrp.checkpoint import NEW_HEAD, StoredTensors, newest, read_state
 from megatron_ddrp.model import ENCODER_PARTS
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import TINY
@@ -87,15 +87,18 @@ def test_the_encoder_rests_and_then_begins_as_at_a_start(
 def test_by_default_a_head_that_was_drawn_learns_first(
     settings: dict[str, Any], start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert read_state(newest(start))[ORIGIN]["has_head"] is False  # type: ignore[arg-type]
+    assert read_state(newest(start))[NEW_HEAD] is True  # type: ignore[arg-type]
     pretrain(**settings, load=start, save=tmp_path / "run")
     assert f"steps 1 to {STEPS} train the head alone" in capsys.readouterr().out
     assert_only_the_head_learned(newest(tmp_path / "run"), start)
     convert(load=tmp_path / "run", output=tmp_path / "hf")
     whole = convert(from_hf=tmp_path / "hf", output=tmp_path / "whole")
-    for more in ({"load": whole}, {"load": start, "new_head_iters": 0}):
+    mean = merge(load=[tmp_path / "run"] * 2, output=tmp_path / "mean", data_path=settings["data_path"])
+    for more in ({"load": whole}, {"load": mean}, {"load": start, "new_head_iters": 0}):
         pretrain(**settings | {"train_iters": 1}, **more)
         assert "train the head alone" not in capsys.readouterr().out
+    pretrain(**settings | {"train_iters": 1}, load=merge(load=[start, start], output=tmp_path / "starts"))
+    assert "steps 1 to 1 train the head alone" in capsys.readouterr().out
     wrong_arguments("it needs the encoder of --load", pretrain, **settings, new_head_iters=1)
     wrong_arguments("at most the steps of --train-iters 5", pretrain, **settings, new_head_iters=6, load=start)
     nowhere = {"save": tmp_path / "new", "load": tmp_path / "new", "new_head_iters": 1}
