@@ -5,9 +5,10 @@
     python benchmarks/gpu_report.py --minutes 40        # all of it in one go
     python benchmarks/gpu_report.py --tiny              # a trial with tiny models, on a CPU too; its times mean nothing
 
-Sections come by importance: smoke tests of kernels and steps (tests/gpu), CUDA graphs off and on, attention by itself,
-steps beside transformers, a resumed run. Each is a process of its own with a limit of time, and is written when it
-ends. The report says which failed or ran out of time, and has their rows so far.
+Sections come by importance: smoke tests of kernels and steps (tests/gpu), CUDA graphs off and on, attention and the
+loss by themselves, three tiles of each kernel, steps beside transformers, a resumed run. Each is a process of its own
+with a limit of time, and is written when it ends. The report says which failed or ran out of time, and has their rows
+so far.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ LEAST = 20.0
 PAGE, NUMBERS, LOG = "gpu-report.md", "gpu-report.json", "gpu-report.log"
 
 FORMATS = {
-    **{"tokens/s": ",.0f", "ms": ".2f", "host ms": ".2f", "kernel ms": ".2f", "first steps, s": ".1f"},
+    **{
+        "tokens/s": ",.0f",
+        "ms": ".2f",
+        "earlier ms": ".2f",
+        "host ms": ".2f",
+        "kernel ms": ".2f",
+        "first steps, s": ".1f",
+    },
     **{"busy": ".0%", "MFU": ".1%", "TFLOP/s": ".1f", "peak GiB": ".2f"},
 }
 """Column → the format of its numbers."""

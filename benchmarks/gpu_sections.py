@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_device import DTYPES, describe_machine, kernel_seconds, precision
+from gpu_device import DTYPES, describe_machine, device_name, kernel_seconds, precision
 from gpu_training import Bench, ReportSizes, Row, StepArm, noted, time_steps, training, transformers_training
 from measure import DEVICE, time_rounds
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
+from megatron_ddrp.model.attention.gpu import triton_attention
+from megatron_ddrp.model.attention.gpu.triton_attention import Tile
 from megatron_ddrp.model.attention.logits import Attending
+from megatron_ddrp.model.heads import masked_lm_sum
+from megatron_ddrp.model.stages import Layout
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.train import train
 
@@ -34,8 +41,24 @@ TRITON_PRODUCTS = {
     "forward_kernel": 2.0,  # Q·Kᵀ, P·V
     "key_gradient_kernel": 4.0,  # Q·Kᵀ again, dO·Vᵀ, dAᵀ·Q, Pᵀ·dO
     "query_gradient_kernel": 1.0,  # dA·K
+    **dict.fromkeys(("rows_kernel", "loss_kernel", "loss_gradient_kernel"), 0.0),
 }
 """Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]` per head."""
+
+EARLIER = {
+    **{"torch": 0.67, "ours, ddrp": 2.94, "ours, ddrp with HCD": 3.05, "ours, deberta": 3.29},
+    **{"ours, ddrp, forward_kernel": 0.37, "ours, ddrp, query_gradient_kernel": 0.63},
+    **{"ours, ddrp, key_gradient_kernel": 0.54, "ddrp + mth, graphs on": 54.4},
+}
+"""Row → its ms on an H100 with the kernels of November 2026 (docs/lab/benchmarks.md)."""
+
+SQUARE = Tile(64, 64, 4, 2)
+OTHER_TILES = {
+    "forward": {9: (Tile(128, 64, 8, 2), SQUARE), 8: (Tile(128, 32, 8, 2), SQUARE)},
+    "key_gradient": {9: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2, 128)), 8: (Tile(32, 128, 8, 2), SQUARE)},
+    "query_gradient": {9: (Tile(128, 64, 8, 2), SQUARE), 8: (Tile(128, 32, 8, 2, 128), SQUARE)},
+}
+"""Kind of kernel → major compute capability → tiles for heads of 64 that are timed beside the shipped one."""
 
 ITERATIONS, STOP = 6, 3
 """Steps of a whole run, and the step at which it stops to be resumed."""
@@ -108,7 +131,7 @@ def graphs(bench: Bench) -> None:
             if rows:
                 row["gradient norms beside the first"] = sameness(rows[0].get("numbers"), row.get("numbers"))
             rows.append(row)
-            bench.write(row)
+            bench.write(beside_earlier(row, bench.sizes))
 
 
 def sameness(expected: list[Any] | None, got: list[Any] | None) -> str:
@@ -147,9 +170,18 @@ def ours(encoding: str, compared: int, sizes: ReportSizes) -> Call:
     query, key, value = vectors(sizes)
     documents = torch.ones(query.shape[0], query.shape[2], dtype=torch.long, device=DEVICE)
     counted, heads = documents[:, :1].float(), torch.arange(compared, device=DEVICE)
-    attending = Attending(query, key, value, terms, documents, heads, 0.1, counted)
+    attending = Attending(
+        query, key, value, terms, documents, heads, 0.1, counted, cast(Layout, SimpleNamespace(full=True))
+    )
     attend = backend_function(resolve_backend("auto", attending.demand, in_logits=True)[0])
     return lambda: [output for output in attend(attending) if output is not None]
+
+
+def loss(convert: Callable[[Tensor, Tensor], Tensor], sizes: ReportSizes) -> Call:
+    """Return a sum of losses at 15 % of a micro-batch's tokens, from logits in half precision."""
+    logits = leaf(sizes.tokens * 15 // 100, ModelConfig(vocab_size=sizes.vocabulary).padded_vocab_size)
+    labels = torch.arange(len(logits), device=DEVICE) % sizes.vocabulary
+    return lambda: [convert(logits, labels)]
 
 
 CALLS: dict[str, Callable[[ReportSizes], Call]] = {
@@ -157,6 +189,8 @@ CALLS: dict[str, Callable[[ReportSizes], Call]] = {
     "ours, ddrp": partial(ours, "ddrp", 0),
     "ours, ddrp with HCD": partial(ours, "ddrp", COMPARED),
     "ours, deberta": partial(ours, "deberta", 0),
+    "torch, loss": partial(loss, lambda logits, labels: F.cross_entropy(logits.float(), labels, reduction="sum")),
+    "ours, loss": partial(loss, masked_lm_sum),
 }
 
 
@@ -177,12 +211,46 @@ def kernels(bench: Bench) -> None:
                 torch.autograd.backward(call(), gradients)
 
             seconds = float(min(time_rounds({name: run}, ROUNDS)[name]))
-            row |= {"ms": seconds * 1e3, "TFLOP/s": PRODUCTS * products / seconds / 1e12}
-            parts = {kernel: took for kernel, took in kernel_seconds(run).items() if kernel in counts}
-        bench.write(row)
+            row |= {"ms": seconds * 1e3, "TFLOP/s": None if "loss" in name else PRODUCTS * products / seconds / 1e12}
+            found = kernel_seconds(run)
+            row["kernel ms"] = sum(found.values()) * 1e3 or None
+            parts = {kernel: took for kernel, took in found.items() if kernel in counts}
+        bench.write(beside_earlier(row, sizes))
         for kernel, took in parts.items():
-            tflops = counts[kernel] * products / took / 1e12
-            bench.write({"name": name, "part": kernel, "ms": took * 1e3, "TFLOP/s": tflops})
+            tflops = counts[kernel] * products / took / 1e12 or None
+            part = {"name": name, "part": kernel, "ms": took * 1e3, "TFLOP/s": tflops}
+            bench.write(beside_earlier(part, sizes))
+
+
+def beside_earlier(row: Row, sizes: ReportSizes) -> Row:
+    """Return a row of a report on an H100 with the time of the earlier kernels, if that was taken."""
+    name = ", ".join(row[key] for key in ("name", "part") if key in row)
+    is_same = "H100" in device_name() and sizes == ReportSizes() and row.get("rows") in (None, "full", 32)
+    return row | ({"earlier ms": EARLIER[name]} if is_same and name in EARLIER else {})
+
+
+def train_once(call: Call) -> None:
+    """Run a call forward and backward."""
+    call()[0].sum().backward()
+
+
+def tiles(bench: Bench) -> None:
+    """Time each kernel of ddrp's attention with three tiles, the fastest first: it is the one to ship."""
+    capability = triton_attention.capability_of(DEVICE)
+    chosen = triton_attention.tiles(64, DTYPES[precision()], capability, has_key_table=False)
+    for kind, others in OTHER_TILES.items():
+        rows: list[Row] = []
+        for tile in (getattr(chosen, kind), *others[9 if capability[0] == 9 else 8]):
+            rows.append({"name": f"{kind}_kernel", "tile": " ".join(map(str, tile)), "shipped": not rows})
+            tried = chosen._replace(**{kind: tile})
+            with noted(rows[-1]), mock.patch.object(triton_attention, "tiles", lambda *_, tried=tried: tried):
+                triton_attention.plan_of.cache_clear()
+                call = ours("ddrp", 0, bench.sizes)
+                took = [kernel_seconds(partial(train_once, call)) for _ in range(ROUNDS)]
+                rows[-1]["ms"] = min(each.get(f"{kind}_kernel", 0.0) for each in took[1:]) * 1e3 or None
+        triton_attention.plan_of.cache_clear()
+        for row in sorted(rows, key=lambda row: row.get("ms") or math.inf):
+            bench.write(row)
 
 
 def steps(bench: Bench) -> None:
@@ -232,6 +300,7 @@ SECTIONS = (
     smoke("steps", "test_steps_gpu.py", 300),
     ReportSection("graphs", "CUDA graphs off and on, in the steps of the recipe", 300, graphs),
     ReportSection("kernels", "Attention by itself", 90, kernels),
+    ReportSection("tiles", "Three tiles of each kernel", 120, tiles),
     ReportSection("steps", "Steps, beside transformers", 300, steps),
     ReportSection("runs", "A run that saves and resumes", 60, resumed_run),
     smoke("runs", "test_runs_gpu.py", 240, is_shared=False),  # its runs share one process

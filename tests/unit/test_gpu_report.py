@@ -23,9 +23,10 @@ import gpu_training
 import pytest
 import torch
 from gpu_sections import SECTIONS, ReportSection
-from gpu_training import TINY, Bench, Row, StepArm, write_corpora
+from gpu_training import TINY, Bench, ReportSizes, Row, StepArm, write_corpora
 
 from megatron_ddrp.errors import FAILURE
+from megatron_ddrp.model.attention.gpu import triton_attention
 from tests.integration.launch import fork_server
 from tests.refusals import refused, wrong_arguments
 
@@ -141,9 +142,11 @@ def test_graphs_are_compared_step_by_step_and_the_first_difference_is_told(repor
 
 def test_attention_stands_beside_torchs(report: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in report["rows"]["kernels"]}
-    assert list(rows) == ["torch", "ours, ddrp", "ours, ddrp with HCD", "ours, deberta"]
+    attention, losses = ["torch", "ours, ddrp", "ours, ddrp with HCD", "ours, deberta"], ["torch, loss", "ours, loss"]
+    assert list(rows) == attention + losses
     flop = 7 * 2 * 4 * 16 * 16 * 32  # 7 products, 4 rows of 16 tokens, hidden size 32
-    assert all(row["TFLOP/s"] == pytest.approx(flop / row["ms"] / 1e9) for row in rows.values())
+    assert all(rows[name]["TFLOP/s"] == pytest.approx(flop / rows[name]["ms"] / 1e9) for name in attention)
+    assert all(rows[name]["ms"] > 0 and rows[name]["TFLOP/s"] is None for name in losses)
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +158,47 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def test_kernels_have_their_own_rate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Row] = []
-    monkeypatch.setattr(gpu_sections, "kernel_seconds", lambda run: {"forward_kernel": 1e-6, "gemm": 1.0})
+    took = {"forward_kernel": 1e-6, "rows_kernel": 2e-6, "gemm": 1.0}
+    monkeypatch.setattr(gpu_sections, "kernel_seconds", lambda run: took)
     monkeypatch.setattr(gpu_sections, "CALLS", {"torch": gpu_sections.torchs})
     gpu_sections.kernels(dataclasses.replace(bench, write=written.append))
     parts = [{"name": "torch", "part": "forward_kernel", "ms": 1e-3, "TFLOP/s": pytest.approx(0.131072)}]
-    assert written[1:] == parts
+    parts.append({"name": "torch", "part": "rows_kernel", "ms": 2e-3, "TFLOP/s": None})
+    assert written[0]["kernel ms"] == pytest.approx(1000.003) and written[1:] == parts
+
+
+def test_rows_stand_beside_those_of_earlier_kernels_on_the_same_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, packed = {"name": "ours, ddrp", "rows": 32}, {"name": "ddrp + mth, graphs on", "rows": "packed"}
+    full, part = packed | {"rows": "full"}, {"name": "ours, ddrp", "part": "forward_kernel"}
+    for device, expected in (("NVIDIA H100 80GB HBM3", [2.94, 0.37, 54.4, None]), ("NVIDIA A100", [None] * 4)):
+        monkeypatch.setattr(gpu_sections, "device_name", lambda device=device: device)
+        told = [gpu_sections.beside_earlier(row, ReportSizes()) for row in (call, part, full, packed)]
+        assert [row.get("earlier ms") for row in told] == expected
+        assert "earlier ms" not in gpu_sections.beside_earlier(call, SIZES)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_three_tiles_of_each_kernel_come_by_their_time(
+    capability: tuple[int, int], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tile in force decides: here those of eight warps are faster, the others are not timed."""
+    written: list[Row] = []
+    monkeypatch.setattr(triton_attention, "capability_of", lambda _: capability)
+    shipped = triton_attention.tiles(64, torch.bfloat16, capability, False)
+
+    def seconds(run: Any) -> dict[str, float]:
+        tried = triton_attention.tiles(64, torch.bfloat16, capability, False)._asdict()
+        return {f"{kind}_kernel": (tile.registers or 255) / 1e3 for kind, tile in tried.items() if tile.warps == 8}
+
+    monkeypatch.setattr(gpu_sections, "kernel_seconds", seconds)
+    gpu_sections.tiles(dataclasses.replace(bench, write=written.append))
+    assert [row["name"] for row in written[::3]] == ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel"]
+    for rows in (written[:3], written[3:6], written[6:]):
+        assert sum(row["shipped"] for row in rows) == 1 and len({row["tile"] for row in rows}) == 3
+        limits = [row["tile"].split()[4] for row in rows if " 8 " in row["tile"]]
+        assert [row["ms"] for row in rows[: len(limits)]] == sorted(255.0 if x == "None" else float(x) for x in limits)
+        assert [row["ms"] for row in rows[len(limits) :]] == [None] * (3 - len(limits))
+    assert triton_attention.tiles(64, torch.bfloat16, capability, False) == shipped
 
 
 def test_a_steps_kernels_and_peak_have_their_shares(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
