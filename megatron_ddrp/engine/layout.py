@@ -436,7 +436,6 @@ class GradientSums:
 
     def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of some parameters, after the parameters' own hooks; None is a gradient of 0."""
-        sums, added = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -447,10 +446,7 @@ class GradientSums:
             if total is None:
                 setattr(parameter, self.attribute, gradient.to(self.dtype, copy=True))
             else:
-                sums.append(total)
-                added.append(gradient)
-        if sums:
-            torch._foreach_add_(sums, added)
+                total.add_(gradient)
 
 
 def mark_invalid(norm: Tensor, device: object = None, val: float = -1.0) -> None:
