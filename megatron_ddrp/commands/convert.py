@@ -2,9 +2,9 @@
 
 From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin, also in
 shards) and tokenizer becomes a folder that megatron-ddrp pretrain --load resumes from, with the command that this one
-prints. Families: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT
-and our own exports. A name on the hub works if huggingface_hub is installed and there is a network. Code in a folder is
-never run.
+prints. Families: BERT, RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT,
+NomicBERT, EuroBERT (210m) and our own exports. A name on the hub works if huggingface_hub is installed and there is a
+network. Code in a folder is never run.
 
     megatron-ddrp convert --from-hf FacebookAI/roberta-base --output start
     megatron-ddrp convert --from-hf electra-base-discriminator --generator electra-base-generator \\
@@ -17,8 +17,9 @@ language, and is trained further from there.
     megatron-ddrp convert --from-hf bert-base-uncased --vocab-file law_vocab.txt --output start
 
 To Hugging Face (--load): a model that transformers has an equal for leaves as that one, by default as the family that
-it came from. Every other model brings its own small model files, which transformers runs only when asked to by
-trust_remote_code=True. DeBERTa's enhanced mask decoder goes into the masked-LM model alone.
+it came from, and a sentence encoder with its pooling and normalization. Every other model brings its own small model
+files, which transformers runs only when asked to by trust_remote_code=True. DeBERTa's enhanced mask decoder goes into
+the masked-LM model alone.
 
     megatron-ddrp convert --load checkpoints/base --output hf/base
     megatron-ddrp convert --load checkpoints/base/iter_0100000 --output hf/base-100k

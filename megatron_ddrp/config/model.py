@@ -25,15 +25,15 @@ class ModelConfig(Section):
     num_attention_heads: int = option(12, "attention heads per layer; must divide the hidden size", within=COUNT)
     ffn_hidden_size: int | None = option(
         None,
-        "width inside the feed-forward block (default: 4 x hidden size; for geglu 8/3 x, rounded up to a multiple of "
-        "64, which needs as many weights)",
+        "width inside the feed-forward block (default: 4 x hidden size; for geglu and swiglu 8/3 x, rounded up to a "
+        "multiple of 64, which needs as many weights)",
         within=COUNT,
     )
     ffn: str = option(
         "gelu",
         "feed-forward block: gelu between two linear maps, or geglu, which multiplies the GELU with a third linear map "
-        "(arXiv:2002.05202)",
-        choices=("gelu", "geglu"),
+        "(arXiv:2002.05202); swiglu has SiLU in place of GELU, in the masked-LM head too",
+        choices=("gelu", "geglu", "swiglu"),
     )
     norm: str = option(
         "layernorm",
@@ -45,6 +45,9 @@ class ModelConfig(Section):
         True,
         "biases in linear maps and LayerNorms; with --no-bias only the output layer has one, as in ModernBERT, "
         "besides those of the position encoding",
+    )
+    norm_bias: bool | None = option(
+        None, "biases in LayerNorms and in the dense map of the masked-LM head, as in NomicBERT (default: as --bias)"
     )
     key_bias: bool = option(
         None,
@@ -66,6 +69,7 @@ class ModelConfig(Section):
     first_norm: bool = option(
         True, "with --layernorm-position pre: a norm before the first attention too, after the norm of the embeddings"
     )
+    embedding_norm: bool = option(True, "a norm of the embeddings; EuroBERT, which is pre-norm, has none")
     layernorm_epsilon: float = option(
         1e-12, "number added to the variance (or mean square) in every norm", within="(0, 1]"
     )
@@ -147,6 +151,8 @@ class ModelConfig(Section):
             )
         if not self.first_norm and self.layernorm_position == "post":
             refuse("--no-first-norm with --layernorm-position post, which has no norm before a block: leave it out")
+        if self.norm_bias == self.bias:
+            object.__setattr__(self, "norm_bias", None)  # the default: equal settings are stored alike
         if self.embedding_size == self.hidden_size:
             object.__setattr__(self, "embedding_size", None)  # the default: equal settings are stored alike
         if self.position_encoding in ENCODINGS or None in (self.relative_distance, self.key_bias):
@@ -203,15 +209,20 @@ class ModelConfig(Section):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def biased_norms(self) -> bool:
+        """True if LayerNorms have a bias."""
+        return self.bias if self.norm_bias is None else self.norm_bias
+
+    @property
     def ffn_size(self) -> int:
-        if self.ffn_hidden_size is None and self.ffn == "geglu":
+        if self.ffn_hidden_size is None and self.ffn != "gelu":
             return math.ceil(self.hidden_size / 24) * 64
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def ffn_maps(self) -> int:
         """Number of linear maps of the feed-forward block, all between hidden size and `ffn_size`."""
-        return 3 if self.ffn == "geglu" else 2
+        return 2 if self.ffn == "gelu" else 3
 
     @property
     def embedding_width(self) -> int:

@@ -70,6 +70,8 @@ class Config:
             refuse(
                 f"--cuda-graphs on with {self.graphs_fault}: no graph holds such layers; use --cuda-graphs auto or off"
             )
+        if self.parallel.sequence_parallel and not self.model.embedding_norm:
+            refuse("--sequence-parallel cuts rows at the norm of the embeddings: leave --no-embedding-norm out")
         if self.logging.profile and self.checkpoint.save is None:
             refuse("--profile writes into the --save folder: give --save DIR")
         if self.logging.log_similarity and self.model.num_attention_heads < 2:

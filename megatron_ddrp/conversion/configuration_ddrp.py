@@ -28,6 +28,8 @@ DEFAULTS: dict[str, Any] = {
     "ffn": "gelu",
     "norm": "layernorm",
     "bias": True,
+    "norm_bias": None,
+    "embedding_norm": True,
     "key_bias": True,
     "first_norm": True,
     "local_attention": None,
@@ -63,6 +65,10 @@ class DdrpConfig(PretrainedConfig):
         if self.local_attention is None or layer % self.global_every == 0:
             return None
         return self.local_attention // 2
+
+    @property
+    def biased_norms(self) -> bool:
+        return self.bias if self.norm_bias is None else self.norm_bias
 
     @property
     def embedding_width(self) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
-from megatron_ddrp.conversion.layers_ddrp import check_length, norm
+from megatron_ddrp.conversion.layers_ddrp import activation, check_length, norm
 
 
 class MaskedLMHead(nn.Module):
@@ -19,13 +19,14 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.embedding_width, bias=config.bias)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width, bias=config.biased_norms)
+        self.activation = activation(config)
         self.norm = norm(config, config.embedding_width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden: Tensor, token_embedding: Tensor) -> Tensor:
         """Map `[.., hidden]` to `[.., vocab]`; `token_embedding` is `[vocab, embedding]`."""
-        return F.linear(self.norm(F.gelu(self.dense(hidden))), token_embedding, self.bias)
+        return F.linear(self.norm(self.activation(self.dense(hidden))), token_embedding, self.bias)
 
 
 class MaskDecoder(nn.Module):

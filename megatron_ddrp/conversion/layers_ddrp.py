@@ -24,7 +24,12 @@ def norm(config: DdrpConfig, width: int | None = None) -> nn.Module:
     width = width or config.hidden_size
     if config.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=config.layer_norm_eps)
-    return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.bias)
+    return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.biased_norms)
+
+
+def activation(config: DdrpConfig) -> Callable[[Tensor], Tensor]:
+    """Return the activation of feed-forward blocks and of the masked-LM head."""
+    return F.silu if config.ffn == "swiglu" else F.gelu
 
 
 def draw_positions(module: nn.Module, config: DdrpConfig) -> None:
@@ -60,7 +65,7 @@ class Embeddings(nn.Module):
         self.absolute = nn.Embedding(longest, width) if config.absolute_embedding else None
         self.position = encoding(config) if config.relative_table == "shared" else None
         self.longest = longest if encoding.limits_length or config.absolute_embedding else None
-        self.norm = norm(config, width)
+        self.norm = norm(config, width) if config.embedding_norm else nn.Identity()
         needs_map = width != config.hidden_size
         self.projection = nn.Linear(width, config.hidden_size, bias=config.bias) if needs_map else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -133,17 +138,18 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU in between; in GEGLU a third map's output multiplies the GELU's."""
+    """Two linear maps with an exact GELU in between; a third multiplies the first in GEGLU and SwiGLU."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
         outside, inside = config.hidden_size, config.intermediate_size
         self.input = nn.Linear(outside, inside, bias=config.bias)
-        self.gate = nn.Linear(outside, inside, bias=config.bias) if config.ffn == "geglu" else None
+        self.gate = nn.Linear(outside, inside, bias=config.bias) if config.ffn != "gelu" else None
+        self.activation = activation(config)
         self.output = nn.Linear(inside, outside, bias=config.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        expanded = F.gelu(self.input(hidden))
+        expanded = self.activation(self.input(hidden))
         return self.output(expanded if self.gate is None else expanded * self.gate(hidden))
 
 

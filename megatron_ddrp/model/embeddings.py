@@ -161,7 +161,8 @@ def check_length(length: int, longest: int) -> None:
 class Embeddings(nn.Module):
     """First stage, `Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
 
-    The embeddings of tokens, segments and absolute positions (the last two are optional) are added, then normalised.
+    The embeddings of tokens, segments and absolute positions (the last two are optional) are added, then normalised
+    unless `--no-embedding-norm` says otherwise.
     Embeddings narrower or wider than the hidden states (`--embedding-size`) are projected after their norm, as in
     ELECTRA. `shared` serves ELECTRA's generator: it lends token, segment and absolute embeddings and their norm, and
     the result is projected to the generator's hidden size.
@@ -190,7 +191,8 @@ class Embeddings(nn.Module):
         else:
             self.absolute = shared.absolute
         self.position = encoding if config.relative_table == "shared" else None
-        self.norm: nn.Module = Norm(width, config) if shared is None else shared.norm
+        own = Norm(width, config) if config.embedding_norm else nn.Identity()
+        self.norm: nn.Module = own if shared is None else shared.norm
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, inputs: Inputs) -> State:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, reads_runs, resolve_backend
 from megatron_ddrp.model.attention.logits import Attended, Attending, Demand, attention_logits
-from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
+from megatron_ddrp.model.fused import (
+    GeluLinear,
+    ResidualNorm,
+    add,
+    compiles,
+    gated_gelu,
+    gated_silu,
+    maps_of,
+    run_compiled,
+)
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.positions.contract import reached_offsets
 from megatron_ddrp.model.stages import Judge, Layout, State
@@ -118,11 +127,12 @@ class SelfAttention(Projecting):
 
 
 class FeedForward(Projecting):
-    """Two linear maps with an exact GELU in between; in GEGLU a third map's output multiplies the GELU's."""
+    """Two linear maps with an exact GELU in between; a third multiplies the first in GEGLU and SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        is_gated = config.ffn == "geglu"
+        is_gated = config.ffn != "gelu"
+        self.join = gated_silu if config.ffn == "swiglu" else gated_gelu
         first = nn.Linear if is_gated else GeluLinear
         self.input = first(config.hidden_size, config.ffn_size, bias=config.bias)
         self.gate = nn.Linear(config.hidden_size, config.ffn_size, bias=config.bias) if is_gated else None
@@ -133,7 +143,7 @@ class FeedForward(Projecting):
         is_compiled = compiles(self.compile_setting, hidden.device)
         if self.gate is not None:
             hidden, *parts = self.project(hidden, self.input, self.gate)
-            expanded = run_compiled(gated_gelu, tuple(parts)) if is_compiled else gated_gelu(*parts)
+            expanded = run_compiled(self.join, tuple(parts)) if is_compiled else self.join(*parts)
         elif isinstance(self.input, GeluLinear) and is_compiled:
             hidden, expanded = self.input(hidden, gelu=True)
         else:

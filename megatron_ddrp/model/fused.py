@@ -43,11 +43,11 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms
 
 
 class Norm(nn.LayerNorm):
-    """LayerNorm with or without a bias (`--bias`), or RMSNorm, which has none (`--norm`)."""
+    """LayerNorm with or without a bias (`--bias`, `--norm-bias`), or RMSNorm, which has none (`--norm`)."""
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         self.is_rms = config.norm == "rmsnorm"
-        super().__init__(width, eps=config.layernorm_epsilon, bias=config.bias and not self.is_rms)
+        super().__init__(width, eps=config.layernorm_epsilon, bias=config.biased_norms and not self.is_rms)
 
     def forward(self, x: Tensor) -> Tensor:
         return normalise(x, self.weight, self.bias, self.eps, self.is_rms)
@@ -81,6 +81,11 @@ def bias_gelu(states: Tensor, bias: Tensor | None) -> Tensor:
 def gated_gelu(states: Tensor, gates: Tensor) -> Tensor:
     """Return GELU(states) ⊙ gates (GEGLU, Shazeer, arXiv:2002.05202, eq. 5)."""
     return F.gelu(states) * gates
+
+
+def gated_silu(states: Tensor, gates: Tensor) -> Tensor:
+    """Return SiLU(states) ⊙ gates (SwiGLU, Shazeer, arXiv:2002.05202, eq. 5)."""
+    return F.silu(states) * gates
 
 
 _NUMBERS = itertools.count(1)

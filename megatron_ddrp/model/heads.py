@@ -136,6 +136,8 @@ class Head(nn.Module):
 class MaskedLMHead(Head):
     """Dense, GELU, LayerNorm, then the token embedding as the output matrix (tied), plus a bias per piece.
 
+    With `--ffn swiglu` SiLU takes the place of GELU.
+
     The dense map changes the width where the embedding is narrower than the hidden states, as in ELECTRA's generator.
     Tensor parallelism splits the vocabulary and overrides `first_piece`, `lm_sum` and `winner`.
     """
@@ -147,14 +149,15 @@ class MaskedLMHead(Head):
         super().__init__(config, objective)
         self.vocab_size = config.vocab_size
         width = token_embedding.embedding_dim
-        self.dense = nn.Linear(config.hidden_size, width, bias=config.bias)
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.biased_norms)
+        self.activation = F.silu if config.ffn == "swiglu" else F.gelu
         self.norm = Norm(width, config)
         self.decoder = nn.Linear(width, config.padded_vocab_size)
         self.decoder.weight = token_embedding.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `[.., hidden]` → `[.., padded_vocab]`, −∞ at the padding of the vocabulary."""
-        logits = self.decoder(self.norm(F.gelu(self.dense(hidden))))
+        logits = self.decoder(self.norm(self.activation(self.dense(hidden))))
         end = self.first_piece + logits.shape[-1]
         if end <= self.vocab_size:
             return logits

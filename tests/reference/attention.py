@@ -87,6 +87,11 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
 
+def silu(x: Tensor) -> Tensor:
+    """x times the logistic function of x; any shape."""
+    return x / (1.0 + torch.exp(-x))
+
+
 def split_heads(hidden: Tensor, num_heads: int) -> Tensor:
     """`[S, heads·d]` to `[heads, S, d]`: head h owns columns h·d .. (h+1)·d - 1."""
     head_dim = hidden.shape[1] // num_heads
@@ -103,13 +108,14 @@ def bert_layer(
     layernorm_position: str = "post",
     queries: Tensor | None = None,
     norm: Callable[..., Tensor] = layer_norm,
+    activation: Callable[[Tensor], Tensor] = gelu,
 ) -> Tensor:
     """One encoder layer: hidden `[S, D]` to `[S, D]`.
 
     params: `NAME.weight` and `NAME.bias`, weights as `[out, in]`, for NAME among query, key, value, attention_output,
-    attention_norm, ffn_in, ffn_out, ffn_norm; no bias where its name is missing. With ffn_gate the block is GEGLU
-    (arXiv:2002.05202, eq. 5): GELU of ffn_in times ffn_gate. Without attention_norm a "pre" layer attends to what
-    entered.
+        attention_norm, ffn_in, ffn_out, ffn_norm; no bias where its name is missing. With ffn_gate the block is GEGLU
+        (arXiv:2002.05202, eq. 5): GELU of ffn_in times ffn_gate; with SiLU as activation it is SwiGLU. Without
+        attention_norm a "pre" layer attends to what entered.
     scores_fn: query, key `[heads, S, d]` to the logits `[heads, S, S]`; a closure may keep them for HCD.
     layernorm_position: "post" normalises each residual sum (BERT), "pre" each sub-layer's input.
     queries: `[S, D]`, the states that ask and that the residual carries on; keys and values stay those of `hidden`.
@@ -133,7 +139,7 @@ def bert_layer(
         return project("attention_output", torch.cat(list(context), dim=1))  # [S, D]
 
     def feed_forward(x: Tensor) -> Tensor:
-        inner = gelu(project("ffn_in", x))
+        inner = activation(project("ffn_in", x))
         return project("ffn_out", inner * project("ffn_gate", x) if "ffn_gate.weight" in params else inner)  # [S, D]
 
     stream = hidden if queries is None else queries

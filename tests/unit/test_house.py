@@ -100,7 +100,6 @@ def test_no_file_is_over_600_lines() -> None:
 SMALL = {
     "__main__.py": "python -m megatron_ddrp",
     "commands/pretrain.py": "the command starts without torch",
-    "conversion/configuration_ddrp.py": "a file of every export with its own code",
     "data/batches/batch.py": "all that model/ may know of data/",
     "data/points.py": "tests alone arm it",
     "run/devices.py": "plan --help lists its devices without torch",

@@ -16,7 +16,8 @@ __all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
 
 _ALL: tuple[Family, ...] = (
     *(bert.CamembertFamily(), bert.XlmRobertaFamily(), bert.RobertaFamily(), bert.BertFamily(), bert.ElectraFamily()),
-    *(deberta.DebertaFamily(), deberta.DebertaV2Family(), modernbert.ModernBertFamily(), modernbert.OwnFamily()),
+    *(deberta.DebertaFamily(), deberta.DebertaV2Family(), modernbert.ModernBertFamily()),
+    *(modernbert.NomicBertFamily(), modernbert.EuroBertFamily(), modernbert.OwnFamily()),
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 """`model_type` of config.json → its family. A trained model is exported as the first one that it matches and fits."""

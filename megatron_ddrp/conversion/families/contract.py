@@ -178,6 +178,8 @@ def whole_folder(output: Path, check: Callable[[], object] = lambda: None) -> It
 
 OWN_MODEL_TYPE = "megatron_ddrp"
 """`model_type` of folders for our own classes. The model code in them is for users of transformers."""
+READ_AS_DATA = (OWN_MODEL_TYPE, "eurobert", "nomic_bert")
+"""Model types whose folders name code that is not needed: transformers has their classes, or we have."""
 LARGEST_SIZE = 2**22
 """Largest width, vocabulary or length that is accepted."""
 
@@ -197,7 +199,7 @@ SIZES = {
 OWN_SETTINGS = (
     *("layernorm_position", "position_encoding", "relative_distance", "relative_table", "direction_init"),
     *("rope_theta", "local_rope_theta", "absolute_embedding", "deberta_emd", "ffn", "norm", "bias", "key_bias"),
-    *("first_norm", "local_attention", "global_every", "embedding_size", "num_segments"),
+    *("first_norm", "local_attention", "global_every", "embedding_size", "num_segments", "norm_bias", "embedding_norm"),
 )
 """Fields of `ModelConfig` that our own exports also have in config.json, under their own names."""
 
@@ -215,7 +217,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     values = read_object(path)
     if file := values.get("transformers_weights"):
         raise UserError(f"{path}: transformers_weights is {show(file)}; rename that file to model.safetensors instead")
-    if values.get("model_type") != OWN_MODEL_TYPE:
+    if values.get("model_type") not in READ_AS_DATA:
         refuse_code(path, values)
     return values
 

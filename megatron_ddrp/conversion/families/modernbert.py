@@ -1,4 +1,4 @@
-"""ModernBERT as in transformers, and exports that carry their own model code."""
+"""ModernBERT, NomicBERT and EuroBERT as in transformers, and exports that carry their own model code."""
 
 from __future__ import annotations
 
@@ -256,6 +256,167 @@ def _thetas(path: Path, values: dict[str, Any]) -> dict[str, Any]:
             )
         thetas[THETAS[kind]] = settings.get("rope_theta", values[THETAS[kind]])
     return thetas
+
+
+ROPE: Any = {"rope_type": ("default",), "rope_theta": float}
+LAYER = {
+    **{f"attention.{part}": f"self_attn.{part[0]}_proj" for part in ("query", "key", "value", "output")},
+    **{"feed_forward.input": "mlp.gate_proj", "feed_forward.gate": "mlp.up_proj"},
+    "feed_forward.output": "mlp.down_proj",
+}
+"""Our name → name in both families, for the maps of a layer."""
+FOLLOWED = {"hidden_act": ("silu",), "rope_scaling": (None,)}
+
+
+class RotaryFamily(Family):
+    """Base of the families with one rotary base and SwiGLU, whose maps have no biases.
+
+    transformers 5 has the base inside `rope_parameters`, transformers 4 beside it as `rope_theta`; exports have both.
+    """
+
+    layers = "layers"
+    fields = {
+        **{"position_encoding": ("rope",), "ffn": ("swiglu",), "bias": (False,), "deberta_emd": (None, False)},
+        "relative_table": ("shared", "per-layer"),  # there is no table
+    }
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        rope = values.get("rope_parameters") or {}
+        values = super().complete(path, values)
+        usual = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+        if reason := misfit(rope, dict) or misfit(usual | rope, ROPE):
+            raise UserError(f"{path}: rope_parameters is {show(rope)}, which is not supported: {reason}")
+        refuse_other_head_size(path, values, "head_dim")
+        return values | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+
+    def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        ids = {f"{key}_token_id": getattr(tokenizer, f"{role}_id") for key, role in ROLES.items()}
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        settings = super().folder_settings(config, head, tokenizer)
+        return settings | {"hidden_act": "silu", "rope_parameters": rope} | ids
+
+
+ROLES = {"bos": "cls", "eos": "sep", "mask": "mask"}
+
+
+class NomicBertFamily(RotaryFamily):
+    """NomicBERT (Nussbaum et al., arXiv:2402.01613): BERT with rotary positions and SwiGLU, without biases in its maps.
+
+    The released folders name sizes as GPT-2 does. Their weights, and those that transformers writes, have names of
+    their own, with query, key and value in one matrix. The released masked-LM head has no biases, which are zeros here.
+    """
+
+    model_type, class_name, prefix = "nomic_bert", "NomicBert", "nomic_bert."
+    sizes = SIZES | {"rope_theta": "rope_theta"}
+    defaults = {
+        **{"vocab_size": 30528, "max_position_embeddings": 2048, "layer_norm_eps": 1e-12},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        **{"rope_theta": 1000.0, "rope_parameters": None},
+    }
+    followed = {
+        **FOLLOWED,
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "use_rms_norm"), (False,)),
+        **dict.fromkeys(("causal", "parallel_block", "rotary_emb_interleaved"), (False,)),
+        **{"rotary_scaling_factor": (None,), "rotary_emb_fraction": (1.0,), "activation_function": ("swiglu",)},
+        "type_vocab_size": (2, 1),
+    }
+    head_keys = CLASSIFIER_DROPOUT
+    fields = RotaryFamily.fields | {"norm_bias": (True,), "num_segments": (2, 1)}
+    modules = LAYER | {
+        **{"embeddings.token": "embeddings.word_embeddings", "embeddings.segment": "embeddings.token_type_embeddings"},
+        **{"embeddings.norm": "embeddings.LayerNorm", "attention_norm": "post_attention_layernorm"},
+        "feed_forward_norm": "post_mlp_layernorm",
+    }
+    transform = "cls.predictions.transform."
+    head_modules = {
+        "masked-lm": {
+            **{"head.dense": f"{transform}dense", "head.norm": f"{transform}layer_norm"},
+            "head.decoder": "cls.predictions",
+        }
+    }
+    more_modules = {"cls.predictions.decoder": "head.decoder"}
+    released = {
+        **{"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+        **{"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"},
+        **{"resid_pdrop": "hidden_dropout_prob", "attn_pdrop": "attention_probs_dropout_prob"},
+        **{"layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta"},
+    }
+    """Key in released folders → key of transformers."""
+    stored = {
+        **{"bert.": "", "encoder.layers.": "layers.", "emb_ln.": "embeddings.LayerNorm."},
+        **{"attn.out_proj.": "self_attn.o_proj.", "fc11.": "up_proj.", "fc12.": "gate_proj.", "fc2.": "down_proj."},
+        **{"norm1.": "post_attention_layernorm.", "norm2.": "post_mlp_layernorm."},
+    }
+    """Part of the name of a stored weight → part of the name in transformers' model."""
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        renamed = {theirs: values[key] for key, theirs in self.released.items() if key in values}
+        return super().complete(path, renamed | values)
+
+    def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            name = name.removeprefix(self.prefix)
+            for old, new in self.stored.items():
+                name = name.replace(old, new)
+            fused = "attn.Wqkv." in name
+            for part, rows in zip("qkv", tensor.tensor_split(3), strict=True) if fused else (("", tensor),):
+                found[name.replace("attn.Wqkv.", f"self_attn.{part}_proj.")] = rows
+        if f"{self.transform}dense.weight" in found:
+            found.setdefault(f"{self.transform}dense.bias", torch.zeros(values["hidden_size"]))
+            bias = found.get("cls.predictions.decoder.bias", torch.zeros(values["vocab_size"]))
+            found.setdefault("cls.predictions.bias", bias)
+        return found
+
+
+class EuroBertFamily(RotaryFamily):
+    """EuroBERT (Boizard et al., arXiv:2503.05500): Llama's block with attention in both directions.
+
+    Its masked-LM head is an output matrix of its own, which no model here has, so an import draws a new head, and an
+    export is a bare encoder with our head's weights beside it. Its larger models share keys between heads and are
+    refused.
+    """
+
+    model_type, class_name, prefix = "eurobert", "EuroBert", "model."
+    sizes = {
+        **{key: name for key, name in SIZES.items() if not key.endswith(("_prob", "_eps"))},
+        **{"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout"},
+        **{"rms_norm_eps": "layernorm_epsilon", "rope_theta": "rope_theta"},
+    }
+    defaults = {
+        **{"vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "rope_theta": 10_000.0, "rope_parameters": None},
+    }
+    followed = {
+        **FOLLOWED,
+        **{"attention_bias": (False,), "mlp_bias": (False,)},
+        "tie_word_embeddings": (False, True),  # the head is left out
+    }
+    head_keys = {"classifier_pooling": ("late", "bos", "mean")}
+    fields = RotaryFamily.fields | {
+        **{"layernorm_position": ("pre",), "norm": ("rmsnorm",), "embedding_norm": (False,), "num_segments": (0,)},
+    }
+    bare_heads = ("masked-lm",)
+    modules = LAYER | {
+        **{"embeddings.token": "embed_tokens", "attention_norm": "input_layernorm"},
+        **{"feed_forward_norm": "post_attention_layernorm", "head.final_norm": "norm"},
+    }
+    head_modules = {
+        "masked-lm": {
+            **{"head.dense": "mask_predictions.dense", "head.norm": "mask_predictions.LayerNorm"},
+            "head.decoder": "mask_predictions",
+        }
+    }
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        values = super().complete(path, values)
+        groups, heads = values.get("num_key_value_heads"), values["num_attention_heads"]
+        if groups not in (None, heads):
+            raise UserError(
+                f"{path}: num_key_value_heads is {show(groups)} and num_attention_heads is {show(heads)}: heads that "
+                "share their keys are not supported; choose a model with as many of both, such as EuroBERT-210m"
+            )
+        return values
 
 
 ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")

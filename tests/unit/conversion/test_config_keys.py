@@ -45,12 +45,15 @@ BY_METHODS = {
     "deberta": ("embedding_size",),
     "deberta-v2": ("embedding_size", "attention_head_size"),
     "modernbert": ("head_dim",),
+    "nomic_bert": ("head_dim",),
+    "eurobert": ("head_dim", "num_key_value_heads"),
 }
 """Keys that a family's methods read without a default of their own."""
 WITH_HEADS = ("id2label", "label2id", "num_labels", "problem_type")
 WITHOUT_EFFECT = (
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
     *("transformers_version", "bos_token_id", "eos_token_id", "conv_act", "conv_groups", "embedding_size"),
+    "pretraining_tp",
 )
 """Keys that change no number: of decoders, of the form of outputs, of the convolution that is refused, and the width of
 embeddings where transformers only checks whether the key exists."""
@@ -205,6 +208,7 @@ def test_unknown_settings_of_heads_are_refused(name, key, value, expected):
 
 BERTS = (*ROBERTAS, "bert", "electra")
 DEBERTAS = ("deberta", "deberta-v2")
+ROTARY = ("nomic_bert", "eurobert")
 EVERYWHERE = [
     {"tie_word_embeddings": False},
     {"is_encoder_decoder": True},
@@ -214,8 +218,10 @@ EVERYWHERE = [
     {"pruned_heads": {"0": [1]}},
     {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
 ]
+TIED_OR_NOT = ("eurobert", "tie_word_embeddings")
+"""The output matrix of EuroBERT is left out, so it may be its own."""
 REFUSED = [
-    *((name, changes) for name in THEIRS for changes in EVERYWHERE),
+    *((name, changes) for name in THEIRS for changes in EVERYWHERE if (name, *changes) != TIED_OR_NOT),
     *((name, {"hidden_act": act}) for name in (*BERTS, *DEBERTAS) for act in ("gelu_new", "gelu_pytorch_tanh", "relu")),
     *((name, {"type_vocab_size": 0}) for name in BERTS),
     *((name, {"type_vocab_size": 3}) for name in (*BERTS, *DEBERTAS)),
@@ -234,6 +240,15 @@ REFUSED = [
     ("modernbert", {"head_dim": 4}),
     ("modernbert", {"decoder_bias": False}),
     ("modernbert", {"norm_bias": True}),
+    *((name, {"hidden_act": "gelu"}) for name in ROTARY),
+    *((name, {"head_dim": 4}) for name in ROTARY),
+    *((name, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}) for name in ROTARY),
+    *((name, {"rope_parameters": 5}) for name in ROTARY),
+    ("nomic_bert", {"qkv_proj_bias": True}),
+    ("nomic_bert", {"rotary_emb_fraction": 0.5}),
+    ("eurobert", {"num_key_value_heads": 2}),
+    ("eurobert", {"attention_bias": True}),
+    ("eurobert", {"mlp_bias": True}),
 ]
 
 
@@ -257,7 +272,17 @@ EQUAL = [
     *((name, {"legacy": legacy}) for name in ("deberta",) for legacy in (True, False)),
     *(("deberta", {"max_relative_positions": reach}) for reach in (-5, 0, 3, 40)),
     *(("deberta-v2", {"position_buckets": buckets}) for buckets in (2, 4, 24, 40)),
-    *((name, {"pad_token_id": padding}) for name in THEIRS if name not in ROBERTAS for padding in (None, 7)),
+    *(
+        (name, {"pad_token_id": padding})
+        for name in THEIRS
+        if name not in ROBERTAS
+        for padding in (None, 7)
+        if (name, padding) != ("nomic_bert", None)
+    ),  # transformers refuses that one itself
+    *((name, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": ...}) for name in ROTARY),
+    *((name, {"rope_parameters": ..., "rope_theta": theta}) for name in ROTARY for theta in (9.0, ...)),
+    ("nomic_bert", {"type_vocab_size": 1, "layer_norm_eps": 0.01}),
+    ("eurobert", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 0.01, "tie_word_embeddings": True}),
     ("electra", {"embedding_size": 32}),
     ("modernbert", {"hidden_activation": "gelu_python", "classifier_activation": "gelu_python", "norm_eps": 0.01}),
     ("modernbert", {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}),

@@ -95,6 +95,50 @@ def test_the_printed_flags_are_the_model_and_its_objective(tmp_path, offline, fo
     assert config.replace(model=vocabulary).model == start.config
 
 
+OLD_KEYS = {
+    **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    **{"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"},
+    **{"layer_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base"},
+}
+
+
+def test_a_nomic_bert_as_it_was_released(tmp_path, offline):
+    """GPT-2's names of sizes, one matrix for query, key and value, no biases in the head; it names code."""
+    theirs, tokenizer = conftest.write_theirs("nomic_bert", tmp_path / "hf", rope_parameters=..., layer_norm_eps=0.01)
+    file, config = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "config.json"
+    biases = ("cls.predictions.bias", "cls.predictions.transform.dense.bias")
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items() if name not in biases}
+    released = "encoder.layers.0.attn.Wqkv.weight", "encoder.layers.1.mlp.fc11.weight", "emb_ln.bias"
+    assert not [name for name in released if not any(stored.endswith(name) for stored in tensors)]
+    save_file({name.replace("nomic_bert.", "bert."): tensor for name, tensor in tensors.items()}, file)
+    theirs.cls.predictions.transform.dense.bias.data.zero_(), theirs.cls.predictions.decoder.bias.data.zero_()
+    values = {OLD_KEYS.get(key, key): value for key, value in json.loads(config.read_text()).items()}
+    code = {"auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}}
+    config.write_text(json.dumps(values | code | {"activation_function": "swiglu", "qkv_proj_bias": False}))
+    imported = import_folder(tmp_path / "hf", tmp_path / "start")
+    assert imported.weights.left_out == [] and imported.config.layernorm_epsilon == 0.01
+    assert max(compare(theirs, load_model(tmp_path / "start")[0], tokenizer.pad_id).all) < 1e-4
+
+
+def test_a_eurobert_gets_a_new_head_and_keeps_it_beside_its_export(tmp_path, offline):
+    transformers = pytest.importorskip("transformers")
+    theirs, tokenizer = conftest.write_theirs("eurobert", tmp_path / "hf")
+    masked = transformers.EuroBertForMaskedLM(theirs.config)
+    masked.model = theirs
+    masked.save_pretrained(tmp_path / "hf")
+    imported = import_folder(tmp_path / "hf", tmp_path / "start")
+    assert imported.weights.left_out == ["lm_head.weight"]
+    assert imported.weights.initialised == ["masked-LM head (drawn anew; the folder has none)"]
+    export_checkpoint(tmp_path / "start", tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == ["EuroBertModel"]
+    back = import_folder(tmp_path / "again", tmp_path / "back")
+    assert back.weights.initialised == back.weights.left_out == []
+    kept, model = imported.model.state_dict(), back.model.state_dict()
+    assert all(
+        torch.equal(kept[name][: tokenizer.vocab_size], value[: tokenizer.vocab_size]) for name, value in model.items()
+    )
+
+
 def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
     folder = folders(Case(FAMILIES["roberta"], "masked-lm"))
     table = load_file(folder / "hf" / "model.safetensors")["roberta.embeddings.position_embeddings.weight"]

@@ -59,6 +59,7 @@ ARCHITECTURES = [
         **{"position_encoding": "alibi", "layernorm_position": "pre", "first_norm": False, "norm": "rmsnorm"},
         **{"ffn": "geglu", "bias": False, "num_segments": 0, "embedding_size": 16},
     },
+    {"position_encoding": "t5", "ffn": "swiglu", "bias": False, "norm_bias": True, "embedding_norm": False},
 ]
 PLAIN = {"absolute": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
 """Encoding → the class of transformers that is equal to its post-norm model with a shared table."""

@@ -33,8 +33,12 @@ MODERN = {
 }
 OPTIONS = {
     "geglu": {"ffn": "geglu"},
+    "swiglu": {"ffn": "swiglu"},
     "rmsnorm": {"norm": "rmsnorm"},
     "no bias": {"bias": False},
+    "biases of norms alone": {"bias": False, "norm_bias": True},
+    "no biases of norms": {"norm_bias": False},
+    "no embedding norm": {"embedding_norm": False},
     "no key bias": {"key_bias": False, "position_encoding": "deberta-v2"},
     "key bias": {"key_bias": True, "position_encoding": "deberta", "deberta_emd": False},
     "no first norm": {"first_norm": False, "layernorm_position": "pre"},
@@ -42,6 +46,8 @@ OPTIONS = {
     "one segment": {"num_segments": 1},
     "no segments": {"num_segments": 0},
     "modern": MODERN,
+    "nomic_bert": {"position_encoding": "rope", "ffn": "swiglu", "bias": False, "norm_bias": True},
+    "eurobert": {**MODERN, "ffn": "swiglu", "norm": "rmsnorm", "first_norm": True, "embedding_norm": False},
     "modern, rmsnorm, wide embeddings": {**MODERN, "norm": "rmsnorm", "embedding_size": 20},
 }
 
@@ -111,8 +117,9 @@ def test_segments_beyond_the_learned_ones_are_those():
         assert torch.equal(encode(model, batch), encode(model, other)) is expected
 
 
-def test_the_gate_multiplies_the_second_map():
-    model, batch = tiny_model(ffn="geglu"), tiny_batch()
+@pytest.mark.parametrize("kind", ["geglu", "swiglu"])
+def test_the_gate_multiplies_the_second_map(kind):
+    model, batch = tiny_model(ffn=kind), tiny_batch()
     before = encode(model, batch)
     with torch.no_grad():
         for layer in model.layers:

@@ -136,6 +136,10 @@ def twin_scores(name, table, projections, place, maps=()):
     return positions.TWINS[name](table, projections, place, *(maps if projections.uses_maps else ()))
 
 
+def activation_of(model):
+    return attention.silu if model.config.ffn == "swiglu" else attention.gelu
+
+
 def twin_encode(model, batch, row, compared=False, causal=False):
     """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row,
     with `compared` those that HCD compares."""
@@ -149,7 +153,9 @@ def twin_encode(model, batch, row, compared=False, causal=False):
             vector = vector + embeddings.segment.weight[segment if config.num_segments == 2 else 0]
         rows.append(vector if embeddings.absolute is None else vector + embeddings.absolute.weight[position])
     norm = norm_of(model)
-    hidden = norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, EPS)
+    hidden = torch.stack(rows)
+    if config.embedding_norm:
+        hidden = norm(hidden, embeddings.norm.weight, embeddings.norm.bias, EPS)
     if config.embedding_size is not None:
         hidden = attention.linear(hidden, embeddings.projection.weight, embeddings.projection.bias)
     logits = []
@@ -163,8 +169,9 @@ def twin_encode(model, batch, row, compared=False, causal=False):
             return attention.within_window(found, config.window(number), causal)
 
         order = config.layernorm_position
+        own = {"norm": norm, "activation": activation_of(model)}
         hidden = attention.bert_layer(
-            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order, norm=norm
+            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order, **own
         )
     return before, hidden, logits
 
@@ -220,7 +227,7 @@ def twin_lm(model, predicted_hidden, labels):
     head, wanted = model.head, predicted_places(labels)
     if not wanted:
         return torch.zeros(2, dtype=torch.float64).unbind()
-    inner = attention.gelu(attention.linear(predicted_hidden, head.dense.weight, head.dense.bias))
+    inner = activation_of(model)(attention.linear(predicted_hidden, head.dense.weight, head.dense.bias))
     inner = norm_of(model)(inner, head.norm.weight, head.norm.bias, EPS)
     vocab = model.config.vocab_size
     logits = attention.linear(inner, model.embeddings.token.weight[:vocab], head.decoder.bias[:vocab])
