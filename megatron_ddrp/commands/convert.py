@@ -1,4 +1,4 @@
-"""Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits.
+"""Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits; Hugging Face folder → ONNX.
 
 From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin, also in
 shards) and tokenizer becomes a folder that megatron-ddrp pretrain --load resumes from, with the command that this one
@@ -30,6 +30,13 @@ Complete it before you publish the folder by the command that is printed.
     megatron-ddrp convert --load checkpoints/base --output hf/base --license apache-2.0 --language en
 
 Both directions list the weights loaded, left out and initialised.
+
+To ONNX (--onnx): an export, a model that finetune kept or any folder of an encoder becomes a graph for rows of any
+number and length, beside the settings and the tokenizer that servers read. The graph gives the scores of the model's
+head, or hidden states and the vector of a sentence encoder, and it is compared with the model at once. The command
+prints how to score a kept model, its graph and the one of --int8 side by side.
+
+    megatron-ddrp convert --onnx OUT/models/TASK-… --output served --int8
 """
 
 from __future__ import annotations
@@ -51,13 +58,14 @@ from megatron_ddrp.data.tokenizers.vocabulary import warn_of_vocabulary
 BELONGS_TO = {
     **dict.fromkeys(("generator", "tokenizer_type", "vocab_file", "tokenizer_model"), "from_hf"),
     **dict.fromkeys(("family", "license", "language"), "load"),
+    "int8": "onnx",
 }
 """Flag → the input that it needs."""
 
 
 @dataclass(frozen=True)
 class ConvertInput(Section):
-    """input, --load or --from-hf"""
+    """input, --load, --from-hf or --onnx"""
 
     load: Path | None = option(
         None,
@@ -66,6 +74,9 @@ class ConvertInput(Section):
     )
     from_hf: Path | None = option(
         None, "a Hugging Face folder, or a name on the hub: config.json, weights and tokenizer", metavar="HF_DIR"
+    )
+    onnx: Path | None = option(
+        None, "a Hugging Face folder: an export, a model that finetune kept, or a downloaded encoder", metavar="HF_DIR"
     )
     generator: Path | None = option(
         None,
@@ -79,8 +90,8 @@ class ConvertInput(Section):
     )
 
     def __post_init__(self) -> None:
-        if (self.load is None) == (self.from_hf is None):
-            refuse("one of the arguments --load --from-hf is required, and not both")
+        if [self.load, self.from_hf, self.onnx].count(None) != 2:
+            refuse("one of the arguments --load --from-hf --onnx is required, and only one")
 
 
 @dataclass(frozen=True)
@@ -98,12 +109,14 @@ class OutputFolder(Section):
 
     output: Path = option(
         MISSING,
-        "folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load and as a "
-        "checkpoint for --from-hf",
+        "folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load, as a checkpoint "
+        "for --from-hf, and with a graph in place of weights for --onnx",
         metavar="DIR",
     )
     overwrite: bool = option(
-        False, "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
+        False,
+        "replace the output if it is a Hugging Face folder (--load), an untrained import (--from-hf), or a folder with "
+        "a graph (--onnx)",
     )
 
 
@@ -121,14 +134,21 @@ class Card(Section):
     )
 
 
-SECTIONS = (ConvertInput, OtherVocabulary, OutputFolder, Card)
+@dataclass(frozen=True)
+class Graphs(Section):
+    """graphs, with --onnx"""
+
+    int8: bool = option(False, "write a second graph, with weights of 8 bits: a quarter of the size")
+
+
+SECTIONS = (ConvertInput, OtherVocabulary, OutputFolder, Card, Graphs)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse_sections(ArgumentParser(description=__doc__), SECTIONS, words)
     exit_on_sigterm()  # so that an unfinished folder is removed
     for name, other in BELONGS_TO.items():
-        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+        if getattr(arguments, name) not in (None, False) and getattr(arguments, other) is None:
             refuse(f"{flag(name)} needs {flag(other)}: leave it out")
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
@@ -146,6 +166,10 @@ def main(words: Sequence[str] | None = None) -> None:
             print(line, file=sys.stderr)
         if imported.warning:
             print(imported.warning, file=sys.stderr)
+    elif arguments.onnx:
+        from megatron_ddrp.encoders.onnx_graph import export_onnx
+
+        print(export_onnx(arguments.onnx, arguments.output, arguments.int8, arguments.overwrite))
     else:
         from megatron_ddrp.conversion.model_card import Publishing
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint

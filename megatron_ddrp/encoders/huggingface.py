@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,10 +181,14 @@ class FamilyModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the head's outputs, float32: `[batch, labels]`, or `[batch, seq, labels]` for heads on pieces."""
-        output = self.model(**foreign_inputs(self.model.config, batch))
-        if "start_logits" in output:
-            return torch.stack([output.start_logits, output.end_logits], dim=-1).float()  # [batch, seq, 2]
-        return output.logits.float()
+        return head_outputs(self.model(**foreign_inputs(self.model.config, batch)))
+
+
+def head_outputs(output: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the outputs of a head in float32, those of an answer's first and last piece as one `[batch, seq, 2]`."""
+    if "start_logits" in output:
+        return torch.stack([output["start_logits"], output["end_logits"]], dim=-1).float()
+    return output["logits"].float()
 
 
 def _model_with_head(config: Any, form: HeadForm) -> Any:

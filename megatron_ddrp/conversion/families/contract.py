@@ -57,13 +57,9 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
         need_packages("the check of the export of a plug-in's encoding", "transformers")
     if find_spec("transformers") is None:
         return "not checked: transformers is not installed"
-    seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
-    mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
-    pad, ids = tokenizer.pad_id, place * torch.tensor([[1], [2]]) % config.vocab_size
-    ids = torch.where(ids == pad, (pad + 1) % config.vocab_size, ids)  # RoBERTa counts positions over non-padding ids
-    ids, segments = torch.where(mask > 0, ids, pad), (place >= seq // 3).long() * mask
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    inputs |= {"token_type_ids": segments} if config.num_segments > 1 else {}
+    inputs = probe_rows(min(config.seq_length, LONGEST), tokenizer.pad_id, config.vocab_size, config.num_segments)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    segments = inputs.get("token_type_ids", torch.zeros_like(ids))
     try:
         with torch.no_grad(), quiet_transformers():
             loaded, report = exported_class(folder, class_name).from_pretrained(folder, output_loading_info=True)
@@ -76,7 +72,7 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
         raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
     valid = mask.bool()
     with torch.no_grad():
-        hidden = model.encode(ids, segments, mask, place * mask)
+        hidden = model.encode(ids, segments, mask, torch.arange(ids.shape[1]) * mask)
         gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
         for name, expected in scores(hidden).items() if has_head else ():
             compared = valid if expected.shape[:2] == valid.shape else ...  # everything, if there is one score per row
@@ -89,6 +85,19 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
             )
     found = " and ".join(f"its {what} differ by {gap:.1e}" for what, gap in gaps.items())
     return f"loaded by {class_name}; {found} of the largest"
+
+
+def probe_rows(seq: int, pad: int, vocab_size: int, num_segments: int) -> dict[str, Tensor]:
+    """Return two rows of `seq` pieces, one of them padded, as keyword arguments `[2, seq]` for a model of transformers.
+
+    `pad` is the id of padding. A model of fewer than two segments gets none.
+    """
+    place = torch.arange(seq)
+    mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()
+    ids = place * torch.tensor([[1], [2]]) % vocab_size
+    ids = torch.where(ids == pad, (pad + 1) % vocab_size, ids)  # RoBERTa counts positions over non-padding ids
+    segments = {"token_type_ids": (place >= seq // 3).long() * mask} if num_segments > 1 else {}
+    return {"input_ids": torch.where(mask > 0, ids, pad), "attention_mask": mask, **segments}
 
 
 def _gap(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:

@@ -262,5 +262,5 @@ def bucket(offset: Tensor, buckets: int, longest: int) -> Tensor:
     if longest - 1 <= half:
         return offset.sign() * distance
     ratio = (distance.clamp_min(half).double() / half).log() / math.log((longest - 1) / half)
-    far = (ratio * (half - 1)).ceil().long() + half
+    far = (ratio * (half - 1)).ceil().long().clamp_max(half - 1) + half
     return offset.sign() * torch.where(distance <= half, distance, far)

@@ -1,0 +1,151 @@
+"""Graphs in ONNX: equal outputs at every length, the vectors of sentence encoders, and refusals."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp.commands import convert
+from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, SUMS, check_sums
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.encoders import onnx_graph
+from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.encoders.onnx_graph import GRAPH, OnnxModel, export_onnx, read_modules
+from tests.refusals import refused, wrong_arguments
+from tests.unit.conversion.conftest import write_checkpoint
+from tests.unit.tasks.conftest import WORDS, tokenizer_of, write_bert
+
+transformers = pytest.importorskip("transformers")
+for package in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(package)
+LENGTH = 20
+"""Longest row: ln((LENGTH - 1) / 2), which `deberta-v2` divides by, is smaller in float32."""
+POOLING = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
+
+
+def write_modules(folder, *kinds, pooling=POOLING):
+    """Make a folder a sentence encoder with some modules behind its transformer; return it."""
+    modules = [{"path": f"{n}_{kind}" if n else "", "type": f"x.{kind}"} for n, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def rows(batch, length):
+    """Return inputs of rows of `length` down to one piece, with segments, under transformers' names."""
+    ids = torch.from_numpy(np.random.default_rng(length).integers(5, 5 + len(WORDS), (batch, length)))
+    mask = (torch.arange(length) < torch.linspace(length, 1, batch).long()[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": (torch.arange(length) > 1).long() * mask}
+
+
+@pytest.mark.parametrize("encoding", ["ddrp", "deberta-v2"])
+def test_every_encoding_has_equal_hidden_states_up_to_the_longest_row(tmp_path, encoding):
+    """The last distance of `deberta-v2` is where a logarithm that is rounded up would leave the table."""
+    tokenizer = tokenizer_of(tmp_path, WORDS)
+    run = write_checkpoint(
+        tmp_path / "run", tokenizer, "mlm", position_encoding=encoding, num_layers=1, seq_length=LENGTH
+    )
+    export_checkpoint(run, tmp_path / "hf", family_name=OWN_MODEL_TYPE)
+    export_onnx(tmp_path / "hf", tmp_path / "served")
+    graph, model = OnnxModel(tmp_path / "served" / GRAPH), load_encoder(tmp_path / "hf").module.model
+    assert graph.outputs == ["last_hidden_state"]
+    for batch, length in ((1, 1), (1, LENGTH), (3, 5), (5, LENGTH)):
+        given = rows(batch, length)
+        with torch.no_grad():
+            expected = model(**given).last_hidden_state
+        valid = given["attention_mask"].bool()
+        torch.testing.assert_close(graph.run(given)["last_hidden_state"][valid], expected[valid], rtol=0, atol=1e-5)
+
+
+def test_a_sentence_encoder_gives_the_vector_that_its_modules_say(tmp_path):
+    folder = write_modules(write_bert(tmp_path / "bert"), "Transformer", "Pooling", "Normalize")
+    said = export_onnx(folder, tmp_path / "served")
+    assert "input_ids, attention_mask, token_type_ids → last_hidden_state, sentence_embedding" in said
+    given = rows(3, 7)
+    found = OnnxModel(tmp_path / "served" / GRAPH).run(given)
+    for states, mask, vector in zip(
+        found["last_hidden_state"], given["attention_mask"], found["sentence_embedding"], strict=True
+    ):
+        count, mean = int(mask.sum()), [0.0] * 16
+        for place in range(count):
+            for column in range(16):
+                mean[column] += float(states[place, column]) / count
+        norm = math.sqrt(sum(value**2 for value in mean))
+        np.testing.assert_allclose(vector, [value / norm for value in mean], atol=1e-6)
+    served = {
+        path.relative_to(tmp_path / "served").as_posix() for path in (tmp_path / "served").rglob("*") if path.is_file()
+    }
+    assert served == {
+        GRAPH,
+        SUMS,
+        "config.json",
+        "vocab.txt",
+        "tokenizer_config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+    }
+    check_sums(tmp_path / "served")
+    content = (tmp_path / "served" / GRAPH).read_bytes()
+    (tmp_path / "served" / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused("model.onnx has .*: damaged or changed", check_sums, tmp_path / "served")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "expected"),
+    [
+        ((), {}, []),
+        (("Transformer", "Pooling"), {"pooling_mode": "cls"}, ["cls"]),
+        (("Transformer", "Pooling", "Normalize"), POOLING | {"include_prompt": True}, ["mean", "normalize"]),
+        (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, ["max"]),
+        (("Transformer", "Pooling", "Dense"), POOLING, "'Dense' has no form in a graph, expected Transformer, Pooling"),
+        (("Transformer", "Pooling"), {"pooling_mode": "lasttoken"}, "'lasttoken' has no form in a graph"),
+        (
+            ("Transformer", "Pooling"),
+            POOLING | {"pooling_mode_max_tokens": True},
+            "mean_tokens, pooling_mode_max_tokens' has",
+        ),
+        (("Transformer", "Pooling"), {}, "'pooling_mode' has no form"),
+    ],
+)
+def test_modules_are_read_in_their_order_or_refused_by_name(tmp_path, kinds, pooling, expected):
+    if kinds:
+        write_modules(tmp_path, *kinds, pooling=pooling)
+    if isinstance(expected, str):
+        refused(re.escape(expected), read_modules, tmp_path)
+    else:
+        assert read_modules(tmp_path) == expected
+
+
+def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+    folder = write_bert(tmp_path / "bert")
+    run = OnnxModel.run
+    monkeypatch.setattr(OnnxModel, "run", lambda graph, given: {k: v * 1.001 for k, v in run(graph, given).items()})
+    refused(r"the graph's outputs differ from the model's by 1.0e-03", export_onnx, folder, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(tmp_path, monkeypatch):
+    run = write_checkpoint(tmp_path / "run", tokenizer_of(tmp_path, WORDS))
+    refused("a checkpoint; export it first: convert --load", export_onnx, run, tmp_path / "served")
+    folder = write_bert(tmp_path / "bert")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    wrong_arguments("--output .* exists: choose another name", export_onnx, folder, tmp_path / "full")
+    wrong_arguments("is not a folder with a graph", export_onnx, folder, tmp_path / "full", overwrite=True)
+    wrong_arguments("--int8 needs --onnx", convert.main, ["--load", "x", "--output", "y", "--int8"])
+    wrong_arguments(
+        "--load --from-hf --onnx is required, and only one",
+        convert.main,
+        ["--load", "x", "--onnx", "x", "--output", "y"],
+    )
+    (tmp_path / "broken.onnx").write_bytes(b"text")
+    refused("broken.onnx: onnxruntime cannot load it", OnnxModel, tmp_path / "broken.onnx")
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: 1 / 0)
+    refused("torch cannot export it: division by zero", export_onnx, folder, tmp_path / "served")
+    monkeypatch.setattr(onnx_graph, "need_packages", lambda purpose, *names: (_ for _ in ()).throw(SystemExit(purpose)))
+    with pytest.raises(SystemExit, match="--onnx"):
+        export_onnx(folder, tmp_path / "served")
