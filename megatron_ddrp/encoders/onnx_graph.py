@@ -52,7 +52,7 @@ class Served(nn.Module):
     """Model of transformers, or ours, and the modules of a sentence encoder behind it, as one function of tensors."""
 
     def __init__(self, model: nn.Module, behind: list[str]):
-        """`behind` comes from `read_modules`; it is empty for a model that is no sentence encoder."""
+        """Keep the model; `behind` comes from `read_modules`, and is empty for a model that is no sentence encoder."""
         super().__init__()
         self.model, self.behind = model, behind
 

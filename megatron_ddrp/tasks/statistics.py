@@ -280,6 +280,7 @@ def gain_table(gains: Sequence[Gain]) -> Table:
             "encoder": gain.first,
             "minus": gain.second,
             "tasks": str(len(gain.tasks) or ""),
+            "file": gain.text,
             "seeds": str(count) if count > 1 else "",
             "difference": format_value(gain.measure, gain.seeds.mean, "+"),
             "95 % over seeds": format_interval(gain.measure, gain.seeds.interval) or EQUAL_SEEDS * (count > 1),

@@ -16,7 +16,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
@@ -82,6 +82,35 @@ def iter_documents(
                     on_skip(reason)
                 yield from texts
                 on_read(chunk.read)
+
+
+_WORD = re.compile(r"\w+")
+Words = tuple[str, ...]
+
+
+def words_of(text: str) -> Words:
+    """Return the words of a text in lower case, without the signs between them."""
+    return tuple(_WORD.findall(text.casefold()))
+
+
+def sequences_within(names: Sequence[str], sequences: Iterable[Words], fewest: int) -> set[Words]:
+    """Return the sequences of at least `fewest` words that stand in one document of the files, word after word.
+
+    Raises `UserError` if the files have no document, and as `iter_documents` does.
+    """
+    begins: dict[Words, set[Words]] = {}
+    for sequence in sequences:
+        begins.setdefault(sequence[:fewest], set()).add(sequence)
+    found: set[Words] = set()
+    place = None
+    for (document,) in iter_documents(names):
+        words = words_of(document)
+        for place in range(len(words) - fewest + 1):
+            near = begins.get(words[place : place + fewest], ())
+            found.update(each for each in near if words[place : place + len(each)] == each)
+    if place is None:
+        raise UserError(f"{names[0]}: no document of {fewest} words or more; give a file with text")
+    return found
 
 
 def record_start(file: InputFile, position: int) -> int:

@@ -154,8 +154,9 @@ def _own_tasks(plan: ComparisonPlan, runs: list[PlannedRun], folder: Path) -> li
 def _task_facts(plan: ComparisonPlan, task: TaskPlan) -> list[object]:
     """Return everything but the checkpoint that determines a score: the data, the task's settings and the flags."""
     data = [fingerprint(plan, "tasks", name) for name in task.data]
-    asked = {name: value for name, value in vars(task.task).items() if name not in ("train", "valid", "test")}
-    return [data, asked, _flag_facts(task.flags)]
+    others = ("train", "valid", "test", "test_groups", "pretraining_text")
+    asked = {name: value for name, value in vars(task.task).items() if name not in others}
+    return [data, asked, _flag_facts(task.flags), *task.task.test_facts]
 
 
 def _analyses(plan: ComparisonPlan, runs: list[PlannedRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:

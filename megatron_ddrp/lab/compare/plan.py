@@ -113,7 +113,7 @@ class TaskPlan:
     @property
     def data(self) -> list[str]:
         """Data files of the task."""
-        return [str(path) for path in (self.task.train, self.task.valid, self.task.test) if path is not None]
+        return [str(path) for path in (self.task.train, self.task.valid, *self.task.tests.values()) if path is not None]
 
     @property
     def epochs(self) -> int:

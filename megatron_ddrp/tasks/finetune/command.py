@@ -11,6 +11,7 @@ Hugging Face folder.
   several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
   baseline       … --random-init
   label a file   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
+  score a file   megatron-ddrp finetune evaluate --load OUT/models/TASK-… --input labelled.csv
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.cli import ArgumentParser, Subcommand, given_options, parse_subcommand
 from megatron_ddrp.config.reading import COUNT, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import first_rank_speaks
@@ -73,6 +74,12 @@ PREDICT = """Label a file with a model that finetune kept. The output has the sa
 
   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
 """
+EVALUATE = """Score models that finetune kept, or their graphs, on a labelled file, with 95 % intervals over its rows.
+
+  megatron-ddrp finetune evaluate --load OUT/models/TASK-A OUT/models/TASK-B --input labelled.csv --groups field
+
+Models after the first are also compared with it on the same rows.
+"""
 
 
 FILES = {"train": "train", "validation": "valid", "valid": "valid", "dev": "valid", "test": "test"}
@@ -102,20 +109,43 @@ class OwnSearch(Search):
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """models and rows"""
+
+    load: tuple[Path, ...] = option(
+        MISSING, "folders in OUT/models, or graphs of them (.onnx)", nargs="+", metavar="DIR"
+    )
+    input: Path = option(MISSING, "labelled rows, in any format that training reads", metavar="F")
+    groups: str | None = option(
+        None, "column: the rows of each of its values have scores of their own too", metavar="C"
+    )
+
+
+@dataclass(frozen=True)
 class Prediction:
     """model and files"""
 
-    load: Path = option(MISSING, "folder in OUT/models", metavar="DIR")
+    load: Path = option(MISSING, "folder in OUT/models, or a graph of it (.onnx)", metavar="DIR")
     input: Path = option(MISSING, "rows to label, in any format that training reads", metavar="F")
     output: Path = option(
         MISSING,
         "output with the same rows and their predictions: .jsonl, .csv or .tsv; also .conll for tokens, .json for qa",
         metavar="G",
     )
+
+
+@dataclass(frozen=True)
+class TextColumns:
+    """columns"""
+
     text_column: str | None = option(None, "column of the text (default: as in training)", metavar="C")
     text_pair_column: str | None = option(None, "column of the second text (default: as in training)", metavar="C")
 
 
+SUBCOMMANDS = {
+    "predict": Subcommand("label a file", PREDICT, (Prediction, TextColumns)),
+    "evaluate": Subcommand("score kept models on a labelled file", EVALUATE, (Evaluation, TextColumns)),
+}
 SECTIONS = sweep_sections((TaskList, TaskFiles), OwnSearch)
 
 
@@ -139,19 +169,11 @@ def _own_tasks(options: argparse.Namespace) -> Suite:
     return replace(OWN_TASKS, read=partial(read_tasks, tasks), kept=kept)
 
 
-def parse_prediction(arguments: Sequence[str]) -> Prediction:
-    """Parse the command line of `predict`."""
-    parser = ArgumentParser(prog=f"{Path(sys.argv[0]).name} predict", description=PREDICT)
-    add_flags(parser, Prediction)
-    add_plugin_flag(parser)
-    return given_options(Prediction, parser.parse_args(arguments))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fine-tune, report or predict. Return 1 if --report leaves damaged runs out."""
+    """Fine-tune, report, predict or evaluate. Return 1 if --report leaves damaged runs out."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["predict"]:
-        return predict(parse_prediction(words[1:]))
+    if words and words[0] in SUBCOMMANDS:
+        return use_kept(parse_subcommand(__doc__ or "", SUBCOMMANDS, words))
     with first_rank_speaks():
         options = parse_arguments(words)
     from megatron_ddrp.tasks.finetune.workers import run  # here, because it imports torch
@@ -159,12 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(options)
 
 
-def predict(wanted: Prediction) -> int:
-    """Label a file with a fine-tuned model."""
-    from megatron_ddrp.tasks.finetune.task_files import predict_file  # here, because it imports torch
+def use_kept(options: argparse.Namespace) -> int:
+    """Label a file with a model that finetune kept, or score such models on it."""
+    from megatron_ddrp.tasks.finetune.task_files import evaluate_file, predict_file  # here, because it imports torch
     from megatron_ddrp.tasks.jobs import device_of
 
-    columns = wanted.text_column, wanted.text_pair_column
-    count = predict_file(wanted.load, wanted.input, wanted.output, device_of(0), columns)
-    print(f"{count:,} rows written to {wanted.output}")
+    given = device_of(0), (options.text_column, options.text_pair_column)
+    if options.command == "evaluate":
+        print(evaluate_file(options.load, options.input, *given, options.groups))
+    else:
+        count = predict_file(options.load, options.input, options.output, *given)
+        print(f"{count:,} rows written to {options.output}")
     return 0

@@ -202,8 +202,18 @@ class TaskFiles:
 
     train: Path | None = option(None, "training rows: .jsonl, .csv, .tsv, .parquet, .conll, SQuAD's .json", metavar="F")
     valid: Path | None = option(None, "validation rows, which give the score and select the grid point", metavar="F")
-    test: Path | None = option(
-        None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
+    test: tuple[str, ...] | None = option(
+        None,
+        "further rows: with labels they are scored too, without labels the best run predicts them; several files are "
+        "named, or have the names of their files",
+        nargs="+",
+        metavar="[NAME=]F",
+    )
+    test_groups: str | None = option(
+        None, "column of the test files: the rows of each of its values also have a score of their own", metavar="C"
+    )
+    pretraining_text: tuple[str, ...] | None = option(
+        None, "text of pre-training: the plan counts the rows of the task that stand in it", nargs="+", metavar="F"
     )
     kind: str | None = option(
         None, "kind of prediction (default: guessed from columns and labels)", choices=registry.KINDS
@@ -231,6 +241,27 @@ class TaskFiles:
         words = self.name or (train.resolve().parent.name if not stem or stem.startswith("train") else stem)
         return re.sub(r"[^\w.-]+", "-", words).strip("-.") or "task"
 
+    @property
+    def tests(self) -> dict[str, Path]:
+        """Files of `--test` by name: NAME of NAME=FILE, else `test` for one file and the file's name for several.
+
+        Raises `UserError` for a name that is there twice, or that is `train` or `valid`.
+        """
+        found: dict[str, Path] = {}
+        for word in self.test or ():
+            name, _, path = word.rpartition("=") if re.match(r"[\w.-]+=", word) else ("", "", word)
+            name = name or ("test" if self.test == (word,) else Path(path).name.partition(".")[0])
+            if name in ("train", "valid", *found):
+                refuse(f"--test {word}: there is a file called {name} already; give this one a name: NAME={path}")
+            found[name] = Path(path)
+        return found
+
+    @property
+    def test_facts(self) -> list[str | None]:
+        """Names of the test files and the column of their groups; empty for one file `test` without groups."""
+        facts = [*self.tests, self.test_groups]
+        return [] if facts in ([None], ["test", None]) else facts
+
     def require(self) -> None:
         """Raise `UserError` for a task without a training or a validation file."""
         if self.train is None or self.valid is None:
@@ -247,6 +278,8 @@ def read_task_file(path: Path) -> TaskFiles:
     if not path.is_file():
         raise place.error("no such file; expected YAML with keys such as train, valid, kind, text-column, label-column")
     files = read_section(TaskFiles, load_values(path, place), place)
-    found = {name: getattr(files, name) for name in ("train", "valid", "test")}
-    moved = {name: path.parent / file for name, file in found.items() if file is not None}
+    found = {name: getattr(files, name) for name in ("train", "valid")}
+    moved: dict[str, Any] = {name: path.parent / file for name, file in found.items() if file is not None}
+    moved["test"] = tuple(f"{name}={path.parent / file}" for name, file in files.tests.items()) or None
+    moved["pretraining_text"] = tuple(str(path.parent / text) for text in files.pretraining_text or ()) or None
     return replace(files, name=files.name or path.stem, **moved)

@@ -182,9 +182,12 @@ class Cell:
         return KINDS[facts["kind"]].score_name(Task.of(facts)) if facts and facts["kind"] in KINDS else self.metric
 
     @property
-    def others(self) -> dict[str, list[float]]:
-        """Scores of further development files, such as MNLI's mismatched one."""
-        return {name: [row["other_scores"][name] for row in self.rows] for name in self.rows[0].get("other_scores", {})}
+    def others(self) -> dict[str, Cell]:
+        """Results of the same runs on further files, such as MNLI's mismatched one or a test file, by their names."""
+        return {
+            file: Cell(f"{self.task} ({file})", [_on_file(row, file) for row in self.rows])
+            for file in self.rows[0].get("other_scores", {})
+        }
 
     @property
     def beside(self) -> dict[str, list[float]]:
@@ -197,9 +200,12 @@ class Cell:
         """Data, row length, number of training rows and scaling of labels; scores are comparable if these are equal."""
         return _conditions(TuningRun.of_row(self.rows[0]))
 
-    def other_undefined(self, file: str) -> int:
-        """Return the number of undefined scores of a further development file."""
-        return sum(file in row["other_undefined"] for row in self.rows)
+
+def _on_file(row: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return a line of runs.jsonl as if a further file were its first one."""
+    undefined, examples = file in row["other_undefined"], row.get("other_examples", {}).get(file, "")
+    score = row["other_scores"][file]
+    return row | {"file": file, "score": score, "undefined": undefined, "dev_examples": examples, "baseline": None}
 
 
 Cells = dict[str, Cell]
@@ -311,8 +317,8 @@ class Suite:
     def means(self, cells: Cells) -> dict[str, float | None]:
         """Return name in `averages` → mean; None if a score is missing."""
         scores = {task: cell.median for task, cell in cells.items()}
-        for task, cell in cells.items():
-            scores |= {f"{task} ({file})": statistics.median(found) for file, found in cell.others.items()}
+        for cell in cells.values():
+            scores |= {other.task: other.median for other in cell.others.values()}
         return {
             name: statistics.fmean(scores[part] for part in parts) if scores.keys() >= set(parts) else None
             for name, parts in self.averages.items()
@@ -322,7 +328,7 @@ class Suite:
         """Return the mean of a cell's score and that of its `pooled` file: label → one score per seed."""
         if (other := cell.others.get(self.pooled.get(cell.task, ""))) is None:
             return {}
-        pairs = zip(cell.scores, other, strict=True)
+        pairs = zip(cell.scores, other.scores, strict=True)
         return {f"{cell.task} (mean of both)": [statistics.fmean(pair) for pair in pairs]}
 
     def published_table(self, encoders: dict[str, Cells]) -> Table | None:
@@ -380,7 +386,7 @@ Interval = tuple[float, float]
 
 
 class Resampled(NamedTuple):
-    """Run on resampled rows of its first development file."""
+    """Run on resampled rows of one file."""
 
     samples: np.ndarray
     """Score on each bootstrap sample, `[samples]`."""
@@ -393,20 +399,25 @@ class Items:
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite
-        self._found: dict[Path, Resampled | None] = {}
+        self._found: dict[tuple[Path, str | None], Resampled | None] = {}
 
     def of_run(self, row: dict[str, Any]) -> Resampled | None:
-        """Return the run of a line that has its `folder`; None if its predictions are missing, damaged or too many."""
+        """Return the run of a line that has its `folder`, on its `file`, by default the first one.
+
+        None if its predictions are missing, damaged or too many.
+        """
         path = predictions_file(Path(row.get("folder", "")), TuningRun.of_row(row))
-        if path not in self._found:
-            self._found[path] = self._read(row, path)
-        return self._found[path]
+        key = path, row.get("file")
+        if key not in self._found:
+            self._found[key] = self._read(row, path)
+        return self._found[key]
 
     def _read(self, row: dict[str, Any], path: Path) -> Resampled | None:
         try:
             task = self._suite.task(row)
-            answers, predictions = next(iter(read_predictions(path.read_bytes(), task).values()))
-        except (OSError, StopIteration, UserError, ValueError):
+            files = read_predictions(path.read_bytes(), task)
+            answers, predictions = files[row.get("file") or next(iter(files))]
+        except (KeyError, OSError, StopIteration, UserError, ValueError):
             return None
         if len(answers) > MOST_RESAMPLED:
             return None

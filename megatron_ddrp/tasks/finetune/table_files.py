@@ -518,8 +518,8 @@ class TaskData(NamedTuple):
     """Columns of a user's own task; None for GLUE."""
     baseline: float | None = None
     """Score of always predicting the most frequent label."""
-    unlabelled: KnownFile | None = None
-    """Test file without labels of a user's own task, to be predicted."""
+    unlabelled: Mapping[str, KnownFile] = MappingProxyType({})
+    """Name → test file without labels of a user's own task, to be predicted."""
     tests: Mapping[str, Examples] = MappingProxyType({})
     """Name of a test set of GLUE in a submission → its examples, if they are to be predicted."""
 

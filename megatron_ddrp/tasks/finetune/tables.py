@@ -116,13 +116,29 @@ def _details(name: str, cell: Cell, suite: Suite, items: Items) -> list[list[str
     own = _interval(items.of_cell(cell)), best_epoch, f"{first['dev_examples']}{official}"
     rows = [row(cell.task, cell.scores, str(cell.undefined), *own)]
     rows += [row(cell.task, scores, "", metric=metric) for metric, scores in cell.beside.items()]
-    for file, scores in cell.others.items():
-        rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
+    for other in cell.others.values():
+        found = _interval(items.of_cell(other)), "", str(other.rows[0]["dev_examples"])
+        rows.append(row(other.task, other.scores, str(other.undefined), *found))
     return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]
 
 
 def differences(encoders: dict[str, Cells], items: Items) -> list[Gain]:
-    """Return the gains in the mean over common tasks, of every two encoders with equal files and at least two seeds."""
+    """Return the gains in the mean over common tasks, of every two encoders with equal files and at least two seeds.
+
+    Gains on further files follow those on the first ones, and those on one name of files are judged together.
+    """
+    files = dict.fromkeys(file for cells in encoders.values() for cell in cells.values() for file in cell.others)
+    found = judge(_gains_on("", encoders, items))
+    for file in files:
+        on_file = {
+            name: {task: cell.others[file] for task, cell in cells.items() if file in cell.others}
+            for name, cells in encoders.items()
+        }
+        found += judge(_gains_on(file, on_file, items))
+    return found
+
+
+def _gains_on(file: str, encoders: dict[str, Cells], items: Items) -> list[Gain]:
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
@@ -130,8 +146,8 @@ def differences(encoders: dict[str, Cells], items: Items) -> list[Gain]:
         if by_seed and len(by_seed.values) > 1:
             runs = (_runs(encoders[name], tasks, by_seed.seeds) for name in (first, second))
             over_items = items.of_difference(list(zip(*runs, strict=True)))
-            found.append(Gain(first, second, "score", by_seed, over_items, tasks=tasks))
-    return judge(found)
+            found.append(Gain(first, second, "score", by_seed, over_items, tasks=tasks, text=file))
+    return found
 
 
 def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bool:
@@ -264,7 +280,9 @@ def summary(encoders: dict[str, Cells], suite: Suite, items: Items) -> dict[str,
         }
         for name, cell, twin, difference in gains(encoders)
     ]
-    result["differences"] = [{"tasks": gain.tasks} | gain.as_json() for gain in differences(encoders, items)]
+    result["differences"] = [
+        {"tasks": gain.tasks, "file": gain.text or None} | gain.as_json() for gain in differences(encoders, items)
+    ]
     return result
 
 
@@ -278,7 +296,8 @@ def _cell(cell: Cell, items: Items) -> dict[str, Any]:
         "undefined": cell.undefined,
         "seeds": [row["seed"] for row in cell.rows],
         "best_epoch_median": statistics.median(row["best_epoch_score"] for row in cell.rows),
-        "other_medians": {file: statistics.median(scores) for file, scores in cell.others.items()},
+        "other_medians": {file: other.median for file, other in cell.others.items()},
+        "others_over_items": {file: items.of_cell(other) for file, other in cell.others.items()},
         "beside_medians": {metric: statistics.median(scores) for metric, scores in cell.beside.items()},
         "point": {key: cell.rows[0][key] for key in ("batch_size", "lr", "epochs")},
         "dev_examples": cell.rows[0]["dev_examples"],

@@ -17,29 +17,32 @@ import sys
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from megatron_ddrp.config import registry
 from megatron_ddrp.conversion.families.contract import read_config_file
+from megatron_ddrp.conversion.model_code import PIECES
 from megatron_ddrp.data.atomic import atomic_file
+from megatron_ddrp.data.preprocess.documents import sequences_within, words_of
 from megatron_ddrp.data.preprocess.inputs import InputFile
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.encoders.encoder import LoadedEncoder
-from megatron_ddrp.encoders.huggingface import FamilyModel, load_tokenizer, load_with_head, num_segments
+from megatron_ddrp.encoders.huggingface import FamilyModel, Filled, load_tokenizer, load_with_head, num_segments
+from megatron_ddrp.encoders.onnx_graph import OnnxModel
 from megatron_ddrp.encoders.rows import Encoded, chunks, cut_warning, dev_order
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, shown_names
+from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.kinds.contract import OUTPUT_FILES, PREDICTION, Kind, RowFile
+from megatron_ddrp.tasks.finetune.kinds.contract import OUTPUT_FILES, PREDICTION, Kind, RowFile, as_text
 from megatron_ddrp.tasks.finetune.options import TaskFiles
 from megatron_ddrp.tasks.finetune.runs import RUNS
 from megatron_ddrp.tasks.finetune.table_files import (
@@ -66,26 +69,29 @@ from megatron_ddrp.tasks.finetune.training import (
 )
 from megatron_ddrp.tasks.finetune.workers import Sweep
 from megatron_ddrp.tasks.jobs import one_at_a_time
+from megatron_ddrp.tasks.statistics import format_interval, percentile_interval, table_of
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
 SHOWN_LABELS = 10
+MOST_GROUPS = 20
+"""Largest number of groups of a test file."""
+FEWEST_WORDS = 8
+"""Smallest number of words of a text that is looked for in the text of pre-training: shorter ones recur by chance."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?|\d*\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"', re.DOTALL)
 """Text as a program quotes it: in quotation marks, with doubled ones inside."""
 
 
 def read_task(files: TaskFiles) -> TaskData:
-    """Read and check the files of a task. A test file without the column of labels is to be predicted, not scored.
+    """Read and check the files of a task. Test files without the column of labels are to be predicted, not scored.
 
     Raises:
         UserError: a file, a column or a label is missing or wrong; the message names file and line.
     """
     files.require()
     assert files.train is not None and files.valid is not None
-    for path in filter(None, (files.train, files.valid, files.test)):
-        if InputFile(str(path), path.name).is_stream:
-            raise UserError(f"{path}: a pipe, but training reads its files several times; write it to the disk first")
+    _refuse_pipes(files.train, files.valid, *files.tests.values())
     known = columns_of(str(files.train))
     kind = KINDS[files.kind] if files.kind else _likely_kind(files, known)
     columns = _columns(files, known, kind)
@@ -95,19 +101,19 @@ def read_task(files: TaskFiles) -> TaskData:
         kind.check_labels(task, is_guessed=files.kind is None)
     kind.check_metric(task.metric, task.labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
-    unlabelled, to_predict = [], None
-    if files.test is not None:
-        if columns.label in (found := columns_of(str(files.test))):
-            dev["test"] = _Reading(files.test, kind, columns, task)
+    unlabelled, to_predict = [], {}
+    for name, path in files.tests.items():
+        if columns.label in (found := columns_of(str(path))):
+            dev[name] = _Reading(path, kind, columns, task, files.test_groups)
         else:
-            to_predict = KnownFile.of(files.test)
-            count = count_unlabelled(to_predict, kind, columns)
+            to_predict[name] = KnownFile.of(path)
+            count = count_unlabelled(to_predict[name], kind, columns)
             missing = f"no column {columns.label!r}, it has {shown_names(found)}"
-            unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
+            unlabelled.append(f"{name}: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, kind.answers(task, dev["valid"].labels))
     told_anew = [scheme for scheme in [kind.scheme(task)] if scheme not in ("", "IOB2")]  # earlier versions knew one
     code = [*registry.KINDS.code(kind.name), *registry.METRICS.code(task.metric)]
-    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code]).encode())
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns), *told_anew, *code, *files.test_facts]).encode())
     for reading in (train, *dev.values()):
         digest.update(reading.file.digest)
     with at(files.valid):
@@ -115,13 +121,19 @@ def read_task(files: TaskFiles) -> TaskData:
     return TaskData(
         task,
         train.examples(task),
-        {name: reading.examples(task) for name, reading in dev.items()},
+        {file: examples for name, reading in dev.items() for file, examples in reading.by_group(name, task).items()},
         digest.hexdigest(),
         (*_facts(task, columns, train, dev, baseline), *_hints(files, kind, train, dev), *remarks, *unlabelled),
         columns,
         baseline,
         to_predict,
     )
+
+
+def _refuse_pipes(*paths: Path) -> None:
+    for path in paths:
+        if InputFile(str(path), path.name).is_stream:
+            raise UserError(f"{path}: a pipe, but its rows are read several times; write it to the disk first")
 
 
 @dataclass
@@ -133,6 +145,8 @@ class _Reading:
     columns: Columns
     task: Task | None = None
     """Task whose labels the file must have; None for the training file, which defines them."""
+    group: str | None = None
+    """Column whose values part the rows into groups."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of rows per label, or of words per tag."""
     labels: list[Any] = field(default_factory=list)
@@ -142,7 +156,8 @@ class _Reading:
 
     def __post_init__(self) -> None:
         self.file = KnownFile.of(self.path)
-        self.lengths = array("q")
+        self.lengths, self.hashes = array("q"), array("q")
+        self.groups: dict[str, list[int]] = {}
         is_tsv = InputFile(str(self.path), str(self.path)).ending == ".tsv"
         for row in self._rows():
             cell = row.cells[self.columns.label]
@@ -154,10 +169,30 @@ class _Reading:
                     self.labels.append(self.kind.label(cell, self.task))
             self.counts.update(names)
             self.quoted += is_tsv and any(map(_QUOTED.fullmatch, texts))
+            if self.group:
+                self.groups.setdefault(" ".join(as_text(row.cells[self.group]).split()), []).append(len(self.lengths))
             self.lengths.append(sum(map(len, texts)))
+            self.hashes.append(hash(tuple(" ".join(text.casefold().split()) for text in texts)))
+        if len(self.groups) > MOST_GROUPS:
+            raise UserError(
+                f"{self.path}: column {self.group!r} has {len(self.groups):,} values, expected at most {MOST_GROUPS} "
+                "for --test-groups",
+                WRONG_ARGUMENTS,
+            )
 
     def _rows(self) -> Iterator[FileRow]:
-        return self.file.rows([name for name in self.columns if name])
+        return self.file.rows([name for name in (*self.columns, self.group) if name])
+
+    def texts(self) -> Iterator[tuple[str, ...]]:
+        """Yield the texts of each row; the words of a sentence are one text."""
+        for row in self._rows():
+            texts = self.kind.texts(row.cells, self.columns)
+            yield (" ".join(texts),) if self.kind.head is PIECES else texts
+
+    def by_group(self, name: str, task: Task) -> dict[str, Examples]:
+        """Return the file's examples under its name, and those of each group under NAME/VALUE."""
+        whole = self.examples(task)
+        return {name: whole, **{f"{name}/{value}": whole.only(np.array(rows)) for value, rows in self.groups.items()}}
 
     def examples(self, task: Task) -> Examples:
         """Return the rows as examples of the task."""
@@ -249,11 +284,15 @@ def _facts(
 
 def _hints(files: TaskFiles, kind: Kind, train: _Reading, dev: dict[str, _Reading]) -> Iterator[str]:
     """Yield warnings about files that are as another program writes them, or are there twice."""
-    seen = {train.file.digest: "train"}
-    for name, reading in dev.items():
-        if (same := seen.setdefault(reading.file.digest, name)) != name:
+    readings = {"train": train, **dev}
+    for (same, other), (name, reading) in combinations(readings.items(), 2):
+        if reading.file.digest == other.file.digest:
             yield f"{name}: WARNING, the same file as {same}; its score says nothing about new rows"
-    for name, reading in {"train": train, **dev}.items():
+        elif count := np.isin(reading.hashes, other.hashes).sum():
+            yield f"{name}: WARNING, {count:,} of {len(reading.hashes):,} rows have texts that stand in {same} too"
+    if files.pretraining_text:
+        yield from _in_pretraining(files.pretraining_text, readings)
+    for name, reading in readings.items():
         if reading.quoted:
             yield (
                 f"{name}: WARNING, {reading.quoted:,} rows have texts in quotation marks with doubled marks inside; in "
@@ -261,6 +300,16 @@ def _hints(files: TaskFiles, kind: Kind, train: _Reading, dev: dict[str, _Readin
             )
     if files.kind is None and kind.predicts_numbers and all(float(label).is_integer() for label in dev["valid"].labels):
         yield f"valid: all labels are whole numbers; if they are classes, name another --kind than {kind.name}"
+
+
+def _in_pretraining(names: Sequence[str], readings: Mapping[str, _Reading]) -> Iterator[str]:
+    """Yield per file the number of rows with a text of `FEWEST_WORDS` words or more that stands in a document."""
+    rows = {name: [set(map(words_of, texts)) for texts in reading.texts()] for name, reading in readings.items()}
+    found = sequences_within(names, set().union(*itertools.chain(*rows.values())), FEWEST_WORDS)
+    for name, of_file in rows.items():
+        count = sum(not found.isdisjoint(texts) for texts in of_file)
+        told = f"{name}: {count:,} of {len(of_file):,} rows have a text of {FEWEST_WORDS} words or more that stands in"
+        yield f"{told} the pre-training text"
 
 
 def text_columns(columns: Columns) -> list[str]:
@@ -307,7 +356,8 @@ TextColumns = tuple[str | None, str | None]
 class FineTuned(NamedTuple):
     """A fine-tuned model and its settings for reading a file."""
 
-    model: nn.Module
+    model: Any
+    """Module of transformers with its head, or an `OnnxModel`."""
     tokenizer: Tokenizer
     task: Task
     columns: Columns
@@ -324,11 +374,15 @@ class FineTuned(NamedTuple):
         return self.model(batch_of(encoded, rows, self.device))
 
     @torch.inference_mode()
-    def predict(self, encoded: Encoded) -> list[Any]:
-        """Return the predictions of some rows as JSON values."""
+    def predictions(self, encoded: Encoded) -> Any:
+        """Return the predictions of some rows in the form that the task's metric takes."""
         kind = KINDS[self.task.kind]
         outcomes, _ = compute_outcomes(kind, encoded, dev_order(encoded, DEV_BATCH_SIZE), self._outputs)
-        return list(kind.as_values(self.task, kind.predictions(self.task, encoded, outcomes)))
+        return kind.predictions(self.task, encoded, outcomes)
+
+    def predict(self, encoded: Encoded) -> list[Any]:
+        """Return the predictions of some rows as JSON values."""
+        return list(KINDS[self.task.kind].as_values(self.task, self.predictions(encoded)))
 
 
 def _models_near(folder: Path) -> list[Path]:
@@ -339,12 +393,14 @@ def _models_near(folder: Path) -> list[Path]:
     return list(islice(found, _SHOWN_MODELS))
 
 
-def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
-    """Load a folder that `megatron-ddrp finetune` wrote; `texts` replaces the columns of training.
+def load_finetuned(path: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
+    """Load a folder that `megatron-ddrp finetune` wrote, or a graph of it; `texts` replaces the columns of training.
 
     Raises:
         UserError: `megatron-ddrp finetune` did not write the folder.
     """
+    is_graph = path.suffix == ".onnx" and path.is_file()
+    folder = path.parent.parent if is_graph else path
     config = read_config_file(folder) if (folder / "config.json").is_file() else {}
     facts = read_facts(folder)
     if facts is None or facts["columns"] is None:
@@ -362,7 +418,10 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
     columns = Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label)
     columns.check_distinct()
     task = Task.of(facts["task"])
-    model, weights, longest = load_with_head(folder, config.get("model_type", ""), KINDS[task.kind].head)
+    if is_graph:
+        device, model, weights, longest = torch.device("cpu"), OnnxModel(path), Filled(), facts["max_seq_length"]
+    else:
+        model, weights, longest = load_with_head(folder, config.get("model_type", ""), KINDS[task.kind].head)
     if weights.missing:
         raise UserError(
             f"--load {folder}: it lacks the weight {min(weights.missing)}; fine-tune again, or copy it again"
@@ -379,14 +438,48 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
             f"--load {folder}: an earlier version trained it on pairs with {facts['pair_separators']!r:.60} separators "
             f"between the texts, and its tokenizer writes {between}; fine-tune again"
         )
-    return FineTuned(
-        FamilyModel(model).to(device).eval(),
-        tokenizer,
-        task,
-        columns,
-        facts["max_seq_length"],
-        device,
-    )
+    module = model if is_graph else FamilyModel(model).to(device).eval()
+    return FineTuned(module, tokenizer, task, columns, facts["max_seq_length"], device)
+
+
+def evaluate_file(
+    models: Sequence[Path], source: Path, device: torch.device, texts: TextColumns, group: str | None = None
+) -> Table:
+    """Return the scores of fine-tuned models on a labelled file and on its groups, by the values of a column.
+
+    Models after the first are compared with it on the same rows. Raises `UserError` for an invalid row, for a model of
+    another kind or metric, and as `load_finetuned` does.
+    """
+    _refuse_pipes(source)
+    lines: list[dict[str, str]] = []
+    first: dict[str, tuple[Task, float, np.ndarray]] = {}
+    for path in models:
+        model = load_finetuned(path, device, texts)
+        task, kind = model.task, KINDS[model.task.kind]
+        reading = _Reading(source, kind, model.columns, task, group)
+        for name, examples in reading.by_group(source.name, task).items():
+            encoded = kind.encode(task, examples, model.tokenizer, model.max_length)
+            predictions = model.predictions(encoded)
+            score = kind.score(task.metric, encoded.answers, predictions)
+            value = kind.metrics[task.metric].undefined if score is None else score
+            asked, one, of_one = first.get(name, (task, value, np.empty(0)))
+            if (asked.kind, asked.metric) != (task.kind, task.metric):
+                raise UserError(
+                    f"--load {path}: its task is {task.kind} by {task.metric}, that of {models[0]} {asked.kind} by "
+                    f"{asked.metric}; evaluate them one by one"
+                )
+            samples = kind.resampled_scores(asked, encoded.answers, predictions)
+            first.setdefault(name, (task, value, samples))
+            line = {"rows": name, "number": f"{len(examples):,}", "model": str(path)}
+            line |= {kind.score_name(task): percent(value) + " (undefined)" * (score is None)}
+            line |= {"95 % over items": " to ".join(map(percent, percentile_interval(samples)))}
+            if path != models[0]:
+                line |= {"minus the first": f"{100 * (value - one):+.2f}"}
+                line |= {"95 % of the difference": format_interval("score", percentile_interval(samples - of_one))}
+            lines.append(
+                line | {name: percent(kind.score(name, encoded.answers, predictions)) for name in kind.beside(task)}
+            )
+    return table_of(sorted(lines, key=lambda line: [*first].index(line["rows"])), wordy=("model",))
 
 
 def predict_file(
@@ -462,8 +555,7 @@ def _use_model(sweep: Sweep, data: TaskData, encoder: LoadedEncoder) -> list[str
     keeps = name in sweep.options.suite.kept
     if not keeps or read_facts(folder) is None:
         why = f"; {damaged or NOT_KEPT}" if keeps else ""
-        if data.unlabelled:
-            why += f"; {data.unlabelled.path} is not predicted"
+        why += "".join(f"; {file.path} is not predicted" for file in data.unlabelled.values())
         return [f"{name}: no model of {encoder.name} was kept{why}"]
     use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
     told = damaged or f"{plain} keeps that of other files or settings" if plain.exists() and folder != plain else ""
@@ -471,9 +563,9 @@ def _use_model(sweep: Sweep, data: TaskData, encoder: LoadedEncoder) -> list[str
         told = f"of those kept; the better run {better} kept none: to repeat it, delete its line in {RUNS}"
     other = f" ({told})" if told else ""
     lines = [f"{name}: the best model of {encoder.name} is in {folder}{other}; to use it: {use}"]
-    if data.unlabelled:
-        data.unlabelled.check()
-        predicted = output / "predictions" / f"{folder.name}-test.jsonl"
-        predict_file(folder, data.unlabelled.path, predicted, sweep.device)
-        lines.append(f"{name}: predictions for {data.unlabelled.path} are in {predicted}")
+    for test, file in data.unlabelled.items():
+        file.check()
+        predicted = output / "predictions" / f"{folder.name}-{test}.jsonl"
+        predict_file(folder, file.path, predicted, sweep.device)
+        lines.append(f"{name}: predictions for {file.path} are in {predicted}")
     return lines

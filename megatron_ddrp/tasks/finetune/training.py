@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -167,7 +168,7 @@ class RunResult:
     """Result of one run."""
 
     scores: dict[str, list[float | None]]
-    """Development file → score after each epoch; None if it is undefined."""
+    """Development file → score after each epoch, of further files after the last one; None if it is undefined."""
     predictions: dict[str, Any]
     """Development or test file → the last epoch's predictions, from `FineTuning.predict`."""
     model: nn.Module
@@ -337,21 +338,23 @@ def finetune(
     ranks: Ranks | None = None,
     test: dict[str, Encoded] | None = None,
 ) -> RunResult:
-    """Train for one run, score `dev` after each epoch, and after the last epoch also predict `test`."""
+    """Train for one run, score the first file of `dev` after each epoch and all after the last one; predict `test`."""
     start = time.perf_counter()
     tuning = FineTuning(run, task, model, train, ranks)
     scores: dict[str, list[float | None]] = {name: [] for name in dev}
     predictions: dict[str, Any] = {}
     is_worker = multiprocessing.parent_process() is not None
-    others = run.epochs * sum(len(tuning.batches(rows)) for rows in dev.values())
-    others += sum(len(tuning.batches(rows)) for rows in (test or {}).values())
+    first, *rest = (len(tuning.batches(rows)) for rows in (*dev.values(), *(test or {}).values()))
     shown, name = not (is_worker or tuning.rank), f"{run.task} seed {run.seed}"
-    with deterministic(tuning.device), progress("batch", tuning.total + others, name, show=shown) as bar:
+    with (
+        deterministic(tuning.device),
+        progress("batch", tuning.total + run.epochs * first + sum(rest), name, show=shown) as bar,
+    ):
         for epoch in range(run.epochs):
             for rows in tuning.order(epoch):
                 tuning.step(rows)
                 bar.update()
-            for name, encoded in dev.items():
+            for name, encoded in islice(dev.items(), len(dev) if epoch == run.epochs - 1 else 1):
                 predictions[name] = tuning.predict(encoded, bar.update)
                 scores[name].append(tuning.kind.score(task.metric, encoded.answers, predictions[name]))
         for name, encoded in (test or {}).items():

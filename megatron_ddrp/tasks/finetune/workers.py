@@ -127,6 +127,7 @@ class Sweep:
             row["beside"] = {metric: kind.score(metric, *scored[scoring]) for metric in beside}
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
+            row["other_examples"] = {file: len(data.dev[file]) for file in others}
         row = count_undefined(row, kind.metrics[task.metric].undefined)
         if run.task in self.options.suite.kept and self.speaks:
             keep_if_best(folder, encoder, data, run, result.model, row)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ddrp.commands import convert
 from megatron_ddrp.conversion.families.contract import SUMS
 from megatron_ddrp.conversion.tokenizer_files import find_tokenizer
 from megatron_ddrp.data.atomic import SUM, seal_object
@@ -214,6 +215,60 @@ def test_a_folder_of_another_program_is_not_replaced_by_a_model(topics, bert_fol
     main(words(topics, bert_folder, out, *GLANCE))
     assert (theirs / "notes.txt").read_text() == "mine" and [path.name for path in theirs.iterdir()] == ["notes.txt"]
     assert len([path for path in (out / "models").iterdir() if path.is_dir()]) == 2
+
+
+def evaluate(*arguments, capsys=None):
+    """Return the cells of each row of the table that `evaluate` prints."""
+    capsys.readouterr()
+    assert main(["evaluate", *map(str, arguments)]) == 0
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (header, *lines))
+    names = next(cells)
+    return [dict(zip(names, row, strict=True)) for row in cells]
+
+
+def test_kept_models_and_their_graphs_are_scored_side_by_side(kept, sweep, tmp_path, capsys):
+    """Rows and groups; the graph predicts what the model does, also into a file."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    valid = [json.loads(line) for line in (sweep / "topics" / "valid.jsonl").read_text().splitlines()]
+    for number, row in enumerate(valid):
+        row["field"] = number % 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in valid))
+    convert.main(["--onnx", str(kept), "--output", str(tmp_path / "served"), "--int8"])
+    graph, int8 = (tmp_path / "served" / "onnx" / f"model{name}.onnx" for name in ("", "_int8"))
+    assert f"next:    megatron-ddrp finetune evaluate --load {kept} {graph} {int8} --input" in capsys.readouterr().out
+    told = evaluate("--load", kept, graph, int8, "--input", tmp_path / "rows.jsonl", "--groups", "field", capsys=capsys)
+    places = [(row["rows"], row["number"], row["model"]) for row in told]
+    sizes = {"rows.jsonl": "21", "rows.jsonl/0": "11", "rows.jsonl/1": "10"}
+    assert places == [(name, size, str(path)) for name, size in sizes.items() for path in (kept, graph, int8)]
+    (stored,) = rows(kept.parent.parent)
+    assert (
+        float(told[0]["accuracy"]) == pytest.approx(100 * stored["score"], abs=0.01)
+        and told[0]["minus the first"] == ""
+    )
+    assert (told[1]["accuracy"], told[1]["minus the first"]) == (told[0]["accuracy"], "+0.00")
+    assert told[1]["95 % of the difference"] == "+0.00 to +0.00"
+    halves = [float(told[place]["accuracy"]) * int(told[place]["number"]) for place in (3, 6)]
+    assert sum(halves) / 21 == pytest.approx(float(told[0]["accuracy"]), abs=0.01)
+    low, high = map(float, told[0]["95 % over items"].split(" to "))
+    assert low <= float(told[0]["accuracy"]) <= high
+    new = sweep / "topics" / "new.jsonl"
+    assert predict(kept, new, tmp_path / "a.jsonl").read_text() == predict(graph, new, tmp_path / "b.jsonl").read_text()
+    edit(tmp_path / "served", lambda values: values.update(layer_norm_eps=1e-3))
+    refused("damaged or changed since its export", load_finetuned, graph, CPU)
+
+
+def test_models_of_other_tasks_and_rows_without_labels_are_not_compared(kept, sweep, tmp_path):
+    def run(*load, source="valid"):
+        return main(["evaluate", "--load", *map(str, load), "--input", str(sweep / "topics" / f"{source}.jsonl")])
+
+    other = shutil.copytree(kept, tmp_path / "other")
+    (other / SUMS).unlink()
+    edit(other, lambda values: values["finetuned"]["task"].update(metric="macro-f1"))
+    refused(f"its task is classification by macro-f1, that of {kept} classification by accuracy", run, kept, other)
+    refused("new.jsonl, line 1: no column 'label', it has id, text", run, kept, source="new")
+    refused("not a model that finetune kept", run, sweep / "bert")
 
 
 PAIRS = [("red cats", "the dogs sing", "yes"), ("green birds", "blue", "no")] * 8

@@ -222,11 +222,37 @@ def test_wrong_arguments_exit_with_2(line, message, tmp_path):
     assert refused(re.escape(message), main, [*line, "--output-dir", str(tmp_path)]).exit_code == 2
 
 
-def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_folder, out):
-    main(words(topics, bert_folder, out, *GLANCE, "--test", topics / "train.jsonl"))
-    (row,) = rows(out)
-    assert row["dev_examples"] == 21 and set(row["other_scores"]) == {"test"}
-    assert "| topics (test) |" in (out / "table.md").read_text()
+def test_labelled_test_files_and_their_groups_are_scored_beside_and_choose_nothing(topics, bert_folder, out, tmp_path):
+    """Each has an interval and differences of its own, and its score is that of its rows in the predictions."""
+    lines = [json.loads(line) for line in (topics / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(lines):
+        row["field"] = ["books", "a  b"][number % 3 == 0]
+    (topics / "far.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    twin = write_bert(tmp_path / "twin", spread=0.3)
+    tests = ("--test", f"far={topics / 'far.jsonl'}", topics / "new.jsonl", "--test-groups", "field")
+    main(words(topics, bert_folder, out, *GLANCE[:-1], "2", *tests, "--epochs", "2", "--load", bert_folder, twin))
+    row = rows(out)[0]
+    assert row["dev_examples"] == 21 and len(row["epoch_scores"]) == 2
+    assert (
+        row["other_examples"] == {"far": 64, "far/books": 42, "far/a b": 22}
+        and row["other_scores"].keys() == row["other_examples"].keys()
+    )
+    files, _, predicted, labels = stored_predictions(out, row)
+    for file, score in row["other_scores"].items():
+        right = [told == label for name, told, label in zip(files, predicted, labels, strict=True) if name == file]
+        assert len(right) == row["other_examples"][file] and score == pytest.approx(sum(right) / len(right))
+    whole = [told for name, told in zip(files, predicted, strict=True) if name == "far"]
+    assert whole[::3] == [told for name, told in zip(files, predicted, strict=True) if name == "far/a b"]
+    table, told = (out / "table.md").read_text(), json.loads((out / "table.json").read_text())
+    assert all(f"| topics ({file}) | accuracy |" in table for file in row["other_scores"])
+    cell = told["encoders"][str(bert_folder)]["tasks"]["topics"]
+    assert all(low <= cell["other_medians"][file] <= high for file, (low, high) in cell["others_over_items"].items())
+    assert [gain["file"] for gain in told["differences"]] == [None, "far", "far/a b", "far/books"]
+    for gain in told["differences"][1:]:
+        ours, theirs = (told["encoders"][str(load)]["tasks"]["topics"]["other_medians"] for load in (bert_folder, twin))
+        assert gain["mean"] == pytest.approx(ours[gain["file"]] - theirs[gain["file"]])
+        assert gain["over_items"][0] <= gain["mean"] <= gain["over_items"][1]
+    assert len([*(out / "predictions").glob("*-new.jsonl")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -433,4 +459,4 @@ def test_files_that_training_cannot_use_are_refused_before_anything_is_loaded(tm
     refused(r"train.conll: tag 'DT', expected O, or B- or I- and a type", tuned, tmp_path, ".conll", "nowhere")
     (tmp_path / "train.conll").unlink()
     os.mkfifo(tmp_path / "train.conll")
-    refused(r"train.conll: a pipe, but training reads its files several times", tuned, tmp_path, ".conll", "nowhere")
+    refused(r"train.conll: a pipe, but its rows are read several times", tuned, tmp_path, ".conll", "nowhere")

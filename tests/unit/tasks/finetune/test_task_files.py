@@ -20,7 +20,7 @@ from megatron_ddrp.tasks.finetune import task_files
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import JsonLinesFile, TableFile
-from megatron_ddrp.tasks.finetune.options import TaskFiles
+from megatron_ddrp.tasks.finetune.options import TaskFiles, read_task_file
 from megatron_ddrp.tasks.finetune.runs import Cell
 from megatron_ddrp.tasks.finetune.table_files import Columns, Task, read_rows
 from megatron_ddrp.tasks.finetune.task_files import FineTuned, read_task
@@ -282,9 +282,58 @@ def test_a_question_and_its_sentence_are_a_pair(read_two, header, read_as):
 def test_a_file_that_is_another_one_too_is_told(read, read_two, tmp_path):
     rows = "text,label\nx,A\ny,B\n"
     assert "valid: WARNING, the same file as train" in " ".join(read(["A", "B"]).facts)
-    facts = read_two(rows, rows + "z,A\n", test=tmp_path / "valid.csv").facts
+    facts = read_two(rows, rows + "z,A\n", test=(str(tmp_path / "valid.csv"),)).facts
     told = "test: WARNING, the same file as valid; its score says nothing about new rows"
     assert [fact for fact in facts if "same file" in fact] == [told]
+
+
+def test_rows_that_stand_in_two_files_or_in_the_text_of_pre_training_are_counted(read_two, tmp_path):
+    """Case, blanks and signs between words do not hide them; a text of seven words is too short to count."""
+    long, short = "One two, three four five six seven eight NINE!", "one two three four five six seven"
+    pre = tmp_path / "pre.jsonl"
+    pre.write_text("".join(json.dumps({"text": text}) + "\n" for text in (f"zero. {long.lower()} ten", short, "a b c")))
+    train = f'text,label\n"{long}",A\nNew row,B\n{short},A\n'
+    valid = 'text,label\nnew  ROW,A\nold row,B\n"zero one two three four five six seven ate",A\n'
+    facts = read_two(train, valid, pretraining_text=(str(pre),)).facts
+    told = [fact for fact in facts if "rows have" in fact]
+    of_text = "have a text of 8 words or more that stands in the pre-training text"
+    assert told == [
+        "valid: WARNING, 1 of 3 rows have texts that stand in train too",
+        f"train: 1 of 3 rows {of_text}",
+        f"valid: 0 of 3 rows {of_text}",
+    ]
+
+
+BAD_TESTS = [
+    (
+        ("a.csv", "b/a.tsv"),
+        None,
+        "--test b/a.tsv: there is a file called a already; give this one a name: NAME=b/a.tsv",
+    ),
+    (("x=a.csv", "x=b.csv"), None, "--test x=b.csv: there is a file called x already"),
+    (("train=a.csv",), None, "--test train=a.csv: there is a file called train already"),
+    (("valid.csv",), "text", "column 'text' has 21 values, expected at most 20 for --test-groups"),
+    (("valid.csv",), "field", "valid.csv, line 2: no column 'field', it has text, label"),
+]
+
+
+@pytest.mark.parametrize(("tests", "groups", "told"), BAD_TESTS)
+def test_test_files_of_one_name_and_groups_that_are_none_are_refused(read_two, tmp_path, tests, groups, told):
+    rows = "text,label\n" + "".join(f"x{number},{'AB'[number % 2]}\n" for number in range(21))
+    given = tuple(str(tmp_path / name) if name == "valid.csv" else name for name in tests)
+    refused(re.escape(told), read_two, rows, rows, test=given, test_groups=groups)
+
+
+def test_names_of_test_files_come_from_the_line_or_from_the_files(tmp_path):
+    (tmp_path / "t.yaml").write_text(
+        "train: a.csv\nvalid: b.csv\ntest: [near=c.csv, d.x.csv]\npretraining-text: p.txt\n"
+    )
+    files = read_task_file(tmp_path / "t.yaml")
+    assert files.tests == {"near": tmp_path / "c.csv", "d": tmp_path / "d.x.csv"}
+    assert files.pretraining_text == (str(tmp_path / "p.txt"),) and files.test_facts == ["near", "d", None]
+    assert TaskFiles(test=("a=b/c.csv",)).tests == {"a": Path("b/c.csv")}
+    assert TaskFiles(test=("a/b=c.csv",)).tests == {"test": Path("a/b=c.csv")}
+    assert TaskFiles(test=("c.csv",)).test_facts == TaskFiles().test_facts == []
 
 
 @pytest.mark.parametrize(
