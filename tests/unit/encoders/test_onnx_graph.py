@@ -11,8 +11,10 @@ import torch
 from megatron_ddrp.commands import convert
 from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, SUMS, check_sums
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders import onnx_graph
 from megatron_ddrp.encoders.encoder import load_encoder
+from megatron_ddrp.encoders.huggingface import FamilyModel
 from megatron_ddrp.encoders.onnx_graph import GRAPH, OnnxModel, export_onnx, read_modules
 from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion.conftest import write_checkpoint
@@ -59,6 +61,20 @@ def test_every_encoding_has_equal_hidden_states_up_to_the_longest_row(tmp_path, 
             expected = model(**given).last_hidden_state
         valid = given["attention_mask"].bool()
         torch.testing.assert_close(graph.run(given)["last_hidden_state"][valid], expected[valid], rtol=0, atol=1e-5)
+
+
+def test_the_head_of_answers_has_two_outputs_that_predict_reads_as_one(tmp_path):
+    folder = write_bert(tmp_path / "bert")
+    torch.manual_seed(0)
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig.from_pretrained(folder)).eval()
+    model.save_pretrained(folder)
+    assert "→ start_logits, end_logits" in export_onnx(folder, tmp_path / "served")
+    graph, given = OnnxModel(tmp_path / "served" / GRAPH), rows(3, 7)
+    batch = Batch.of_texts(given["input_ids"], given["attention_mask"])._replace(segment_ids=given["token_type_ids"])
+    with torch.no_grad():
+        expected, valid = FamilyModel(model)(batch), given["attention_mask"].bool()
+    torch.testing.assert_close(graph(batch)[valid], expected[valid], rtol=0, atol=1e-5)
+    assert (expected.shape, graph.config.num_labels, graph.config.num_segments) == ((3, 7, 2), 2, 2)
 
 
 def test_a_sentence_encoder_gives_the_vector_that_its_modules_say(tmp_path):
