@@ -293,6 +293,7 @@ def _hints(files: TaskFiles, kind: Kind, train: _Reading, dev: dict[str, _Readin
     if files.pretraining_text:
         yield from _in_pretraining(files.pretraining_text, readings)
     for name, reading in readings.items():
+        del reading.hashes[:]  # training needs the memory
         if reading.quoted:
             yield (
                 f"{name}: WARNING, {reading.quoted:,} rows have texts in quotation marks with doubled marks inside; in "
