@@ -47,7 +47,7 @@ def main() -> None:
     device.patience = 0
     shape = SHAPES[options.measured]
     step = device.fastest(config_at(shape, 1), options.rows)
-    assert not step.is_measured
+    assert step.gib is None
     print(f"{shape}: expected, {step.seconds:.3f} s per step with micro-batches of {step.micro_batch}", flush=True)
     times = StepTimes(clock)
     config = config_at(shape, step.micro_batch).replace(
