@@ -198,6 +198,9 @@ def test_a_range_holds_the_ends_that_it_names():
 
 
 def test_pairs_of_concerns_are_refused():
+    cut = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    whole = "^--sequence-parallel cuts rows at the norm of the embeddings: leave --no-embedding-norm out$"
+    refused(whole, Config().replace, model={"embedding_norm": False}, parallel=cut)
     refused("--fp16 with --zero-stage 0", Config().replace, training={"fp16": True}, parallel={"zero_stage": 0})
     refused("--profile writes into the --save folder: give --save DIR", Config().replace, logging={"profile": True})
     Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
