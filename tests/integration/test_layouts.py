@@ -134,10 +134,16 @@ def layout(tensor: int = 1, pipeline: int = 1, **changes: Any) -> dict[str, Any]
 
 MODERN = {
     **{"position_encoding": "rope", "layernorm_position": "pre", "no_first_norm": True, "num_segments": 0},
-    **{"ffn": "geglu", "norm": "rmsnorm", "no_bias": True, "embedding_size": 20, "local_attention": 8},
+    **{
+        "ffn": "swiglu",
+        "norm": "rmsnorm",
+        "no_bias": True,
+        "norm_bias": True,
+        "embedding_size": 20,
+        "local_attention": 8,
+    },
 }
 CAUSAL = {"objective": "mlm", "objective_phases": "clm:0.5", "train_iters": 4}
-OTHER = {"norm": "layernorm", "ffn": "swiglu", "norm_bias": True, "no_embedding_norm": True}
 MODEL_PARALLEL: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
         "tensor 2": ({"position_encoding": "ddrp"}, layout(2, zero_stage=1, **TWO_MICRO_BATCHES)),
@@ -156,7 +162,7 @@ MODEL_PARALLEL: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "pipeline 4": ({"relative_table": "per-layer", "num_layers": 4, "objective": "mlm"}, layout(1, 4)),
         "tensor 2 x data 2": ({"position_encoding": "bert-r"}, layout(2, zero_stage=3)),
         "tensor 2 x data 2, causal": ({"position_encoding": "t5", "packing": True, **CAUSAL}, layout(2, zero_stage=3)),
-        "tensor 2 x data 2, modern": ({**MODERN, **OTHER}, layout(2, zero_stage=3)),
+        "tensor 2 x data 2, modern": ({**MODERN, "norm": "layernorm"}, layout(2, zero_stage=3)),
     },
     8: {"tensor 2 x pipeline 2 x data 2": ({"position_encoding": "tupe-a"}, layout(2, 2, zero_stage=1))},
 }
@@ -249,7 +255,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "absolute": {"position_encoding": "absolute", "layernorm_position": "pre", "seq_length": 31},
     "modern": {
         **{"position_encoding": "ddrp", "layernorm_position": "pre", "seq_length": 31, "num_segments": 1},
-        **{"ffn": "swiglu", "no_bias": True, "norm_bias": True, "embedding_size": 20, "local_attention": 8},
+        **{"ffn": "geglu", "no_bias": True, "embedding_size": 20, "local_attention": 8},
     },
 }
 SEQUENCE_LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {

@@ -122,6 +122,10 @@ def layer_parameters(layer):
     return {name: parameter for name, parameter in parameters.items() if parameter is not None}
 
 
+def activation_of(model):
+    return attention.silu if model.config.ffn == "swiglu" else attention.gelu
+
+
 def norm_of(model):
     """The twin of the norm that a model has everywhere."""
     return attention.rms_norm if model.config.norm == "rmsnorm" else attention.layer_norm
@@ -134,10 +138,6 @@ def twin_scores(name, table, projections, place, maps=()):
     layer's linear maps of queries and keys, which a twin takes where the layer's part uses them.
     """
     return positions.TWINS[name](table, projections, place, *(maps if projections.uses_maps else ()))
-
-
-def activation_of(model):
-    return attention.silu if model.config.ffn == "swiglu" else attention.gelu
 
 
 def twin_encode(model, batch, row, compared=False, causal=False):
