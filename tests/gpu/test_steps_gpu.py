@@ -18,10 +18,11 @@ from megatron_ddrp.engine.layout import Setup, WeightedLoss
 from megatron_ddrp.engine.step import move_tensors, training_inputs
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
+from megatron_ddrp.model.heads import masked_lm_sum
 from megatron_ddrp.model.stages import DTYPES
 from megatron_ddrp.objectives.contract import count, make_objective
 from megatron_ddrp.parallel.process_group import Ranks
-from tests.gpu.conftest import half_precision, on_devices
+from tests.gpu.conftest import ON_BOTH, half_precision, on_devices
 
 LOSS, NORM = 1e-3, 0.1
 """Relative tolerances of the loss and of gradient norms. SDPA in bf16 on a CPU is off by 2e-4 and 0.031 at most."""
@@ -110,3 +111,19 @@ def test_heads_rows_and_compiled_layers(
     if variant == "compiled":
         changes["compile"] = "on"
     assert_step_is_close(flags(**SIZES, position_encoding=encoding, **changes), backend, device)
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_the_loss_of_a_whole_vocabulary_in_half_precision(device: str) -> None:
+    """Beside float64; the padding of the vocabulary has no part in it."""
+    dtype = DTYPES[half_precision(device)]
+    logits = torch.randn(300, 30592, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[:, 30522:] = -torch.inf
+    labels = torch.arange(300) * 101
+    loss, exact = (x.detach().requires_grad_() for x in (logits.to(device), logits.double()))
+    got, expected = masked_lm_sum(loss, labels.to(device)), masked_lm_sum(exact, labels)
+    torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=0)
+    for total in (got, expected):
+        (SCALE * total).backward()
+    assert loss.grad is not None and loss.grad.dtype == dtype
+    torch.testing.assert_close(loss.grad.cpu().double(), exact.grad, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
