@@ -107,6 +107,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_resumed_in_each_phase_and_at_their_border_is_the_run_never_stopped(train: Train, tmp_path: Path) -> None:
     settings = {"train_iters": 8, "objective_phases": "clm:0.5", "log_interval": 3, "eval_interval": 8, "eval_iters": 1}
     settings |= {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_encoding": "deberta", "packing": True}
+    settings |= {"seq_length_phases": ("16:0.75",)}  # which overlaps both
     whole = train(**settings, save=tmp_path / "whole").rows
     folder = {"save": tmp_path / "parts", "load": tmp_path / "parts"}
     parts = [row for _ in range(4) for row in train(**settings, **folder, exit_interval=2).rows]

@@ -212,6 +212,17 @@ def test_keys_out_of_reach_are_not_read():
     assert context[:, :, :32].isfinite().all() and context[:, :, 64:].isnan().all()
 
 
+def test_in_causal_attention_a_changed_token_changes_no_output_before_it():
+    case = make_case([[1] * 130], -4, 3, tables="qKV", heads=2, bias_batch=1, causal=True)
+    before, _ = triton_attention(case.attending())
+    with torch.no_grad():
+        for x in (case.query, case.key, case.value):
+            x[:, :, 70] += 1
+    after, _ = triton_attention(case.attending())
+    assert torch.equal(before[:, :, :70], after[:, :, :70])
+    assert ((before - after)[:, :, 70:].abs().amax((0, 1, 3)) > 1e-6).all()
+
+
 def test_half_precision_stays_near():
     case = make_case(PADDED, -4, 3, tables="qk", heads=2, dtype=torch.float16)  # the interpreter multiplies no bfloat16
     context, gradients = answer(case, triton_attention)
