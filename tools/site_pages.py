@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File of the repository outside docs/ → its page on the site."""
 
-COMPARISONS = {"ladder": ["rows"], "fast": ["fast", "novels"], "plateau": ["plateau"]}
+COMPARISONS = {"ladder": ["rows"], "fast": ["fast", "novels"], "plateau": ["plateau"], "depth": ["depth"]}
 """Folder of build/ with a page of `megatron-ddrp compare` → files of docs/ladder with its rows."""
 
 LINK = re.compile(r"""(?:(?<=\]\()|(?<=\bsrc=")|(?<=\bhref="))(?P<target>[^()\s"#]*)(?P<anchor>#[^()\s"]*)?(?=[)"])""")

@@ -11,7 +11,7 @@ in `, half the budget`.
 
 | measure | of a run |
 | --- | --- |
-| novels | validation loss, nearly all of it on novels |
+| novels | validation loss, nearly all of it on novels; in depth on text like the rest |
 | like | training loss over the last tenth of the tokens, weighted by tokens: on text like the rest |
 | below, unigram | nats that it lies below the unigram level; this level |
 | onset, tokens, predictions | millions: the end of the plateau, tokens read, masked places predicted |
@@ -52,7 +52,7 @@ PAGES = {
 Row = dict[str, Any]
 ROWS: dict[str, list[Row]] = {
     name: [json.loads(line) for line in (DOCS / f"ladder/{name}.jsonl").read_text().splitlines()]
-    for name in ("rows", "fast", "plateau", "novels")
+    for name in ("rows", "fast", "plateau", "novels", "depth")
 }
 MARKER = re.compile(r"<!-- (?!compare|end of)(.+?) -->", re.DOTALL)
 VALUE = re.compile(r"(\w+) (\S+) (\w+): (.+?)(?: over (.+?))?(?: @ ([\d.]+)M)?(?: seeds ([\d,]+))?")
