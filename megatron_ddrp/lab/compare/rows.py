@@ -221,12 +221,16 @@ class RunRow:
     def spent(self) -> Mapping[str, float]:
         """Unit → what the run had spent at its onset, or at its end; without the units that its row does not tell.
 
-        Predictions are tokens times the mean mask rate up to then; the rate changes in equal steps.
+        Predictions are tokens times the mean mask rate up to then; the rate changes in equal steps. A causal phase
+        predicts every token.
         """
         tokens = self.rested or 0.0
         share = tokens / self.tokens if self.tokens else 0.0
         rates = MaskRates.parse(str(self.settings.get("mask_prob", _DEFAULTS["mask_prob"])))
-        rate = rates.start + (rates.end - rates.start) * share / 2 if self.settings and share else 0.0
+        _, _, end = str(self.settings.get("objective_phases") or "").partition(":")
+        causal = min(float(end or 0), share)
+        masked = rates.start + (rates.end - rates.start) * (causal + share) / 2
+        rate = (causal + (share - causal) * masked) / share if self.settings and share else 0.0
         seconds = self.steps * share * self.values.get(STEP_SECONDS, 0.0)
         found = zip(UNITS, (tokens / 1e6, self.steps * share, tokens / 1e6 * rate, seconds), strict=True)
         return {unit: amount for unit, amount in found if amount}

@@ -88,6 +88,7 @@ def test_a_median_in_steps_predictions_and_seconds_is_that_of_the_row():
         assert told(common={}, steps=0) == ("2.00" if unit == "million tokens" else "")
     unit = "million predictions"
     assert (told(), told(common={"mask_prob": 0.3})) == ("0.30", "0.60")
+    assert told(common={}, flags={"objective-phases": "clm:0.25"}) == "1.15"  # half of the tokens, and 15 % of the rest
 
 
 @pytest.fixture
