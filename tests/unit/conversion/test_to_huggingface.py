@@ -319,7 +319,7 @@ SHAPES = {
 CLASSES = {
     **{"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
     **{"deberta": "Deberta", "deberta-v2": "DebertaV2", "electra": "Ddrp", "modernbert": "Ddrp"},
-    "megatron_ddrp": "Ddrp",
+    **dict.fromkeys(("megatron_ddrp", "nomic_bert", "eurobert"), "Ddrp"),
 }
 """Family that a masked LM leaves as → beginning of the class that its fine-tuned model is written as."""
 
