@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +139,7 @@ def new_head_iters(config: Config, state: Mapping[str, Any]) -> int | None:
     if given is not None or not state:
         return given
     if state.get(WEIGHTS_ONLY):
-        return min(HEAD_ITERS, config.training.train_iters) if state.get(NEW_HEAD) else None
+        return min(HEAD_ITERS, math.ceil(config.training.train_iters / 5)) if state.get(NEW_HEAD) else None
     return Config.from_dict(state["config"]).training.new_head_iters
 
 

@@ -145,6 +145,7 @@ def plan_road(options: argparse.Namespace) -> dict[str, Any]:
         *(f"  {starts.get(words[0], PROGRAM)} {shlex.join(words)}" for words, _ in stages),
         *["to judge it beside the unchanged encoder, give --train and --valid, the rows of a task"] * (not task),
         f"then use it: python -c {shlex.quote(use)}",
+        f"or serve it: {PROGRAM} convert --onnx {encoder} --output {out / 'served'}",
     ]
     print("\n".join(lines), flush=True)
     row = {"seconds": run.seconds, "measured": run.step.gib is not None, "memory_gib": run.gib}

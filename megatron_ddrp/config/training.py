@@ -160,7 +160,8 @@ class TrainingConfig(Section):
         None,
         f"first steps in which the encoder rests and only the head learns, at --lr or {HEAD_LR:g} if that is more: a "
         "random head's gradients would undo what the encoder knows. --lr-decay-style and warm-up begin after them "
-        f"(default: {HEAD_ITERS} if --load is an import whose folder had no head, else 0)",
+        f"(default: {HEAD_ITERS}, or a fifth of --train-iters if that is less, if --load is an import whose folder had "
+        "no head, else 0)",
         within="[0, 2147483648)",
         metavar="N",
     )
