@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_ddrp.conversion.families.contract import CARD
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.foreign import misfit, read_json, read_object, read_text, show
+from megatron_ddrp.foreign import misfit, parse_yaml, read_bytes, read_json, read_object, show
 
 MODULES = "modules.json"
 LONGEST_ROW = "sentence_bert_config.json"
@@ -116,8 +114,8 @@ def describe(modules: Mapping[str, Any]) -> str:
 def stated_license(folder: Path) -> str | None:
     """Return the licence in the metadata of a folder's model card, or None without a card that states one."""
     try:
-        metadata = yaml.safe_load(read_text(folder / CARD).split("---")[1])
-    except (UserError, IndexError, yaml.YAMLError):
+        metadata = parse_yaml(read_bytes(folder / CARD).split(b"---")[1])
+    except (UserError, IndexError, ValueError):
         return None
     found = metadata.get("license") if isinstance(metadata, dict) else None
     return found if isinstance(found, str) else None

@@ -166,7 +166,7 @@ def _reconciled(folder: Path, own: Tokenizer) -> Tokenizer:
     ids = [own.encode_with_masks(texts[0]), *own.encode_batch(texts[1:])]
     roles = ((getattr(theirs, f"{role}_token_id"), getattr(own, f"{role}_id")) for role in SPECIAL_PIECES)
     with reading(folder, "its tokenizer fails on a text in transformers: {error}; copy its files again"):
-        their_ids = theirs(texts, add_special_tokens=False)["input_ids"]
+        their_ids = theirs(texts, add_special_tokens=False, verbose=False)["input_ids"]
     is_same = ids == their_ids and all(i in (None, j) for i, j in roles)
     return _with_rows(own, theirs) if is_same else _as_ours(folder, theirs)
 
