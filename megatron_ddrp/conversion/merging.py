@@ -26,6 +26,7 @@ from megatron_ddrp.config import Config, changed_model, flag
 from megatron_ddrp.config.run import CHANGEABLE
 from megatron_ddrp.conversion.families.contract import (
     CARD,
+    NO_SETTINGS,
     SUMS,
     read_config_file,
     refuse_output,
@@ -43,13 +44,13 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table
 
 ADVICE = "give models of one kind, architecture and vocabulary"
-OF_ONE_FOLDER = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "objective", "finetuned"}
+OF_ONE_FOLDER = {*NO_SETTINGS, "objective"}
 """Keys of config.json in which the folders may differ: of no effect, or about the training of one."""
 NOT_KEPT = ("torch_dtype", "dtype", "finetuned")
 """Keys of config.json that are wrong for the mean, which is in fp32 and has no score."""
 COPIED = (".json", ".txt", ".model", ".py")
 """Endings of the files of settings, tokenizer and model code that an export keeps."""
-MODULES = "[0-9]*_*"
+MODULE_FOLDERS = "[0-9]*_*"
 """Pattern of the folders of modules behind the encoder, as sentence-transformers names them: 1_Pooling."""
 
 
@@ -83,7 +84,7 @@ class Source:
             raise UserError(f"{load}: it has no {SAFE_WEIGHTS}; save the model in that format, and merge it then")
         files = [weights] if weights.is_file() else [*shards_of(index)]
         names = [str(file.relative_to(load)) for file in files]
-        if modules := [path for end in ("safetensors", "bin") for path in load.glob(f"{MODULES}/*.{end}")]:
+        if modules := [path for end in ("safetensors", "bin") for path in load.glob(f"{MODULE_FOLDERS}/*.{end}")]:
             raise UserError(f"{load}: {modules[0].parent.name} has weights of its own, which are not merged: remove it")
         return cls(load, weight, None, values, checkpoint.StoredTensors(load, files=names), find_tokenizer(load))
 
@@ -176,7 +177,7 @@ class Mean(Mapping[str, Tensor]):
 
 def _left_out(_folder: str, names: list[str]) -> list[str]:
     """Return the names in a folder that its mean does not get as they are."""
-    kept = (name for name in names if name.endswith(COPIED) or fnmatch(name, MODULES))
+    kept = (name for name in names if name.endswith(COPIED) or fnmatch(name, MODULE_FOLDERS))
     return [*set(names).difference(name for name in kept if not name.endswith((INDEX, SUMS)))]
 
 

@@ -22,7 +22,13 @@ from torch import nn
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.checkpoint.folder import look_inside
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.conversion.families.contract import OWN_MODEL_TYPE, SHARED_DEFAULTS, model_type, read_config_file
+from megatron_ddrp.conversion.families.contract import (
+    NO_SETTINGS,
+    OWN_MODEL_TYPE,
+    SHARED_DEFAULTS,
+    model_type,
+    read_config_file,
+)
 from megatron_ddrp.conversion.from_huggingface import check_rows
 from megatron_ddrp.conversion.model_code import HeadForm, Labels
 from megatron_ddrp.data.batches.batch import Batch
@@ -37,9 +43,6 @@ from megatron_ddrp.encoders.huggingface import (
     num_segments,
 )
 from megatron_ddrp.errors import UserError
-
-_NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "finetuned")
-"""Keys of config.json that do not change the encoder's results in fp32."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     fingerprint = _fingerprint(encoder, encoding, drawn)
     if not random_init:
         usual = {key: value for key, value in SHARED_DEFAULTS.items() if getattr(found.config, key, None) == value}
-        settings = {key: value for key, value in (usual | raw_config).items() if key not in _NO_SETTINGS}
+        settings = {key: value for key, value in (usual | raw_config).items() if key not in NO_SETTINGS}
         facts = f"{fingerprint} {tokenizer.fingerprint} {tokenizer.rows} {json.dumps(settings, sort_keys=True)}"
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return LoadedEncoder(

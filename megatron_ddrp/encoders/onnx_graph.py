@@ -52,7 +52,7 @@ class Served(nn.Module):
     """Model of transformers, or ours, and the modules of a sentence encoder behind it, as one function of tensors."""
 
     def __init__(self, model: nn.Module, behind: list[str]):
-        """Keep the model; `behind` comes from `read_modules`, and is empty for a model that is no sentence encoder."""
+        """Keep the model; `behind` comes from `modules_behind`: empty for a model that is no sentence encoder."""
         super().__init__()
         self.model, self.behind = model, behind
 
@@ -66,7 +66,7 @@ class Served(nn.Module):
         return found
 
 
-def read_modules(folder: Path) -> list[str]:
+def modules_behind(folder: Path) -> list[str]:
     """Return the pooling that a folder's modules.json names, cls, max or mean, and "normalize" if that follows.
 
     There are none without the file. Raises `UserError` for other poolings, and for modules with weights of their own.
@@ -103,7 +103,7 @@ def read_served(folder: Path) -> tuple[Served, list[dict[str, Tensor]]]:
         model, longest = encoder.module.model, encoder.max_length
     sizes = model.config.pad_token_id or 0, model.config.vocab_size, num_segments(model.config)
     rows = [contract.probe_rows(seq, *sizes) for seq in sorted({min(seq, longest) for seq in PROBED})]
-    return Served(model.eval(), [] if form else read_modules(folder)), rows
+    return Served(model.eval(), [] if form else modules_behind(folder)), rows
 
 
 @contextmanager

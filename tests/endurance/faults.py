@@ -84,7 +84,7 @@ def tests_that_see(fault: Fault) -> Iterator[set[str]]:
 
 
 def is_below(file: str, places: Collection[str]) -> bool:
-    """Whether a file is one of these files, or in one of these folders."""
+    """Return whether a file is one of these files, or in one of these folders."""
     return any(Path(file).is_relative_to(place) for place in places)
 
 

@@ -159,7 +159,7 @@ def test_ids_beyond_the_vocabulary(world_size: int, tiny_corpus: TinyCorpus, fla
 
 
 def test_damaged_dataset(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
-    """Of all damage, which tests/unit/data/test_indexed_dataset.py knows, a file that was cut off."""
+    """One damage stands for all that tests/unit/data/test_indexed_dataset.py knows: a file that was cut off."""
     prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx", ".json")
     path = Path(f"{prefix}.idx")
     path.write_bytes(path.read_bytes()[:-3])

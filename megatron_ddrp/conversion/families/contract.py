@@ -326,6 +326,9 @@ NOT_COMPARED = {
 and of the start, and fields that act only together with a compared field (`global_every` with `local_attention`). Of a
 new field, a family accepts only the default."""
 
+NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "finetuned")
+"""Keys of config.json that do not change the encoder's results in fp32."""
+
 SHARED_DEFAULTS = {
     "hidden_size": 768,
     "num_hidden_layers": 12,

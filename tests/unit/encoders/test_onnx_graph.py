@@ -15,7 +15,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.encoders import onnx_graph
 from megatron_ddrp.encoders.encoder import load_encoder
 from megatron_ddrp.encoders.huggingface import FamilyModel
-from megatron_ddrp.encoders.onnx_graph import GRAPH, OnnxModel, export_onnx, read_modules
+from megatron_ddrp.encoders.onnx_graph import GRAPH, OnnxModel, export_onnx, modules_behind
 from tests.refusals import refused, wrong_arguments
 from tests.unit.conversion.conftest import write_checkpoint
 from tests.unit.tasks.conftest import WORDS, tokenizer_of, write_bert
@@ -131,9 +131,9 @@ def test_modules_are_read_in_their_order_or_refused_by_name(tmp_path, kinds, poo
     if kinds:
         write_modules(tmp_path, *kinds, pooling=pooling)
     if isinstance(expected, str):
-        refused(re.escape(expected), read_modules, tmp_path)
+        refused(re.escape(expected), modules_behind, tmp_path)
     else:
-        assert read_modules(tmp_path) == expected
+        assert modules_behind(tmp_path) == expected
 
 
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):

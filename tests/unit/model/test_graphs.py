@@ -131,7 +131,7 @@ def test_other_objectives_and_layers(encoding: str, objective: str, changes: Any
 
 @pytest.mark.parametrize(("encoding", "backend"), [("deberta", "eager"), ("alibi", "sdpa"), ("tupe-r", "eager")])
 def test_graphs_are_captured_anew_at_the_end_of_a_causal_phase(encoding: str, backend: str) -> None:
-    """Of two shapes in the phase and one after it, the last alone has graphs."""
+    """Two shapes occur in the phase and one after it; only the last one has graphs."""
     config = config_of(encoding, attention_backend=backend)
     config = config.replace(objective={"objective_phases": "clm:0.5"}, training={"train_iters": 10})
     rows = [FULL, FULL, PADDED, PADDED, FULL, PADDED, *[FULL] * 4]  # steps 1 to 5 are in the phase
