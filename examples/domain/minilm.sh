@@ -8,7 +8,7 @@
 #
 #   OUT=dir    output folder (default: domain)
 #   SEEDS=n    pre-training seeds of each way to continue (default: 5)
-#   STEPS=n    steps of 4,096 tokens (default: 288, of which the encoder rests in the first 32; then a million tokens, five passes)
+#   STEPS=n    steps of 32 sentences (default: 288, of which the encoder rests in the first 32: 260,000 tokens, 1.26 passes)
 #
 # To resume after a stop, run the same command again.
 set -euo pipefail

@@ -25,8 +25,16 @@ from typing import Any, NamedTuple
 from megatron_ddrp import checkpoint
 from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.commands.functions import run_command
-from megatron_ddrp.commands.options import WARMUP, Plan, power_of_two
-from megatron_ddrp.commands.planning import ListedDevice, PresentDevice, Step, largest_micro_batch, launcher, memory
+from megatron_ddrp.commands.options import WARMUP, Fill, Plan, fill_rows, power_of_two
+from megatron_ddrp.commands.planning import (
+    ListedDevice,
+    PresentDevice,
+    Step,
+    documents_of,
+    largest_micro_batch,
+    launcher,
+    memory,
+)
 from megatron_ddrp.config import Config, flag_words
 from megatron_ddrp.config.reading import refuse
 from megatron_ddrp.config.run import config_of
@@ -75,6 +83,7 @@ class Continued(NamedTuple):
     device: ListedDevice | PresentDevice
     length: int
     """Tokens per row."""
+    fill: Fill
     reason: str
     """Reason for the number of steps."""
     step: Step
@@ -117,13 +126,13 @@ def plan_road(options: argparse.Namespace) -> dict[str, Any]:
     read.weights.ours.clear()
     read = replace(read, model=on_meta_device(read.config, read.objective))  # the measured memory is that of a run
     tokenizer = require_own(read.tokenizer, read.source)
-    tokens, out = count_tokens(options, tokenizer), options.output_dir
+    (tokens, documents), out = count_text(options, tokenizer), options.output_dir
     task = {"train": options.train, "valid": options.valid, "seeds": SEEDS, "output_dir": out / "scores"}
     task = task | {"load": read.source} if options.train else {}
     if task:
         with contextlib.redirect_stdout(io.StringIO()):
             run_command("finetune", task | {"dry_run": True})
-    run, data = fit(read, tokens, options), options.data_path or f"{out / 'text'}_text_document"
+    run, data = fit(read, tokens, documents, options), options.data_path or f"{out / 'text'}_text_document"
     origin = {"from_hf": read.source} | ({"generator": generator} if generator else {})
     start, save, encoder = (str(out / name) for name in ("start", "continued", "encoder"))
     settings = {"data_path": data, "load": start, "save": save} | run.settings
@@ -152,27 +161,32 @@ def plan_road(options: argparse.Namespace) -> dict[str, Any]:
     return {"plan": [settings, [settings | row | {"largest_micro_batch": run.largest}]], "stages": stages}
 
 
-def count_tokens(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
-    """Return the tokens of the text: as given, of the dataset, or estimated from a part of the input.
+def count_text(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[float, float]:
+    """Return the tokens and the documents of the text: as given, of the dataset, or estimated from a part of the input.
+
+    Tokens that are given are in documents as long as those of the dataset or the input; there are 0 if nobody knows.
 
     Raises `UserError` for an input that `preprocess` would refuse.
     """
     if options.input is None:
-        return options.tokens or IndexedDataset(options.data_path).num_tokens
+        tokens = options.tokens or IndexedDataset(options.data_path).num_tokens
+        return tokens, documents_of(options.data_path, tokens)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         flags = flags_of(tokenizer, Path(folder))._asdict()
         found = estimate(PreprocessConfig(options.input, f"{folder}/text", **flags))
     if not found.by_key[0].tokens:
         raise UserError(f"--input {' '.join(options.input)}: no token in it: give files with text")
-    return options.tokens or found.factor * found.by_key[0].tokens
+    tokens = options.tokens or found.factor * found.by_key[0].tokens
+    return tokens, tokens * found.by_key[0].documents / found.by_key[0].tokens
 
 
-def fit(read: ReadFolder, tokens: float, options: argparse.Namespace) -> Continued:
+def fit(read: ReadFolder, tokens: float, documents: float, options: argparse.Namespace) -> Continued:
     """Return the run that fits the text, the device and the hours. Raises `UserError` if no step fits."""
     ranks, longest, pieces = options.world_size, read.config.seq_length, read.config.vocab_size
     device = ListedDevice(options.device, ranks) if options.device else PresentDevice(pieces)
     length = min(options.seq_length, longest)
+    fill = fill_rows(tokens, documents, length)
     fixed = objective_settings(read.objective) | model_settings(read.config) | {"packing": True}
     fixed |= {"seq_length_phases": (f"{length}:1",)} if length < longest else {}
     fixed |= {device.precision: True} if device.precision != "fp32" else {}
@@ -191,13 +205,13 @@ def fit(read: ReadFolder, tokens: float, options: argparse.Namespace) -> Continu
             f"{device.memory:.1f}: give a shorter --seq-length or a larger --device"
         )
     per_rank = power_of_two(ROWS[1] / ranks)
-    seen = min(PASSES * tokens, options.hours * 3600 / step_of(per_rank).seconds * per_rank * ranks * length)
-    per_rank = power_of_two(min(max(seen / STEPS / length, ROWS[0]), ROWS[1]) / ranks)
+    seen = min(PASSES * tokens, options.hours * 3600 / step_of(per_rank).seconds * per_rank * ranks * fill.tokens)
+    per_rank = power_of_two(min(max(seen / STEPS / fill.tokens, ROWS[0]), ROWS[1]) / ranks)
     step, rows = step_of(per_rank), per_rank * ranks
     batches = max(1, VALIDATED // rows)
     validations = VALIDATIONS * batches * step.seconds / 3  # a third of a step's products
     limits = {
-        f"{PASSES} passes over the text": max(1, int(PASSES * tokens / (rows * length))),
+        f"{PASSES} passes over the text": max(1, int(PASSES * tokens / (rows * fill.tokens))),
         "as for RoBERTa (Gururangan et al.)": MOST_STEPS,
         f"as many as fit into {options.hours:g} h": int((options.hours * 3600 - validations) / step.seconds),
     }
@@ -205,25 +219,28 @@ def fit(read: ReadFolder, tokens: float, options: argparse.Namespace) -> Continu
     if (steps := limits[reason]) < 1:
         raise UserError(f"no step of {rows} rows fits into {options.hours:g} hours on {device.name}: give more --hours")
     interval, size = math.ceil(steps / VALIDATIONS), step.micro_batch
-    settings = {"micro_batch_size": size, "global_batch_size": rows, "train_iters": steps, "lr": RATE}
+    settings = {"micro_batch_size": size * fill.sequences, "global_batch_size": rows * fill.sequences}
+    settings |= {"train_iters": steps, "lr": RATE}
     settings |= {"lr_warmup_fraction": WARMUP, "eval_interval": interval, "eval_iters": batches}
     settings |= {"save_interval": interval, "keep_last": 1}
     gib = step.gib or memory(read.model, config_at(size, size), ranks, device)
     seconds = steps * step.seconds + validations
-    return Continued(fixed | settings, device, length, reason, step, largest, gib, seconds)
+    return Continued(fixed | settings, device, length, fill, reason, step, largest, gib, seconds)
 
 
 def describe(read: ReadFolder, tokens: float, run: Continued, options: argparse.Namespace) -> list[str]:
     """Return the numbers of the run as lines, each with its reason."""
     model, device = read.config, run.device
-    rows, steps, size = (run.settings[name] for name in ("global_batch_size", "train_iters", "micro_batch_size"))
+    steps, many, row_tokens = run.settings["train_iters"], *run.fill
+    rows, size = (run.settings[name] // many for name in ("global_batch_size", "micro_batch_size"))
+    packed = f"packed, {many} documents each, which the command counts" if many > 1 else "packed"
     how = "measured here" if run.step.gib else "estimated"
     lines = {
         "encoder": f"{read.source}: {model.position_encoding} positions, {model.num_layers} layers x "
         f"{model.hidden_size}, {model.vocab_size:,} pieces, {count_parameters(read.model)[0]:,} parameters",
-        "text": f"{tokens:,.0f} tokens, read {steps * rows * run.length / tokens:.3g} times",
+        "text": f"{tokens:,.0f} tokens, read {steps * rows * row_tokens / tokens:.3g} times",
         "device": f"{options.world_size} x {device.name} ({device.memory:,.0f} GiB), {device.precision}",
-        "rows": f"{run.length} tokens, packed; the encoder takes up to {model.seq_length} (--seq-length)",
+        "rows": f"{run.length} tokens, {packed}; the encoder takes up to {model.seq_length} (--seq-length)",
         "batch": f"{rows} rows, in micro-batches of {size}, of which up to {run.largest} fit",
         "steps": f"{steps:,}: {run.reason}",
         "rate": f"{RATE:g} after a warm-up of {WARMUP:.0%}: between 2e-5 (BERT) and 1e-4 (RoBERTa); try these two too",

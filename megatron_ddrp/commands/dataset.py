@@ -164,7 +164,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         print(line)
     for document, size, text in first_documents(dataset, arguments.documents, arguments.tokens, tokenizer):
         print(f"\ndocument {document}, {size:,} tokens: {text}")
-    print(f"\ntrain on it: {training_command(dataset.prefix, dataset.num_tokens)}")
+    print(f"\ntrain on it: {training_command(dataset.prefix, dataset.num_tokens, dataset.num_documents)}")
     if output is None:
         return
     if output.suffix == ".json":

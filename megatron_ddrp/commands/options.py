@@ -88,6 +88,27 @@ def rows_per_rank(seen: float, length: int, ranks: int = 1) -> int:
     return power_of_two(per_step / length / ranks)
 
 
+class Fill(NamedTuple):
+    """What fills a row."""
+
+    sequences: int
+    """Sequences of a row, a power of two: `--packing` puts several into one, and batches are counted in sequences."""
+    tokens: float
+    """Tokens of the text in a row."""
+
+
+def fill_rows(tokens: float, documents: float, length: int) -> Fill:
+    """Return what fills a row of `length` tokens, of documents with so many tokens in all; 0 if nobody knows how many.
+
+    A document is cut into sequences of `length - 2` tokens, of which the last is half full on average.
+    """
+    if not documents:
+        return Fill(1, length)
+    mean = tokens / max(documents, tokens / (length - 2) + documents / 2)
+    sequences = power_of_two(length / (mean + 2))
+    return Fill(sequences, sequences * mean)
+
+
 def power_of_two(number: float) -> int:
     """Return the largest power of two that is at most `number`, and at least 1."""
     return 1 << max(0, math.floor(math.log2(number)))
@@ -106,21 +127,24 @@ PLAIN: dict[str, Any] = {
 rotary positions and masked LM have the lowest loss; the block is that of the family."""
 
 
-def recipe(shape: Shape, seen: float, length: int, rows: int, micro_batch: int) -> dict[str, Any]:
-    """Return the settings of a run in which a model sees so many tokens, in steps of `rows` rows.
+def recipe(
+    shape: Shape, seen: float, length: int, rows: int, micro_batch: int, fill: Fill | None = None
+) -> dict[str, Any]:
+    """Return the settings of a run in which a model sees so many tokens, in steps of `rows` rows, full by default.
 
     The peak rate is for pre-norm layers and AdamW; the best one differs by recipe, so try three. 1e-3 is cramming's
     (arXiv:2212.14034) and that of docs/lab/results.md, 5e-4 MosaicBERT's (arXiv:2312.17482), 8e-4 ModernBERT's
     (arXiv:2412.13663), the last three at a width of 768.
     """
+    fill = fill or Fill(1, length)
     return {
         **shape._asdict(),
         "seq_length": length,
         "packing": True,
         **PLAIN,
-        "micro_batch_size": micro_batch,
-        "global_batch_size": rows,
-        "train_iters": max(1, int(seen / (rows * length))),
+        "micro_batch_size": micro_batch * fill.sequences,
+        "global_batch_size": rows * fill.sequences,
+        "train_iters": max(1, int(seen / (rows * fill.tokens))),
         "lr": 1e-3 if shape.hidden_size <= 512 else 5e-4,
         "lr_warmup_fraction": WARMUP,
     }
@@ -139,11 +163,12 @@ LENGTH, MICRO_BATCH = 128, 16
 """Tokens per row and rows per micro-batch where no device is known."""
 
 
-def recipe_for_text(tokens: int) -> dict[str, Any]:
+def recipe_for_text(tokens: int, documents: int = 0) -> dict[str, Any]:
     """Return the settings of a run for a text of so many tokens, up to BERT's base shape, without a limit of time."""
     seen = EPOCHS * max(1, tokens)
-    rows = rows_per_rank(seen, LENGTH)
-    return recipe(best_shape(dict.fromkeys(SHAPES[:-1], seen), max(1, tokens)), seen, LENGTH, rows, MICRO_BATCH)
+    shape = best_shape(dict.fromkeys(SHAPES[:-1], seen), max(1, tokens))
+    fill = fill_rows(tokens, documents if tokens else 0, LENGTH)
+    return recipe(shape, seen, LENGTH, rows_per_rank(seen, LENGTH), MICRO_BATCH, fill)
 
 
 def on_error(record: str) -> Any:
@@ -178,13 +203,13 @@ class GivenTokenizer(Section):
     )
 
 
-def training_command(prefix: str, tokens: int) -> str:
-    """Return the command that trains a model on a dataset, of a size that fits its tokens (`recipe_for_text`).
+def training_command(prefix: str, tokens: int, documents: int) -> str:
+    """Return the command that trains a model on a dataset, of a size that fits its text (`recipe_for_text`).
 
     It names the tokenizer only where the manifest cannot; `FILE` is for a vocabulary that is not known or has moved.
     """
     flags = recorded_flags(prefix)
     is_there = flags.path is not None and os.path.exists(flags.path)
     words = [] if is_there else flags.with_path("FILE").words()
-    words += flag_words(recipe_for_text(tokens).items())
+    words += flag_words(recipe_for_text(tokens, documents).items())
     return shlex.join([PROGRAM, "pretrain", "--data-path", prefix, *words, "--save", "run", "--load", "run"])

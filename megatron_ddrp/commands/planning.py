@@ -26,10 +26,22 @@ import torch
 
 from megatron_ddrp.commands import PROGRAM
 from megatron_ddrp.commands.dry_run import columns
-from megatron_ddrp.commands.options import EPOCHS, SHAPES, Plan, Shape, best_shape, power_of_two, recipe, rows_per_rank
+from megatron_ddrp.commands.options import (
+    EPOCHS,
+    SHAPES,
+    Fill,
+    Plan,
+    Shape,
+    best_shape,
+    fill_rows,
+    power_of_two,
+    recipe,
+    rows_per_rank,
+)
 from megatron_ddrp.commands.preprocess import main as preprocess
 from megatron_ddrp.config import Config, flag_words
 from megatron_ddrp.config.run import config_of
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS
 from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.engine.layout import Setup
@@ -180,6 +192,7 @@ class PlannedShape(NamedTuple):
     parameters: int
     settings: dict[str, Any]
     """Settings of the run; its micro-batch is the fastest one."""
+    fill: Fill
     seen: float
     """Tokens that the run sees."""
     step: Step
@@ -220,10 +233,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | PresentDevice) -> PlannedShape | None:
     """Return a shape's run, or None if the shape does not fit into the memory."""
     ranks, length = options.world_size, options.seq_length
+    fill = fill_rows(options.tokens, documents_of(options.data_path, options.tokens), length)
     half = {device.precision: True} if device.precision != "fp32" else {}
 
     def settings_of(seen: float, rows: int, micro_batch: int) -> dict[str, Any]:
-        return recipe(shape, seen, length, rows * ranks, micro_batch) | half
+        return recipe(shape, seen, length, rows * ranks, micro_batch) | half  # of full rows, as those that are measured
 
     def config_at(rows: int, micro_batch: int = 1) -> Config:
         return config_of(settings_of(1, rows, micro_batch)).with_vocabulary(options.vocab_size)
@@ -231,7 +245,7 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
     def run_at(rows: int) -> tuple[Step, float]:
         """Return a step of so many rows per rank, and the tokens that the run sees."""
         step = device.fastest(config_at(rows), min(largest, rows))
-        return step, min(EPOCHS * options.tokens, options.hours * 3600 / step.seconds * rows * ranks * length)
+        return step, min(EPOCHS * options.tokens, options.hours * 3600 / step.seconds * rows * ranks * fill.tokens)
 
     model = on_meta_device(config_at(1).model, config_at(1).objective)
     parameters = count_parameters(model)[0]
@@ -241,9 +255,17 @@ def candidate(shape: Shape, options: argparse.Namespace, device: ListedDevice | 
     seen = run_at(rows_per_rank(math.inf, length, ranks))[1]
     rows = rows_per_rank(seen, length, ranks)
     step, seen = run_at(rows)
-    settings = settings_of(seen, rows, step.micro_batch)
+    settings = recipe(shape, seen, length, rows * ranks, step.micro_batch, fill) | half
     needed = memory(model, config_at(step.micro_batch, step.micro_batch), ranks, device)
-    return PlannedShape(shape, parameters, settings, seen, step, largest, needed)
+    return PlannedShape(shape, parameters, settings, fill, seen, step, largest, needed)
+
+
+def documents_of(prefix: str | None, tokens: float) -> float:
+    """Return how many documents, as long as those of a dataset, have so many tokens; 0 if it is not there."""
+    if not os.path.exists(f"{prefix}.idx"):
+        return 0
+    dataset = IndexedDataset(str(prefix))
+    return tokens * dataset.num_documents / max(1, dataset.num_tokens)
 
 
 def largest_micro_batch(
@@ -277,8 +299,9 @@ def table(
         rows.append(
             [
                 *("*" if one.shape == best else " ", str(one.shape), f"{one.parameters / 1e6:,.1f} M"),
-                *(f"{one.seen / options.tokens:.3g}", f"{run['train_iters']:,}", f"{run['global_batch_size']:,}"),
-                *(f"{run['micro_batch_size']:,}", f"{one.largest:,}", f"{one.gib:.2f}"),
+                *(f"{one.seen / options.tokens:.3g}", f"{run['train_iters']:,}"),
+                *(f"{run[name] // one.fill.sequences:,}" for name in ("global_batch_size", "micro_batch_size")),
+                *(f"{one.largest:,}", f"{one.gib:.2f}"),
                 guessed + duration(max(1.0, one.seconds)),
             ]
         )
@@ -288,11 +311,13 @@ def table(
         else "measured here, three steps per shape"
     )
     how += "; ~: at the last measured shape's FLOP/s" if any(row[-1].startswith("~") for row in rows) else ""
+    many = found[0].fill.sequences
     left_out = sum(shape.num_layers <= options.max_layers for shape in SHAPES) - len(found)
     return [
         f"{options.tokens:,.0f} different tokens, {options.vocab_size:,} pieces, {options.world_size} x {device.name} "
         f"({device.memory:,.0f} GiB), {device.precision}, {options.hours:g} h, rows of {options.seq_length} tokens:",
         *columns(rows),
+        *[f"documents are short: {many} of them fill a row, and the commands count documents"] * (many > 1),
         *([f"{left_out} larger shapes do not fit into the memory"] if left_out else []),
         f"time: {how}; micro-batch: rows of the one used, and of the largest that fits; GiB: with the one used",
         "*: the smallest shape that ties with the best by a law for repeated text, which was fitted to decoders",

@@ -114,10 +114,10 @@ def main(words: Sequence[str] | None = None) -> PreprocessResult | None:
     result = preprocess(config)
     print(result.summary())
     if config.partition is None and words is None:
-        prefix, tokens = result.prefixes[0], result.by_key[0].tokens
-        print(f"next: {training_command(prefix, tokens)}")
+        prefix, counts = result.prefixes[0], result.by_key[0]
+        print(f"next: {training_command(prefix, counts.tokens, counts.documents)}")
         pieces = entry(read_manifest(prefix), "tokenizer")["vocab_size"]
-        plan = flag_words({"tokens": tokens, "vocab_size": pieces, "data_path": prefix, "hours": 24}.items())
+        plan = flag_words({"tokens": counts.tokens, "vocab_size": pieces, "data_path": prefix, "hours": 24}.items())
         print(f"or for your device and hours: {PROGRAM} plan {shlex.join(plan)}")
         print(f"both begin a new model; to continue an encoder, take the lines that {PROGRAM} convert --from-hf prints")
     return result

@@ -25,6 +25,8 @@ from megatron_ddrp.commands.options import Plan
 from megatron_ddrp.commands.plan import main
 from megatron_ddrp.config import load_config
 from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.data.batches.samples import SampleIndex
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.run.devices import DEVICES
 from tests.conftest import TinyCorpus
 from tests.refusals import refused, wrong_arguments
@@ -115,10 +117,16 @@ def test_a_mistake_is_one_line(words: str, message: str, bert: Path, tiny_corpus
 
 def test_the_text_is_counted_or_estimated(planned: Planned, tiny_corpus: TinyCorpus) -> None:
     """The corpus is small enough that the estimate reads all of it; its dataset has the vocabulary of the flag."""
-    _, by_dataset = planned("--data-path", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file, "--device", "t4")
+    plan, by_dataset = planned(
+        "--data-path", tiny_corpus.prefix, "--vocab-file", tiny_corpus.vocab_file, "--device", "t4"
+    )
     _, by_input = planned("--input", tiny_corpus.text_file, "--device", "t4")
     lines = [next(line for line in text.splitlines() if line.startswith("text:")) for text in (by_dataset, by_input)]
     assert lines[0] == lines[1]
+    dataset = IndexedDataset(tiny_corpus.prefix)
+    samples = len(SampleIndex(dataset, (0, dataset.num_documents), 32))
+    read = plan.settings["train_iters"] * plan.settings["global_batch_size"] / samples
+    assert read == pytest.approx(PASSES, rel=0.1)
     assert (
         " preprocess " not in by_dataset and f" --vocab-file {tiny_corpus.vocab_file} --output road/start" in by_dataset
     )

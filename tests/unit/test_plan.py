@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, flag_words
 from megatron_ddrp.config.run import config_of
 from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.data.batches.loader import ROW_MULTIPLE
+from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.engine.build import check_device, choices, missing_graphs, other_choices, rows_for, unused_devices
 from megatron_ddrp.engine.layout import Setup
 from megatron_ddrp.memory import estimated_needs
@@ -42,6 +44,7 @@ from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.devices import DEVICES, SHARE, device_named, why_not, with_chosen_backend
 from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_of_step, flop_per_token, step_seconds
+from tests.datasets import write_dataset
 from tests.refusals import refused, wrong_arguments
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
@@ -201,13 +204,31 @@ def test_the_median_of_the_steps_after_the_first_counts(monkeypatch: pytest.Monk
 
 
 def test_the_command_behind_a_dataset_fits_its_tokens(tiny_corpus: Any) -> None:
-    words = shlex.split(training_command(str(tiny_corpus.prefix), 17_000_000))
+    words = shlex.split(training_command(str(tiny_corpus.prefix), 17_000_000, 40_000))
     config = parse_arguments(words[2:]).config
     assert (config.model.num_layers, config.model.hidden_size) == (6, 384)
     assert config.data.packing and config.model.layernorm_position == "pre"
-    tokens = config.training.train_iters * config.training.global_batch_size * 128
-    assert tokens == pytest.approx(EPOCHS * 17e6, rel=0.01)
     assert recipe(SHAPES[0], 10, 128, 16, 16)["train_iters"] == 1
+
+
+LENGTHS = {"sentences": [25], "of all lengths": [9, 25, 60, 130, 400, 1000], "articles": [420], "books": [60_000]}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_a_plan_reads_the_text_as_often_as_it_says(
+    tmp_path: Path, lengths: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if a row holds several documents: batches are counted in sequences, and the rows are as full as planned."""
+    documents = lengths * (60_000 // sum(lengths))
+    dataset = write_dataset(tmp_path / "text", [[np.zeros(length)] for length in documents])
+    samples = SampleIndex(dataset, (0, len(documents)), 128)
+    plain = recipe_for_text(dataset.num_tokens, dataset.num_documents)
+    plan, _ = planned(capsys, f"--tokens {dataset.num_tokens} --device t4 --data-path {tmp_path}/text")
+    for settings in (plain, plan.settings):
+        sequences = settings["train_iters"] * settings["global_batch_size"]
+        assert sequences / len(samples) == pytest.approx(EPOCHS, rel=0.1)
+    row = plain["micro_batch_size"] / 16 * (2 + samples.num_tokens / len(samples))
+    assert 64 < row <= 128
 
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
