@@ -164,6 +164,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import torch
 from megatron_ddrp.run.loop import (
     bound_kernel_caches, keep_freed_memory, peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
@@ -193,6 +194,14 @@ def peak_of(mebibytes):
     torch.ones(mebibytes * 2**18)
     return (peak_resident_bytes() - start) / 2**20
 
+def peak_of_two_threads():
+    start = reset_peak_resident_bytes()
+    torch.ones(100 * 2**18)
+    thread = threading.Thread(target=lambda: torch.ones(100 * 2**18) is None)
+    thread.start()
+    thread.join()
+    return (peak_resident_bytes() - start) / 2**20
+
 for *before, number in json.loads(sys.argv[1]):
     if not os.fork():
         try:
@@ -212,6 +221,7 @@ def measured() -> dict[str, Any]:
     lines = {
         "faults": ["faults_of_rounds()"],
         "faults, kept": ["keep_freed_memory()", "faults_of_rounds()"],
+        "two threads": ["keep_freed_memory()", "peak_of_two_threads()"],
         "growth": ["growth_over_shapes()"],
         "growth, bound": ["bound_kernel_caches()", "growth_over_shapes()"],
         "peaks": ["return_freed_memory()", "torch.ones(300 * 2**18)", f"list(map(peak_of, {sizes}))"],
@@ -228,6 +238,11 @@ def test_freed_tensors_are_taken_again_without_page_faults(measured):
     if without < 200:
         pytest.skip(f"this malloc keeps freed memory by itself: {without} page faults")
     assert kept < without / 100
+
+
+@on_linux
+def test_what_one_thread_freed_serves_another(measured):
+    assert measured["two threads"] < 150
 
 
 @on_linux
