@@ -11,8 +11,10 @@ import re
 import sys
 import threading
 
+import pyarrow
 import pytest
 import zstandard
+from pyarrow import parquet
 
 from megatron_ddrp import foreign
 from megatron_ddrp.data.preprocess import documents as documents_module
@@ -22,13 +24,8 @@ from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inpu
 from megatron_ddrp.errors import UserError
 from tests.refusals import refused
 
-PACK = {
-    "": lambda data: data,
-    ".gz": gzip.compress,
-    ".xz": lzma.compress,
-    ".bz2": bz2.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
-}
+PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+PACK[".zst"] = zstandard.ZstdCompressor().compress
 
 
 def texts(*paths, **options):
@@ -36,11 +33,17 @@ def texts(*paths, **options):
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_packings_in_one_and_in_two_members(tmp_path, packing):
+def test_packings_in_one_and_in_two_members_and_damage_that_is_no_shorter_corpus(tmp_path, packing):
     lines = [json.dumps({"text": f"document {i} é"}).encode() + b"\n" for i in range(50)]
     path = tmp_path / f"a.jsonl{packing}"
     path.write_bytes(PACK[packing](b"".join(lines[:30])) + PACK[packing](b"".join(lines[30:])))
     assert texts(path) == [f"document {i} é" for i in range(50)]
+    noise = random.Random(0)
+    lines = [json.dumps({"text": hex(noise.getrandbits(400))}).encode() + b"\n" for _ in range(3000)]
+    packed = PACK[packing](b"".join(lines))
+    for data in (packed[:-20], packed[: len(packed) // 2], b"no such format" + packed) if packing else ():
+        path.write_bytes(data)
+        refused(r"damaged or cut off after \d+ bytes", texts, path)
 
 
 def test_zstandard_with_a_long_window_is_read(tmp_path):
@@ -51,27 +54,9 @@ def test_zstandard_with_a_long_window_is_read(tmp_path):
     assert texts(tmp_path / "a.txt.zst") == ["red"]
 
 
-@pytest.mark.parametrize("packing", [packing for packing in PACK if packing])
-def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, packing):
-    noise = random.Random(0)
-    lines = b"".join(json.dumps({"text": hex(noise.getrandbits(400))}).encode() + b"\n" for _ in range(3000))
-    packed = PACK[packing](lines)
-    path = tmp_path / f"a.jsonl{packing}"
-    for data in (packed[:-20], packed[: len(packed) // 2], b"no such format" + packed):
-        path.write_bytes(data)
-        refused(r"damaged or cut off after \d+ bytes", texts, path)
-
-
-WIKI = """<doc id="1" url="u" title="A">
-A
-
-First.
-Line <doc two.
-</doc>
-<doc id="2" url="u" title="B">
-B
-</doc>
-"""
+WIKI = (
+    '<doc id="1" url="u" title="A">\nA\n\nFirst.\nLine <doc two.\n</doc>\n<doc id="2" url="u" title="B">\nB\n</doc>\n'
+)
 ARTICLES = ["A\n\nFirst.\nLine <doc two.", "B"]
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 12345\n"
 BRACKETS = ["[1] A note.", "[", "[]", '["the cat", "the dog"]', "[{the cat}]", '[{"One," he said.}]', "[ {} ]"]
@@ -100,7 +85,14 @@ READ = [
 
 
 def write(path, content):
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    """Write a file, packed if its name says so; or a pipe, if that is its name."""
+    data = content if isinstance(content, bytes) else content.encode()
+    data = gzip.compress(data) if path.suffix == ".gz" else data
+    if path.name == "pipe":
+        os.mkfifo(path)
+        threading.Thread(target=path.write_bytes, args=(data,)).start()
+    else:
+        path.write_bytes(data)
     return path
 
 
@@ -163,29 +155,22 @@ def test_a_fault_stops_with_its_place_or_is_skipped_and_told(tmp_path, name, con
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "a", "a.json.gz", "pipe"])
 @pytest.mark.parametrize("content", ['[{"text": "One."}, {"text": "Two."}]', '\ufeff\n[\n {\n  "text" : "A."\n }\n]\n'])
 def test_an_array_of_json_objects_is_read_and_refused_only_as_plain_text(tmp_path, name, content):
-    data = content.encode()
-    path = tmp_path / name
-    if name == "pipe":
-        os.mkfifo(path)
-        threading.Thread(target=path.write_bytes, args=(data,)).start()
-    else:
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    path = write(tmp_path / name, content)
     if name == "a.txt":
         refused(AS_TEXT, texts, path)
     else:
         assert texts(path) == [row["text"] for row in json.loads(content.removeprefix("\ufeff"))]
 
 
-def test_a_list_has_unreadable_records_and_a_largest_size(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    path.write_bytes(
-        b'[{"text": "one", "x": NaN}, {"text": "\xff"},\r\n{"text": "\\ud83d"}, {"text": "a", "text": "b"}, 2]'
-    )
-    told: list[str] = []
-    assert [text for (text,) in iter_documents([str(path)], on_error="skip", on_skip=told.append)] == ["one"]
+def test_a_list_has_unreadable_records_and_a_largest_size_and_lines_have_keys_blanks_and_a_mark(tmp_path, monkeypatch):
+    content = b'[{"text": "one", "x": NaN}, {"text": "\xff"},\r\n{"text": "\\ud83d"}, {"text": "a", "text": "b"}, 2]'
+    path, told = write(tmp_path / "a.json", content), []
+    assert texts(path, on_error="skip", on_skip=told.append) == ["one"]
     assert [line.removeprefix(str(path))[:9] for line in told] == [":2: not U", ":3: key '", ":4: key '", ":5: a JSO"]
     monkeypatch.setattr(documents_module, "MAX_VALUES_BYTES", 10)
     refused(r"a\.json: more than 0 MiB of JSON that is not in lines; write one object per", texts, path)
+    write(path, '\ufeff{"text": "a", "title": "A"}\n\n{"title": "B", "text": "b\\ud83d\\ude00"}\r\n')
+    assert list(iter_documents([str(path)], ["title", "text"])) == [("A", "a"), ("B", "b\U0001f600")]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +178,11 @@ def test_a_list_has_unreadable_records_and_a_largest_size(tmp_path, monkeypatch)
 )
 @pytest.mark.parametrize("content", [POINTER, POINTER.replace("\n", "\r\n"), POINTER * 3])
 def test_a_pointer_is_never_a_document(tmp_path, name, content):
-    path, data = tmp_path / name, content.encode()
-    if name == "pipe":
-        os.mkfifo(path)
-        threading.Thread(target=path.write_bytes, args=(data,)).start()
+    given = tmp_path
+    if name in ("pipe", "packed.gz"):
+        given = write(tmp_path / name, content)
     else:
-        path.write_bytes(gzip.compress(data) if name == "packed.gz" else data)
-    given = path if name in ("pipe", "packed.gz") else tmp_path
+        (tmp_path / name).write_bytes(content.encode())
     refused(rf"{name}: a pointer of Git LFS in place of the file: run git ", texts, given, on_error="skip")
 
 
@@ -211,64 +194,46 @@ NO_SPACES = ["\u200b", "\ufeff", "\u2060", "\u180e", "\u00ad", "\x00", "\x1b", "
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
 def test_a_line_of_whitespace_ends_a_plain_text_as_in_googles_reader(tmp_path, line, end):
     """Google's strips each line and ends a document at an empty one. Chunks and parts of a file are cut alike."""
-    path = tmp_path / "a.txt"
     content = end.join(["one", "two", line, "three \x85 \u2028", line, line, "four"]) + end
-    path.write_bytes(content.encode())
+    path = write(tmp_path / "a.txt", content)
     google = "\n".join(part.strip() for part in content.split("\n")).strip("\n").split("\n\n")
     count = len([document for document in google if document])
-    assert count == (1 if line.strip() else 3)
-    assert len(texts(path)) == count
-    size = path.stat().st_size
-    for chunk_bytes in (1, 10, size):
-        chunks = chunks_of(path, chunk_bytes)
-        parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
-        assert [text for documents, _ in parsed for (text,) in documents] == texts(path)
+    found, size = texts(path), path.stat().st_size
+    assert len(found) == count == (1 if line.strip() else 3)
     file = InputFile(str(path), path.name)
+    for chunk_bytes in (1, 10, size):
+        assert parsed(chunks_of(file, chunk_bytes)) == found
     begins = sorted({documents_module.record_start(file, position) for position in range(size + 1)})
     ranges = [file._replace(begin=a, end=b) for a, b in itertools.pairwise(begins)]
-    found = []
-    for part in ranges:
-        with OpenInput(part) as opened:
-            for chunk in iter_chunks(opened, ["text"], 10):
-                found += documents_module.parse_chunk(chunk, ["text"])[0]
-    assert [text for (text,) in found] == texts(path)
-    assert len(ranges) >= count
-
-
-def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(
-        '\ufeff{"text": "a", "title": "A"}\n\n{"title": "B", "text": "b\\ud83d\\ude00"}\r\n', encoding="utf-8"
-    )
-    assert list(iter_documents([str(path)], ["title", "text"])) == [("A", "a"), ("B", "b\U0001f600")]
+    assert parsed(chunk for part in ranges for chunk in chunks_of(part, 10)) == found and len(ranges) >= count
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "wiki_00"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_text_in_wide_characters_is_refused_and_not_read_as_text_full_of_zeros(tmp_path, name, encoding):
-    content = '{"text": "one"}\n{"text": "two"}\n'.encode(encoding)
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    refused(rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f", texts, tmp_path / name)
+    path = write(tmp_path / name, '{"text": "one"}\n{"text": "two"}\n'.encode(encoding))
+    refused(rf"{name}: in {encoding[:6].upper()}[BL]?E?, expected UTF-8; .*iconv -f", texts, path)
 
 
-def chunks_of(path, chunk_bytes):
-    with OpenInput(InputFile(str(path), path.name)) as opened:
+def chunks_of(file, chunk_bytes):
+    with OpenInput(file) as opened:
         return list(iter_chunks(opened, ["text"], chunk_bytes))
 
 
+def parsed(chunks):
+    return [text for chunk in chunks for (text,) in documents_module.parse_chunk(chunk, ["text"])[0]]
+
+
 def test_parquet_rows(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [f"row {i} é" for i in range(1500)]
     rows[7] = None
     plain, coded = pyarrow.array(rows), pyarrow.array(rows).dictionary_encode()
-    path = tmp_path / "a.parquet"
+    path, skipped = tmp_path / "a.parquet", []
     parquet.write_table(pyarrow.table({"n": range(1500), "text": plain, "title": coded}), path, row_group_size=400)
-    skipped = []
     found = list(iter_documents([str(path)], ["title", "text"], "skip", skipped.append))
     assert found == [(row, row) for row in rows if row is not None]
     assert skipped == [f"{path}:8: column 'title' holds null, expected a string"]
-    chunks = chunks_of(path, 1000)
+    chunks = chunks_of(InputFile(str(path), path.name), 1000)
     assert len(chunks) > 2 and sum(chunk.read for chunk in chunks) == path.stat().st_size
     if hasattr(pyarrow, "string_view"):  # not before pyarrow 16
         views = pyarrow.table({"text": pyarrow.array(["one", "é"], pyarrow.string_view())})
@@ -282,17 +247,16 @@ def test_parquet_rows(tmp_path, monkeypatch):
     refused(r"needs pyarrow.*: pip install pyarrow$", texts, path)
 
 
-def saved_dataset(folder, texts, batch=3):
+def write_arrow(path, table, new=pyarrow.ipc.new_stream):
+    with pyarrow.OSFile(str(path), "wb") as file, new(file, table.schema) as out:
+        out.write_table(table, max_chunksize=3)
+
+
+def saved_dataset(folder, texts):
     """A folder as `Dataset.save_to_disk` of Hugging Face writes it over another one, with a cache of `map`."""
-    pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir()
-    table = pyarrow.table({"id": range(len(texts)), "text": texts})
-    for name, part in (("data-00000-of-00001", table), ("cache-1f", table), ("data-00000-of-00002", table)):
-        with (
-            pyarrow.OSFile(str(folder / f"{name}.arrow"), "wb") as file,
-            pyarrow.ipc.new_stream(file, part.schema) as out,
-        ):
-            out.write_table(part, max_chunksize=batch)
+    for name in ("data-00000-of-00001", "cache-1f", "data-00000-of-00002"):
+        write_arrow(folder / f"{name}.arrow", pyarrow.table({"id": range(len(texts)), "text": texts}))
     (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
     (folder / "dataset_info.json").write_text('{"features": {}, "text": "no document"}')
     return folder / "data-00000-of-00001.arrow"
@@ -303,15 +267,12 @@ def test_rows_of_a_saved_dataset(tmp_path, capsys):
     file = saved_dataset(tmp_path / "train", wanted)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     for given in (tmp_path, tmp_path / "train", tmp_path / "train" / "*.arrow", file):
-        assert [text for (text,) in iter_documents([str(given)])] == wanted, given
+        assert texts(given) == wanted, given
     assert capsys.readouterr().err == ""
-    with pytest.raises(UserError, match=r"arrow:1: no column 'body', it has id, text \(see --json-keys\)"):
-        list(iter_documents([str(file)], ["body"]))
-    pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.table({"text": wanted})
-    with pyarrow.ipc.new_file(str(tmp_path / "other.arrow"), table.schema) as out:
-        out.write_table(table)
-    assert [text for (text,) in iter_documents([str(tmp_path / "other.arrow")])] == wanted
+    line = r"arrow:1: no column 'body', it has id, text \(see --json-keys\)"
+    refused(line, list, iter_documents([str(file)], ["body"]))
+    write_arrow(tmp_path / "other.arrow", pyarrow.table({"text": wanted}), pyarrow.ipc.new_file)
+    assert texts(tmp_path / "other.arrow") == wanted
 
 
 def test_the_list_of_a_saved_dataset_is_read_once_and_anew_when_it_changes(tmp_path, monkeypatch):
@@ -329,7 +290,6 @@ def test_the_list_of_a_saved_dataset_is_read_once_and_anew_when_it_changes(tmp_p
 def test_a_damaged_arrow_file_is_refused_and_never_read_in_part(tmp_path):
     file = saved_dataset(tmp_path / "train", ["some text", "another text", "a third"] * 20)
     whole = file.read_bytes()
-    texts = [text for (text,) in iter_documents([str(file)])]
     cuts = range(0, len(whole), 41)
     damaged = [whole[:cut] for cut in cuts]
     damaged += [whole[:cut] + bytes([whole[cut] ^ 255]) + whole[cut + 1 :] for cut in cuts]
@@ -337,45 +297,36 @@ def test_a_damaged_arrow_file_is_refused_and_never_read_in_part(tmp_path):
     for content in damaged:
         file.write_bytes(content)
         try:
-            assert len(list(iter_documents([str(file)], ["text"], "skip"))) == len(texts)  # a letter was changed
+            assert len(texts(file, on_error="skip")) == 60  # a letter was changed
         except UserError as error:
             num_refused += 1
             assert "\n" not in str(error)
     assert num_refused > len(list(cuts))
 
 
-def parquet_shards():
-    """Return name → table of 3 rows without a text, and the reason; pyarrow is imported on use."""
-    pyarrow = pytest.importorskip("pyarrow")
-    numbers, words = pyarrow.array([1, 2, 3]), pyarrow.array(["a", "b", "c"])
-    nulls = pyarrow.nulls(3)
-    coded = pyarrow.DictionaryArray.from_arrays(pyarrow.array([None, None, None], pyarrow.int32()), words)
-    expected = "expected a string"
-    return {
-        "null type": (pyarrow.table({"text": nulls, "id": numbers}), f"column 'text' holds null, {expected}"),
-        "null strings": (pyarrow.table({"text": nulls.cast("string")}), f"column 'text' holds null, {expected}"),
-        "null codes": (pyarrow.table({"text": coded}), f"column 'text' holds null, {expected}"),
-        "no column": (pyarrow.table({"body": words, "id": numbers}), "no column 'text', it has body, id (see --json"),
-        "numbers": (pyarrow.table({"text": numbers}), "column 'text' holds int64, expected strings"),
-        "lists": (pyarrow.table({"text": pyarrow.array([["a"]] * 3)}), "column 'text' holds list<"),
-        "bytes": (pyarrow.table({"text": words.cast("binary")}), "column 'text' holds binary, expected strings"),
-        "twice": (
-            pyarrow.Table.from_arrays([words, words], ["text", "text"]),
-            "column 'text' is there 2 times, expected once",
-        ),
-    }
+NUMBERS, LETTERS, NULLS = pyarrow.array([1, 2, 3]), pyarrow.array(["a", "b", "c"]), pyarrow.nulls(3)
+CODED = pyarrow.DictionaryArray.from_arrays(pyarrow.array([None, None, None], pyarrow.int32()), LETTERS)
+IS_NULL = "column 'text' holds null, expected a string"
+SHARDS = {
+    "null type": (pyarrow.table({"text": NULLS, "id": NUMBERS}), IS_NULL),
+    "null strings": (pyarrow.table({"text": NULLS.cast("string")}), IS_NULL),
+    "null codes": (pyarrow.table({"text": CODED}), IS_NULL),
+    "no column": (pyarrow.table({"body": LETTERS, "id": NUMBERS}), "no column 'text', it has body, id (see --json"),
+    "numbers": (pyarrow.table({"text": NUMBERS}), "column 'text' holds int64, expected strings"),
+    "lists": (pyarrow.table({"text": pyarrow.array([["a"]] * 3)}), "column 'text' holds list<"),
+    "bytes": (pyarrow.table({"text": LETTERS.cast("binary")}), "column 'text' holds binary, expected strings"),
+    "twice": (pyarrow.Table.from_arrays([LETTERS, LETTERS], ["text", "text"]),
+              "column 'text' is there 2 times, expected once"),
+}  # fmt: skip
+"""Tables of 3 rows without a text, and the reason."""
 
 
-@pytest.mark.parametrize(
-    "kind", ["null type", "null strings", "null codes", "no column", "numbers", "lists", "bytes", "twice"]
-)
+@pytest.mark.parametrize("kind", SHARDS)
 def test_a_parquet_shard_without_texts_stops_or_is_skipped_row_by_row_as_json_is(tmp_path, kind):
-    table, reason = parquet_shards()[kind]
-    parquet = pytest.importorskip("pyarrow.parquet")
+    table, reason = SHARDS[kind]
     parquet.write_table(table, tmp_path / "b.parquet")
     for name in ("a", "c"):
-        text = parquet_shards()["null type"][0].select(["id"]).append_column("text", [[name, name, name]])
-        parquet.write_table(text, tmp_path / f"{name}.parquet")
+        parquet.write_table(pyarrow.table({"id": NUMBERS, "text": [name] * 3}), tmp_path / f"{name}.parquet")
     refused(rf"b\.parquet:1: {re.escape(reason)}.*; fix the file, or skip such .* skip", texts, tmp_path)
     skipped = []
     assert texts(tmp_path, on_error="skip", on_skip=skipped.append) == ["a"] * 3 + ["c"] * 3
@@ -393,21 +344,16 @@ def test_where_chunks_end_changes_nothing(tmp_path, chunk_bytes):
         "wiki_00": WIKI * 20,
     }
     for name, content in contents.items():
-        path = tmp_path / name
-        path.write_text(content, newline="")
-        chunks = chunks_of(path, chunk_bytes)
-        parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
-        assert [text for documents, _ in parsed for (text,) in documents] == texts(path) and texts(path)
-        assert [chunk.line for chunk in chunks] == [
-            sum(chunk.data.count(b"\n") for chunk in chunks[:number]) for number in range(len(chunks))
-        ]
-        assert sum(chunk.read for chunk in chunks) == path.stat().st_size
-        assert b"".join(chunk.data for chunk in chunks) == path.read_bytes()
+        path = write(tmp_path / name, content)
+        chunks = chunks_of(InputFile(str(path), name), chunk_bytes)
+        assert parsed(chunks) == texts(path) and texts(path)
+        before = [b"".join(chunk.data for chunk in chunks[:number]) for number in range(len(chunks) + 1)]
+        assert [chunk.line for chunk in chunks] == [data.count(b"\n") for data in before[:-1]]
+        assert sum(chunk.read for chunk in chunks) == path.stat().st_size and before[-1] == path.read_bytes()
         assert chunk_bytes == 10**6 or len(chunks) > 5
 
 
 def test_a_record_without_end_is_named_and_not_kept_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "MAX_RECORD_BYTES", 1 << 21)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "short"}\n' + "x" * (1 << 24))
+    path = write(tmp_path / "a.jsonl", '{"text": "short"}\n' + "x" * (1 << 24))
     refused(r"a\.jsonl: a record of more than 2 MiB before byte", texts, path)

@@ -2,6 +2,7 @@
 
 Blending: every prefix keeps to the weights, each corpus in its own epochs, any position in constant time."""
 
+import itertools
 import threading
 from fractions import Fraction
 
@@ -10,17 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ddrp.data.batches import loader
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.loader import (
-    MAX_PERIOD,
-    Blend,
-    SampleReader,
-    Share,
-    interleave,
-    iterate,
-    read_blend,
-    whole_weights,
-)
+from megatron_ddrp.data.batches.loader import Blend, SampleReader, Share, interleave, iterate, whole_weights
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.errors import UserError
 from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader, fake_tokenizer
@@ -44,45 +37,52 @@ def rows_of(batches):
     """Sorted (sequence id, valid input ids, valid labels) of all rows."""
     rows = []
     for batch in batches:
-        for row in range(len(batch.input_ids)):
-            n = int(batch.document_ids[row].sum())
+        for row, n in enumerate(batch.document_ids.sum(axis=1).tolist()):
             assert np.all(batch.input_ids[row, n:] == PAD) and np.all(batch.labels[row, n:] == IGNORED_LABEL)
-            fields = batch.sequence_ids[row, 0], tuple(batch.input_ids[row, :n]), tuple(batch.labels[row, :n])
-            rows.append(fields)
+            rows.append((batch.sequence_ids[row, 0], tuple(batch.input_ids[row, :n]), tuple(batch.labels[row, :n])))
     return sorted(rows)
+
+
+def original(ids, labels):
+    """The ids of a row before masking."""
+    return tuple(np.where(np.array(labels) == IGNORED_LABEL, ids, labels).tolist())
+
+
+def numbers_of(samples):
+    """Ids of a sample → its number."""
+    return {tuple(ids): index for index, ids in enumerate(samples.ids)}
 
 
 def test_every_layout_gives_the_same_rows():
     for consumed in (0, 48):  # the second global batch spans two epochs
         expected = rows_of(make_loader(micro=16).step(consumed))
         assert [row[0] for row in expected] == list(range(consumed, consumed + 16))
-        for world in (1, 2, 4):
-            for micro in (1, 2, 4):
-                ranks = [make_loader(micro=micro, world=world, rank=rank).step(consumed) for rank in range(world)]
-                assert all(len(batches) == 16 // (micro * world) for batches in ranks)
-                assert rows_of(sum(ranks, [])) == expected
+        for world, micro in itertools.product((1, 2, 4), (1, 2, 4)):
+            ranks = [make_loader(micro=micro, world=world, rank=rank).step(consumed) for rank in range(world)]
+            assert all(len(batches) == 16 // (micro * world) for batches in ranks)
+            assert rows_of(sum(ranks, [])) == expected
 
 
-def test_ranks_hold_rows_of_similar_length_at_the_same_time():
+def test_ranks_hold_rows_of_similar_length_at_the_same_time_cut_to_their_longest():
     ranks = [make_loader(world=2, rank=rank).step(0) for rank in range(2)]
-    longest = [[batch.document_ids.sum(axis=1).max() for batch in batches] for batches in ranks]
-    shortest = [[batch.document_ids.sum(axis=1).min() for batch in batches] for batches in ranks]
+    lengths = [[batch.document_ids.sum(axis=1) for batch in batches] for batches in ranks]
     for step in range(3):
-        assert max(row[step] for row in longest) <= min(row[step + 1] for row in shortest)
+        assert max(row[step].max() for row in lengths) <= min(row[step + 1].min() for row in lengths)
+    batches = make_loader().step(0)
+    for batch in batches:
+        assert batch.input_ids.shape[1] == min(SEQ, -(-batch.document_ids.sum(axis=1).max() // 8) * 8)
+    assert len({batch.input_ids.shape[1] for batch in batches}) > 1
 
 
 def test_the_fields_of_a_batch():
     samples = fake_samples()
-    by_ids = {tuple(ids): index for index, ids in enumerate(samples.ids)}
+    known = numbers_of(samples)
     for batch in make_loader(samples, micro=4).step(32):
-        fields = batch.arrays()
-        assert all(field.dtype == np.int64 and field.shape == batch.input_ids.shape for field in fields)
-        assert all(field.flags.c_contiguous for field in fields)
-        originals = np.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)
-        for row in range(4):
-            n = int(batch.document_ids[row].sum())
-            assert originals[row, 0] == CLS and originals[row, n - 1] == SEP
-            assert tuple(originals[row, 1 : n - 1]) in by_ids
+        for field in batch.arrays():
+            assert field.dtype == np.int64 and field.shape == batch.input_ids.shape and field.flags.c_contiguous
+        for row, n in enumerate(batch.document_ids.sum(axis=1).tolist()):
+            ids = original(batch.input_ids[row], batch.labels[row])
+            assert (ids[0], ids[n - 1]) == (CLS, SEP) and ids[1 : n - 1] in known
             assert batch.document_ids[row].tolist() == [1] * n + [0] * (batch.input_ids.shape[1] - n)
             assert batch.position_ids[row, :n].tolist() == list(range(n))
             assert not batch.position_ids[row, n:].any() and not batch.sequence_ids[row, n:].any()
@@ -109,39 +109,21 @@ def test_the_text_of_a_full_row_may_continue_behind_it():
     assert (ids != MASK).all() and (batch.input_ids == MASK).any()  # read before they are masked
 
 
-def test_rows_are_cut_to_their_longest():
-    cut = make_loader().step(0)
-    widths = [batch.input_ids.shape[1] for batch in cut]
-    for batch, width in zip(cut, widths, strict=True):
-        longest = batch.document_ids.sum(axis=1).max()
-        assert width == min(SEQ, -(-longest // 8) * 8)
-    assert len(set(widths)) > 1
-
-
 def test_each_epoch_holds_each_sample_once_in_its_own_order():
-    samples = fake_samples(48)
-    by_ids = {tuple(ids): index for index, ids in enumerate(samples.ids)}
-    orders = []
+    samples, orders = fake_samples(48), []
     for epoch in range(2):
-        order = []
-        for step in range(3):
-            for _, inputs, labels in rows_of(make_loader(samples).step(48 * epoch + 16 * step)):
-                originals = [i if label == IGNORED_LABEL else label for i, label in zip(inputs, labels, strict=True)]
-                order.append(by_ids[tuple(originals[1:-1])])
-        assert sorted(order) == list(range(48))
-        orders.append(order)
+        rows = sum((rows_of(make_loader(samples).step(48 * epoch + 16 * step)) for step in range(3)), [])
+        orders.append([numbers_of(samples)[original(ids, labels)[1:-1]] for _, ids, labels in rows])
+        assert sorted(orders[-1]) == list(range(48))
     assert orders[0] != orders[1]
 
 
 def test_masks_change_with_the_epoch_and_stay_in_every_evaluation():
-    def originals(rows):
-        """Sample → labels, by the ids before masking."""
-        return {tuple(np.where(np.array(labels) == IGNORED_LABEL, ids, labels)): labels for _, ids, labels in rows}
-
     samples = fake_samples(16)
     first, second = (rows_of(make_loader(samples).step(consumed)) for consumed in (0, 16))
-    assert originals(first).keys() == originals(second).keys() and len(originals(first)) == 16
-    assert sum(originals(first)[ids] != labels for ids, labels in originals(second).items()) > 8
+    of_first, of_second = ({original(ids, labels): labels for _, ids, labels in rows} for rows in (first, second))
+    assert of_first.keys() == of_second.keys() and len(of_first) == 16
+    assert sum(of_first[ids] != labels for ids, labels in of_second.items()) > 8
     assert rows_of(make_loader(samples).step(0)) == first
 
 
@@ -155,18 +137,16 @@ def test_the_seed_decides_the_order_and_a_resumed_run_goes_on_as_before():
             assert all(a.tobytes() == b.tobytes() for a, b in zip(one.arrays(), other.arrays(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "nearest"), [(20, "16 or 24"), (3, "nearest: 8"), (0, "nearest: 8"), (-4, "nearest: 8")]
-)
-def test_refuses_a_global_batch_that_does_not_divide(global_batch, nearest):
-    line = rf"--global-batch-size is {global_batch}:.*{nearest}"
-    wrong_arguments(line, make_loader, world=4, global_batch=global_batch)
+def test_a_global_batch_that_does_not_divide_is_refused():
+    for global_batch, nearest in {20: "16 or 24", 3: "nearest: 8", 0: "nearest: 8", -4: "nearest: 8"}.items():
+        line = rf"--global-batch-size is {global_batch}:.*{nearest}"
+        wrong_arguments(line, make_loader, world=4, global_batch=global_batch)
 
 
 @pytest.mark.parametrize("wrong", [FAKE_VOCAB, -1])
 def test_refuses_ids_outside_the_vocabulary_by_the_corpus_of_the_id(wrong):
     """The row of a batch and the number of its sample point to different corpora."""
-    corpora = [fake_samples(16), fake_samples(16), fake_samples(16)]
+    corpora = [fake_samples(16) for _ in range(3)]
     for number, corpus in enumerate(corpora):
         corpus.prefix = f"corpus{number}"
     corpora[1].ids[3][0] = wrong
@@ -177,9 +157,18 @@ def test_refuses_ids_outside_the_vocabulary_by_the_corpus_of_the_id(wrong):
     assert error.exit_code == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_the_words_of_a_blend_are_read_or_refused():
+    for words, prefixes, weights in (
+        (["A"], ("A",), None),
+        (["7"], ("7",), None),
+        (["A", "B", "C"], ("A", "B", "C"), None),
+        (["0.1", "A", "2", "B"], ("A", "B"), (Fraction(1, 10), Fraction(2))),
+        (["1", "A", "1", "./2024"], ("A", "./2024"), (Fraction(1), Fraction(1))),
+        (["1e3", "A"], ("A",), (Fraction(1000),)),
+        (["2024_01", "news"], ("2024_01", "news"), None),
+    ):
+        assert loader.read_blend(words, "--data-path") == (prefixes, weights)
+    for words, message in (
         ([], "--data-path is empty"),
         (["0.3", "A", "B"], "got 3 words of which 1 are numbers"),
         (["0.3", "A", "0.7"], "got 3 words of which 2 are numbers"),
@@ -190,10 +179,8 @@ def test_refuses_ids_outside_the_vocabulary_by_the_corpus_of_the_id(wrong):
         (["1", "A", "-2", "B"], "weight -2 must be a number above 0"),
         (["nan", "A", "1", "B"], "weight nan"),
         (["inf", "A", "1", "B"], "weight inf"),
-    ],
-)
-def test_what_is_not_a_blend_is_refused(words, message):
-    assert "--data-path" in str(wrong_arguments(message, read_blend, words, "--data-path"))
+    ):
+        assert "--data-path" in str(wrong_arguments(message, loader.read_blend, words, "--data-path"))
 
 
 @pytest.fixture
@@ -220,15 +207,14 @@ class CountingLoader:
 
 
 def test_iterate_yields_every_step_in_order_and_stays_two_ahead(worker_threads):
-    assert list(iterate(CountingLoader(), 32, 5)) == [[32], [48], [64], [80], [96]]
-    assert list(iterate(CountingLoader(), 32, 1)) == [[32]]
-    assert list(iterate(CountingLoader(), 32, 0)) == []
+    for steps, expected in ((5, [[32], [48], [64], [80], [96]]), (1, [[32]]), (0, [])):
+        assert list(iterate(CountingLoader(), 32, steps)) == expected
     assert not worker_threads()
-    loader = CountingLoader()
-    stream = iterate(loader, 0, 1000)
+    counting = CountingLoader()
+    stream = iterate(counting, 0, 1000)
     assert next(stream) == [0]
     stream.close()
-    assert set(loader.asked) <= {0, 16, 32} and loader.asked[0] == 0
+    assert set(counting.asked) <= {0, 16, 32} and counting.asked[0] == 0
     assert not worker_threads()
 
 
@@ -237,8 +223,7 @@ def test_iterate_raises_the_thread_s_error_at_its_step(worker_threads):
     with pytest.raises(UserError, match="corpus: unreadable"):
         for batches in iterate(CountingLoader(fails_at=32), 0, 9):
             seen.append(batches)
-    assert seen == [[0], [16]]
-    assert not worker_threads()
+    assert seen == [[0], [16]] and not worker_threads()
 
 
 class NumberedSamples:
@@ -262,23 +247,24 @@ def corpora(*sizes):
     return [NumberedSamples(corpus, size) for corpus, size in enumerate(sizes)]
 
 
-weights = st.lists(st.integers(1, 200), min_size=1, max_size=9)
+def largest_deviation(pattern, counts):
+    """Samples by which a prefix of a pattern strays from its weights at most."""
+    given_so_far = np.cumsum(pattern[:, None] == np.arange(len(counts)), axis=0)  # [period, corpora]
+    due = np.arange(1, len(pattern) + 1)[:, None] * np.array(counts)  # times the period, so that all is whole
+    return np.abs(given_so_far * sum(counts) - due).max() / sum(counts)
 
 
 @settings(deadline=None, max_examples=200)
-@given(weights)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=9))
 def test_every_prefix_of_the_pattern_is_within_one_sample_of_its_weights(counts):
-    pattern, period = interleave(counts), sum(counts)
-    given_so_far = np.cumsum(pattern[:, None] == np.arange(len(counts)), axis=0)  # [period, corpora]
-    due = np.arange(1, period + 1)[:, None] * np.array(counts)  # times the period, so that all is whole
-    assert np.all(np.abs(given_so_far * period - due) < period)
-    assert given_so_far[-1].tolist() == counts
+    pattern = interleave(counts)
+    assert largest_deviation(pattern, counts) < 1
+    assert np.bincount(pattern, minlength=len(counts)).tolist() == counts
 
 
 def test_known_patterns_and_many_small_corpora_beside_a_large_one():
-    assert interleave([1]).tolist() == [0]
-    assert interleave([1, 1, 1]).tolist() == [0, 1, 2]
-    assert interleave([3, 1]).tolist() == [0, 0, 1, 0]
+    for counts, pattern in (([1], [0]), ([1, 1, 1], [0, 1, 2]), ([3, 1], [0, 0, 1, 0])):
+        assert interleave(counts).tolist() == pattern
     # Where the corpus with the largest deficit first, Megatron's rule, strays by more than a sample.
     counts = np.array([1, 7, 1, 1, 5, 7, 1, 3, 400, 23, 1, 5, 1])
     consumed, greedy = np.zeros(len(counts)), []
@@ -289,29 +275,17 @@ def test_known_patterns_and_many_small_corpora_beside_a_large_one():
     assert largest_deviation(interleave(counts.tolist()), counts) < 1
 
 
-def largest_deviation(pattern, counts):
-    given_so_far = np.cumsum(pattern[:, None] == np.arange(len(counts)), axis=0)  # [period, corpora]
-    due = np.arange(1, len(pattern) + 1)[:, None] * np.array(counts) / sum(counts)
-    return np.abs(given_so_far - due).max()
-
-
-@pytest.mark.parametrize(
-    ("written", "counts"),
-    [
+def test_weights_are_taken_as_written_and_those_that_need_a_long_pattern_are_rounded_so_that_none_vanishes():
+    for written, counts in (
         (["0.3", "0.7"], [3, 7]),
         (["5", "5"], [1, 1]),
         (["0.25", "0.25", "0.5"], [1, 1, 2]),
         (["1e-1", "0.9"], [1, 9]),
         (["12"], [1]),
-    ],
-)
-def test_weights_are_taken_as_written(written, counts):
-    assert whole_weights([Fraction(weight) for weight in written]) == counts
-
-
-def test_weights_that_need_a_long_pattern_are_rounded_and_none_vanishes():
+    ):
+        assert whole_weights([Fraction(weight) for weight in written]) == counts
     counts = whole_weights([Fraction(10**12), Fraction(10**12 + 7), Fraction(1)])
-    assert min(counts) == 1 and abs(sum(counts) - MAX_PERIOD) <= 2
+    assert min(counts) == 1 and abs(sum(counts) - loader.MAX_PERIOD) <= 2
     assert counts[0] / sum(counts) == pytest.approx(0.5, abs=2e-6)
 
 
@@ -366,19 +340,3 @@ def test_samples_are_read_from_their_corpora_in_the_order_asked_for():
     assert [ids.tolist() for ids in blend.tokens(indices)] == [[2004], [0], [1000], [3], [1001], [2000]]
     assert blend.lengths(indices.reshape(2, 3)).tolist() == [[5, 3, 4], [3, 4, 5]]
     assert [blend.source(index) for index in (3, 4, 10)] == ["corpus0", "corpus1", "corpus2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "prefixes", "weights"),
-    [
-        (["A"], ("A",), None),
-        (["7"], ("7",), None),
-        (["A", "B", "C"], ("A", "B", "C"), None),
-        (["0.1", "A", "2", "B"], ("A", "B"), (Fraction(1, 10), Fraction(2))),
-        (["1", "A", "1", "./2024"], ("A", "./2024"), (Fraction(1), Fraction(1))),
-        (["1e3", "A"], ("A",), (Fraction(1000),)),
-        (["2024_01", "news"], ("2024_01", "news"), None),
-    ],
-)
-def test_reading_the_words_of_a_blend(words, prefixes, weights):
-    assert read_blend(words, "--data-path") == (prefixes, weights)

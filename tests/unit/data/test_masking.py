@@ -3,6 +3,7 @@
 Rates, budget and the over-four-pieces rule hold on real text, words being told apart by the pieces' own spelling.
 Counter-based draws: pure, uniform, independent of how they are asked for; the shuffle is a bijection."""
 
+import itertools
 import json
 import lzma
 
@@ -31,6 +32,12 @@ def make_masker(masking="whole-word", **options):
     return Masker(fake_tokenizer(WORD_STARTS), seed=SEED, masking=MASKINGS.find(masking)(), **options)
 
 
+def mask_rows(ids, documents=None, **options):
+    """Return masked ids, and labels, of rows that are the samples 0, 1, … in epoch 0."""
+    documents = np.ones_like(ids) if documents is None else documents
+    return make_masker(**options)(ids, documents, np.zeros(len(ids), int), np.arange(len(ids)))
+
+
 def make_rows(num_rows, seq_length, rng, continuation=0.3, unknown=0.02):
     """`[CLS] tokens [SEP]` rows of differing lengths with Zipf-distributed word pieces."""
     ids = np.full((num_rows, seq_length), PAD)
@@ -45,32 +52,28 @@ def make_rows(num_rows, seq_length, rng, continuation=0.3, unknown=0.02):
     return ids, documents
 
 
-def uniform(purpose, *counters):
-    return to_unit(hash_uint64(SEED, purpose, *counters))
-
-
-def twin_masks(ids, documents, epoch, sample, mask_prob, masking="whole-word"):
+def twin_masks(ids, documents, epoch, sample, mask_prob, masking):
     """The twin on one row, given the numbers that (seed, purpose, epoch, sample, column) name."""
-    columns = np.arange(len(ids))
-    order = hash_uint64(SEED, "mask-order", epoch, sample, columns) >> np.uint64(32)
-    action = uniform("mask-action", epoch, sample, columns)
+
+    def draws(purpose):
+        return hash_uint64(SEED, purpose, epoch, sample, np.arange(len(ids)))
+
+    order, action, ngrams = (
+        draws("mask-order") >> np.uint64(32),
+        *map(to_unit, map(draws, ("mask-action", "mask-ngram"))),
+    )
     ordinary = [token for token in range(VOCAB) if token not in SPECIAL]
-    pieces = [ordinary[int(draw * len(ordinary))] for draw in uniform("mask-piece", epoch, sample, columns)]
-    selectable = [
-        bool(document) and token not in (PAD, CLS, SEP, MASK) for token, document in zip(ids, documents, strict=True)
-    ]
-    ngrams = uniform("mask-ngram", epoch, sample, columns)
+    pieces = [ordinary[int(draw * len(ordinary))] for draw in to_unit(draws("mask-piece"))]
+    selectable = [bool(own) and token not in (PAD, CLS, SEP, MASK) for token, own in zip(ids, documents, strict=True)]
     selected = twin.select(ids, selectable, WORD_STARTS, order.tolist(), mask_prob, masking, ngrams)
     return twin.corrupt(ids, selected, MASK, action, pieces)
 
 
-def assert_equals_twin(ids, documents, epochs, samples, mask_prob=0.15, masking="whole-word"):
+def assert_equals_twin(ids, documents, epochs, samples, mask_prob=0.15, masking="whole-word", rows=None):
     masked, labels = make_masker(mask_prob=mask_prob, masking=masking)(ids, documents, epochs, samples)
-    for row in range(len(ids)):
-        expected = twin_masks(
-            ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row]), mask_prob, masking
-        )
-        assert (masked[row].tolist(), labels[row].tolist()) == expected
+    for row in rows or range(len(ids)):
+        given = ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row])
+        assert (masked[row].tolist(), labels[row].tolist()) == twin_masks(*given, mask_prob, masking)
 
 
 @pytest.mark.parametrize("masking", MASKINGS)
@@ -82,24 +85,20 @@ def test_equals_the_loop_twin(continuation, mask_prob, masking):
     assert_equals_twin(ids, documents, rng.integers(0, 9, 40), rng.integers(0, 10**9, 40), mask_prob, masking)
 
 
-rows_of_ids = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=9, max_size=9), min_size=1, max_size=4)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
-    rows_of_ids,
-    st.floats(0.01, 1.0),
-    st.integers(0, 5),
-    st.integers(0, 2**40),
-    st.integers(0, 9),
-    st.sampled_from(sorted(MASKINGS)),
+    rows=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=9, max_size=9), min_size=1, max_size=4),
+    mask_prob=st.floats(0.01, 1.0),
+    place=st.tuples(st.integers(0, 5), st.integers(0, 2**40)),
+    padding=st.integers(0, 9),
+    masking=st.sampled_from(sorted(MASKINGS)),
 )
-def test_equals_the_loop_twin_on_any_ids(rows, mask_prob, epoch, sample, padding, masking):
+def test_equals_the_loop_twin_on_any_ids(rows, mask_prob, place, padding, masking):
     ids = np.array(rows)
     documents = np.ones_like(ids)
     documents[:, 9 - padding :] = 0
-    samples = sample + np.arange(len(ids))
-    assert_equals_twin(ids, documents, np.full(len(ids), epoch), samples, mask_prob, masking)
+    epochs, samples = np.full(len(ids), place[0]), place[1] + np.arange(len(ids))
+    assert_equals_twin(ids, documents, epochs, samples, mask_prob, masking)
 
 
 def test_a_lower_rate_masks_a_part_of_what_a_higher_one_masks():
@@ -115,60 +114,42 @@ def test_a_lower_rate_masks_a_part_of_what_a_higher_one_masks():
 
 
 def test_many_chunks_equal_the_loop_twin():
-    rng = np.random.default_rng(1)
-    ids, documents = make_rows(300, 257, rng)
-    masker = make_masker()
-    masked, labels = masker(ids, documents, np.zeros(300, int), np.arange(300))
-    for row in (0, 126, 127, 128, 254, 255, 299):
-        expected = twin_masks(ids[row].tolist(), documents[row].tolist(), 0, row, 0.15)
-        assert (masked[row].tolist(), labels[row].tolist()) == expected
+    ids, documents = make_rows(300, 257, np.random.default_rng(1))
+    assert_equals_twin(ids, documents, np.zeros(300, int), np.arange(300), rows=(0, 126, 127, 128, 254, 255, 299))
 
 
 def test_thousands_of_short_rows_are_masked_as_a_few():
     """More rows than the sort key has numbers for."""
-    ids = np.tile([CLS, 10, 150, 11, 12, SEP], (5000, 1))
-    rows = np.arange(5000)
-    at_once = make_masker()(ids, np.ones_like(ids), 0 * rows, rows)
+    ids, rows = np.tile([CLS, 10, 150, 11, 12, SEP], (5000, 1)), np.arange(5000)
     parts = [make_masker()(ids[part], np.ones((len(part), 6)), 0 * part, part) for part in np.split(rows, 5)]
-    for side in range(2):
-        assert np.array_equal(at_once[side], np.concatenate([part[side] for part in parts]))
+    for at_once, of_parts in zip(mask_rows(ids), zip(*parts, strict=True), strict=True):
+        assert np.array_equal(at_once, np.concatenate(of_parts))
 
 
 def test_rates_on_zipf_text():
-    rng = np.random.default_rng(2)
-    ids, documents = make_rows(600, 512, rng)
-    masked, labels = make_masker()(ids, documents, np.zeros(600, int), np.arange(600))
+    ids, documents = make_rows(600, 512, np.random.default_rng(2))
+    masked, labels = mask_rows(ids, documents)
     selected = labels != IGNORED_LABEL
     ordinary = (documents > 0) & ~np.isin(ids, [PAD, CLS, SEP, MASK])
-    assert ordinary.sum() > 100_000
+    assert ordinary.sum() > 100_000 and np.all(selected.sum(axis=1) >= 1)
     assert selected.sum() / ordinary.sum() == pytest.approx(0.15, abs=0.002)
-    budget = np.maximum(1, np.rint(0.15 * ordinary.sum(axis=1)))
     long_rows = ordinary.sum(axis=1) >= 40
-    assert np.all(selected.sum(axis=1)[long_rows] <= budget[long_rows])
-    assert np.all(selected.sum(axis=1) >= 1)
-
+    assert np.all(selected.sum(axis=1)[long_rows] <= np.rint(0.15 * ordinary.sum(axis=1))[long_rows])
     shown, original = masked[selected], ids[selected]
     assert np.mean(shown == MASK) == pytest.approx(0.8, abs=0.01)
-    random_share = np.mean((shown != MASK) & (shown != original))
-    # A random piece equals the original now and then, so the visible shares lie a little off 10 %.
-    assert random_share == pytest.approx(0.1 * (1 - 1 / (VOCAB - 5)), abs=0.01)
     random_pieces = shown[(shown != MASK) & (shown != original)]
-    assert not np.isin(random_pieces, SPECIAL).any()
-    assert np.unique(random_pieces).size == VOCAB - 5, "every ordinary piece is drawn"
+    # A random piece equals the original now and then, so the visible shares lie a little off 10 %.
+    assert len(random_pieces) / len(shown) == pytest.approx(0.1 * (1 - 1 / (VOCAB - 5)), abs=0.01)
+    assert set(random_pieces.tolist()) == {*range(VOCAB)} - {*SPECIAL}, "every ordinary piece is drawn"
 
 
-def test_labels_name_the_originals_and_specials_are_never_touched():
+def test_labels_name_the_originals_and_specials_are_never_touched_nor_ids_without_a_piece_drawn():
     ids, documents = make_rows(200, 128, np.random.default_rng(3))
-    masked, labels = make_masker()(ids, documents, np.zeros(200, int), np.arange(200))
+    masked, labels = mask_rows(ids, documents)
     selected = labels != IGNORED_LABEL
-    assert np.array_equal(labels[selected], ids[selected])
-    assert np.array_equal(masked[~selected], ids[~selected])
-    assert not np.isin(ids[selected], [PAD, CLS, SEP, MASK]).any()
+    assert np.array_equal(labels[selected], ids[selected]) and np.array_equal(masked[~selected], ids[~selected])
+    assert not np.isin(ids[selected], [PAD, CLS, SEP, MASK]).any() and not selected[documents == 0].any()
     assert np.any(ids[selected] == UNK), "[UNK] is a word like any other"
-    assert not selected[documents == 0].any()
-
-
-def test_ids_without_a_piece_are_never_drawn():
     tokenizer = fake_tokenizer(WORD_STARTS)
     tokenizer.pieces[20:] = [""] * (VOCAB - 20)
     ids, documents = make_rows(200, 64, np.random.default_rng(0))
@@ -178,12 +159,10 @@ def test_ids_without_a_piece_are_never_drawn():
 
 
 def test_words_of_up_to_four_pieces_stay_whole_and_longer_ones_split():
-    for pieces, whole in ((2, True), (4, True), (5, False)):
-        word = [10, *[150] * (pieces - 1)]
-        ids = np.array([[CLS, *word * 20, SEP]] * 50)
-        _, labels = make_masker()(ids, np.ones_like(ids), np.zeros(50, int), np.arange(50))
-        counts = (labels != IGNORED_LABEL)[:, 1:-1].reshape(50, 20, pieces).sum(axis=2)
-        if whole:
+    for pieces in (2, 4, 5):
+        ids = np.array([[CLS, *[10, *[150] * (pieces - 1)] * 20, SEP]] * 50)
+        counts = (mask_rows(ids)[1] != IGNORED_LABEL)[:, 1:-1].reshape(50, 20, pieces).sum(axis=2)
+        if pieces <= 4:
             assert set(np.unique(counts)) == {0, pieces}
         else:
             assert set(np.unique(counts)) > {0, 1}
@@ -193,76 +172,58 @@ def test_words_of_up_to_four_pieces_stay_whole_and_longer_ones_split():
 def test_a_skipped_unit_leaves_room_for_a_smaller_one():
     """Budget 2 of 13: a three-piece word never fits, a two-piece one only first, single pieces fill the rest."""
     ids = np.array([[CLS, 10, 150, 151, 11, 152, 12, 13, 14, 10, 150, 151, 11, 152, SEP]] * 400)
-    _, labels = make_masker()(ids, np.ones_like(ids), np.zeros(400, int), np.arange(400))
-    selected = labels != IGNORED_LABEL
-    assert not selected[:, [1, 2, 3, 9, 10, 11]].any()
-    assert np.all(selected.sum(axis=1) == 2)
-    assert np.array_equal(selected[:, 4], selected[:, 5])
-    assert selected[:, 4].any() and selected[:, 6].any()
+    selected = mask_rows(ids)[1] != IGNORED_LABEL
+    assert not selected[:, [1, 2, 3, 9, 10, 11]].any() and np.all(selected.sum(axis=1) == 2)
+    assert np.array_equal(selected[:, 4], selected[:, 5]) and selected[:, 4].any() and selected[:, 6].any()
 
 
 def test_where_no_unit_fits_one_whole_word_is_taken_and_none_without_words():
     ids = np.array([[CLS, 10, 150, 11, 151, 152, SEP, PAD]] * 100)
-    _, labels = make_masker()(ids, (ids != PAD).astype(int), np.zeros(100, int), np.arange(100))
+    _, labels = mask_rows(ids, (ids != PAD).astype(int))
     masks = {tuple(row) for row in (labels != IGNORED_LABEL).astype(int).tolist()}
     assert masks == {(0, 1, 1, 0, 0, 0, 0, 0), (0, 0, 0, 1, 1, 1, 0, 0)}
     ids = np.array([[CLS, SEP, PAD], [PAD, PAD, PAD], [CLS, 7, SEP]])
-    masked, labels = make_masker()(ids, np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1]]), np.zeros(3, int), np.arange(3))
+    masked, labels = mask_rows(ids, np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1]]))
     assert np.array_equal(masked[:2], ids[:2])
     assert (labels != IGNORED_LABEL).tolist() == [[False] * 3, [False] * 3, [False, True, False]]
 
 
 def test_pure_in_seed_epoch_and_sample_and_independent_of_row_and_padding():
     ids, documents = make_rows(30, 100, np.random.default_rng(4))
-    before = ids.copy()
-    epochs, samples = np.arange(30) % 3, np.arange(30) * 7
-    masker = make_masker()
+    before, epochs, samples, masker = ids.copy(), np.arange(30) % 3, np.arange(30) * 7, make_masker()
     masked, labels = masker(ids, documents, epochs, samples)
     assert np.array_equal(ids, before), "inputs stay untouched"
     again = masker(ids, documents, epochs, samples)
     assert masked.tobytes() == again[0].tobytes() and labels.tobytes() == again[1].tobytes()
-
     order = np.random.default_rng(5).permutation(30)
     wider = [np.pad(x[order], ((0, 0), (0, 11))) for x in (ids, documents)]
     moved = masker(*wider, epochs[order], samples[order])
     assert np.array_equal(moved[0][:, :100], masked[order]) and np.array_equal(moved[1][:, :100], labels[order])
-
     for other in (masker(ids, documents, epochs + 1, samples), masker(ids, documents, epochs, samples + 1)):
         assert not np.array_equal(other[1], labels)
 
 
-def test_shares_can_be_set_for_electra():
+def test_shares_can_be_set_for_electra_and_impossible_ones_are_refused():
     ids, documents = make_rows(200, 256, np.random.default_rng(6))
-    masked, labels = make_masker(mask_share=0.85, random_share=0.0)(ids, documents, np.zeros(200, int), np.arange(200))
-    selected = labels != IGNORED_LABEL
-    assert np.mean(masked[selected] == MASK) == pytest.approx(0.85, abs=0.01)
+    masked, labels = mask_rows(ids, documents, mask_share=0.85, random_share=0.0)
+    assert np.mean(masked[labels != IGNORED_LABEL] == MASK) == pytest.approx(0.85, abs=0.01)
     assert np.all((masked == ids) | (masked == MASK))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"mask_prob": 0.0}, "mask_prob"), ({"mask_prob": 1.5}, "mask_prob"), ({"mask_share": 0.95}, "mask_share")],
-)
-def test_refuses_impossible_shares(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_masker(**options)
+    for name, value in (("mask_prob", 0.0), ("mask_prob", 1.5), ("mask_share", 0.95)):
+        with pytest.raises(ValueError, match=name):
+            make_masker(**{name: value})
 
 
 LENGTH = 128
 EPOCHS = 4
 
 
-@pytest.fixture(scope="module")
-def texts():
+@pytest.fixture(scope="module", params=["wordpiece", "sentencepiece"])
+def corpus(request, tmp_path_factory):
+    """(tokenizer, whether each piece starts a word by its spelling, rows of ids `[rows, LENGTH]`)."""
     if not (SHARED / "sample.jsonl.xz").exists():
         pytest.skip("sample.jsonl.xz is not at hand")
     with lzma.open(SHARED / "sample.jsonl.xz", "rt", encoding="utf-8") as stream:
-        return [json.loads(line)["text"] for line in stream]
-
-
-@pytest.fixture(scope="module", params=["wordpiece", "sentencepiece"])
-def corpus(request, texts, tmp_path_factory):
-    """(tokenizer, whether each piece starts a word by its spelling, rows of ids `[rows, LENGTH]`)."""
+        texts = [json.loads(line)["text"] for line in stream]
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "wordpiece":
         (folder / "vocab.txt").write_bytes(shared_asset("vocab/bert-base-uncased-vocab.txt"))
@@ -276,8 +237,11 @@ def corpus(request, texts, tmp_path_factory):
     begins[tokenizer.special_ids] = True
     ids = np.concatenate([np.array(ids, np.int64) for ids in tokenizer.encode_batch(texts[:150])])
     rows = ids[: len(ids) // (LENGTH - 2) * (LENGTH - 2)].reshape(-1, LENGTH - 2)
-    ends = [np.full((len(rows), 1), end) for end in (tokenizer.cls_id, tokenizer.sep_id)]
-    return tokenizer, begins, np.concatenate([ends[0], rows, ends[1]], axis=1)
+    return (
+        tokenizer,
+        begins,
+        np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (tokenizer.cls_id, tokenizer.sep_id))),
+    )
 
 
 def mask(corpus, masking, mask_prob=0.15):
@@ -285,17 +249,17 @@ def mask(corpus, masking, mask_prob=0.15):
     tokenizer, _, rows = corpus
     masker = Masker(tokenizer, mask_prob, masking=MASKINGS.find(masking)())
     ids = np.tile(rows, (EPOCHS, 1))
-    epochs, samples = np.divmod(np.arange(len(ids)), len(rows))
-    masked, labels = masker(ids, np.ones_like(ids), epochs, samples)
+    masked, labels = masker(ids, np.ones_like(ids), *np.divmod(np.arange(len(ids)), len(rows)))
     return ids, masked, labels != IGNORED_LABEL
 
 
-def words(corpus, ids):
-    """First token and number of pieces of each word, the rows' ordinary tokens laid end to end; both `[words]`."""
+def words_taken(corpus, masking, mask_prob=0.15):
+    """Pieces of each word, and those that are selected, the rows' ordinary tokens laid end to end; both `[words]`."""
+    ids, _, selected = mask(corpus, masking, mask_prob)
     starts = corpus[1][ids[:, 1:-1]].copy()
     starts[:, 0] = True
     first = np.flatnonzero(starts)
-    return first, np.diff(first, append=starts.size)
+    return np.diff(first, append=starts.size), np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64)
 
 
 @pytest.mark.parametrize("mask_prob", [0.15, 0.4])
@@ -303,10 +267,8 @@ def words(corpus, ids):
 def test_budget_and_shares(corpus, masking, mask_prob):
     tokenizer, _, _ = corpus
     ids, masked, selected = mask(corpus, masking, mask_prob)
-    assert selected.size > 100_000
-    budget = round(mask_prob * (LENGTH - 2))
-    counts = selected.sum(axis=1)
-    assert counts.max() <= budget and counts.min() >= 1
+    budget, counts = round(mask_prob * (LENGTH - 2)), selected.sum(axis=1)
+    assert selected.size > 100_000 and counts.max() <= budget and counts.min() >= 1
     assert counts.mean() == pytest.approx(budget, rel=0.005), "nearly always filled to the last token"
     assert not selected[:, [0, -1]].any()
     shown, original = masked[selected], ids[selected]
@@ -321,48 +283,35 @@ def test_budget_and_shares(corpus, masking, mask_prob):
 
 @pytest.mark.parametrize("masking", ["whole-word", "ngram"])
 def test_words_up_to_four_pieces_are_whole_and_longer_ones_fall_apart(corpus, masking):
-    ids, _, selected = mask(corpus, masking)
-    first, sizes = words(corpus, ids)
-    taken = np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64)  # [words]: pieces of each
-    short = sizes <= 4
-    assert set(np.unique(sizes[short])) == {1, 2, 3, 4}
+    sizes, taken = words_taken(corpus, masking)
+    short, long_sizes, long_taken = sizes <= 4, sizes[sizes > 4], taken[sizes > 4]
+    assert set(np.unique(sizes[short])) == {1, 2, 3, 4} and len(long_sizes) > 50
     assert np.all((taken[short] == 0) | (taken[short] == sizes[short]))
-    long_sizes, long_taken = sizes[~short], taken[~short]
-    assert len(long_sizes) > 50
     assert np.any((long_taken > 0) & (long_taken < long_sizes)), "a long word's pieces are drawn one by one"
     # Pieces of long words are as likely as any other to be predicted, give or take chance and the end of the budget.
     assert long_taken.sum() / long_sizes.sum() == pytest.approx(0.15, abs=0.035)
 
 
 def test_single_tokens_split_words(corpus):
-    ids, _, selected = mask(corpus, "token")
-    first, sizes = words(corpus, ids)
-    taken = np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64)
-    pairs = taken[sizes == 2]
-    assert np.mean(pairs == 1) == pytest.approx(2 * 0.15 * 0.85, abs=0.03)
+    sizes, taken = words_taken(corpus, "token")
+    assert np.mean(taken[sizes == 2] == 1) == pytest.approx(2 * 0.15 * 0.85, abs=0.03)
 
 
 def test_ngrams_are_of_one_to_three_words_with_falling_shares(corpus):
     """In low doses n-grams seldom touch, so the runs of selected words show the law p(n) = 6/11, 3/11, 2/11."""
-    ids, _, selected = mask(corpus, "ngram", mask_prob=0.1)
-    first, sizes = words(corpus, ids)
-    taken = np.add.reduceat(selected[:, 1:-1].ravel(), first, dtype=np.int64) > 0
-    taken &= sizes <= 4
-    padded = np.concatenate([[False], taken, [False]]).astype(np.int8)
-    lengths = np.flatnonzero(np.diff(padded) == -1) - np.flatnonzero(np.diff(padded) == 1)
+    sizes, taken = words_taken(corpus, "ngram", mask_prob=0.1)
+    borders = np.diff(np.pad((taken > 0) & (sizes <= 4), 1).astype(np.int8))
+    lengths = np.flatnonzero(borders == -1) - np.flatnonzero(borders == 1)
     shares = np.bincount(lengths, minlength=6)[1:] / len(lengths)
-    assert shares[0] > shares[1] > shares[2] > shares[3]
+    assert shares[0] > shares[1] > shares[2] > shares[3] and shares[3:].sum() < 0.12
     assert shares[:3] == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.08)
-    assert shares[3:].sum() < 0.12
 
 
-def test_draws_are_elementwise_functions_of_their_counters_and_frozen():
+def test_draws_are_elementwise_functions_of_their_seed_purpose_and_counters_and_frozen():
     grid = hash_uint64(1, "p", np.arange(4)[:, None], np.arange(5))
-    assert grid.shape == (4, 5) and grid.dtype == np.uint64
-    assert grid[2, 3] == hash_uint64(1, "p", 2, 3)
-    assert hash_uint64(1, "p", 2, 3).shape == ()
+    assert grid.shape == (4, 5) and grid.dtype == np.uint64 and grid[2, 3] == hash_uint64(1, "p", 2, 3)
+    assert hash_uint64(1, "p", 2, 3).shape == () and hash_uint64(1, "p", np.arange(0)).shape == (0,)
     assert np.array_equal(grid, fold_in(hash_uint64(1, "p", np.arange(4))[:, None], np.arange(5)))
-    assert hash_uint64(1, "p", np.arange(0)).shape == (0,)
     # A change of these numbers changes every run's data: it must be a decision, not a side effect.
     draws = hash_uint64(1234, "mask-order", 3, np.array([0, 1]))
     assert draws.tolist() == [1074841977364916073, 11525570127649832071]
@@ -370,23 +319,13 @@ def test_draws_are_elementwise_functions_of_their_counters_and_frozen():
     assert fold_in(hash_uint64(SEED, "mask-order", 2, 3), 4) == hash_uint64(SEED, "mask-order", 2, 3, 4)
     with np.errstate(all="raise"):
         hash_uint64(2**63, "p", 2**62, np.array([2**62]))
-
-
-def test_seed_purpose_and_every_counter_matter():
-    draws = [
-        hash_uint64(seed, purpose, a, b)
-        for seed in (0, 1, -1, 2**70)
-        for purpose in ("p", "q", "")
-        for a in range(3)
-        for b in range(3)
-    ]
-    assert len({int(draw) for draw in draws}) == len(draws)
+    given = list(itertools.product((0, 1, -1, 2**70), ("p", "q", ""), range(3), range(3)))
+    assert len({int(hash_uint64(*numbers)) for numbers in given}) == len(given)
 
 
 def test_uniform_is_uniform_and_uncorrelated():
     draws = to_unit(hash_uint64(7, "test", np.arange(200)[:, None], np.arange(500)))
-    assert draws.min() >= 0 and draws.max() < 1
-    assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
+    assert draws.min() >= 0 and draws.max() < 1 and stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
     for first, second in ((draws[:, :-1], draws[:, 1:]), (draws[:-1], draws[1:])):
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
     bits = np.unpackbits(hash_uint64(7, "bits", np.arange(20_000)).view(np.uint8)).reshape(20_000, 64).mean(axis=0)
@@ -396,16 +335,17 @@ def test_uniform_is_uniform_and_uncorrelated():
 @pytest.mark.parametrize("size", [*range(1, 34), 97, 127, 128, 129, 255, 256, 257, 1009, 4096, 65_537])
 def test_permute_is_a_bijection(size):
     place = permute(np.arange(size), size, 5, "shuffle", 2)
-    assert place.dtype == np.int64
-    assert np.array_equal(np.sort(place), np.arange(size))
+    assert place.dtype == np.int64 and np.array_equal(np.sort(place), np.arange(size))
     some = np.arange(size)[:: max(1, size // 7)]
     assert np.array_equal(permute(some, size, 5, "shuffle", 2), place[some]), "a place does not depend on the others"
+    for index in (-1, size):
+        with pytest.raises(ValueError, match=rf"expected within \[0, {size}\)"):
+            permute([index], size, 0, "shuffle", 0)
 
 
 def test_permute_epochs_seeds_and_purposes_differ():
     base = permute(np.arange(1000), 1000, 5, "shuffle", 0)
-    for other in (("shuffle", 1, 5), ("shuffle", 0, 6), ("valid", 0, 5)):
-        purpose, epoch, seed = other
+    for seed, purpose, epoch in ((5, "shuffle", 1), (6, "shuffle", 0), (5, "valid", 0)):
         assert np.mean(permute(np.arange(1000), 1000, seed, purpose, epoch) == base) < 0.02
     both = permute(np.arange(1000) % 500, 500, 5, "shuffle", np.arange(1000) // 500)
     assert np.array_equal(both[500:], permute(np.arange(500), 500, 5, "shuffle", 1)), "epochs may be an array"
@@ -429,12 +369,6 @@ def test_permute_scatters_neighbours_and_single_points_of_huge_ranges():
     place = permute(np.arange(1000), size, 5, "shuffle", 0)
     assert np.unique(place).size == 1000 and place.min() >= 0 and place.max() < size
     assert stats.kstest(place / size, "uniform").pvalue > 1e-4
-
-
-@pytest.mark.parametrize("index", [-1, 5])
-def test_permute_refuses_indices_outside_the_range(index):
-    with pytest.raises(ValueError, match=r"expected within \[0, 5\)"):
-        permute([index], 5, 0, "shuffle", 0)
 
 
 def test_the_causal_phase_predicts_each_next_token_of_a_document_and_no_cls():

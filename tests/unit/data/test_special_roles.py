@@ -3,6 +3,7 @@
 What is lost is refused, said, or counted. Marks at begins, at ends or nowhere: masks, notes, scores and another
 vocabulary."""
 
+import itertools
 import json
 import pickle
 from dataclasses import replace
@@ -18,16 +19,9 @@ from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.word_counts import WordFinder, count_rare_words
 from megatron_ddrp.data.dataset.merging import merge
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
-from megatron_ddrp.data.tokenizers.tokenizer import (
-    BEGIN,
-    DROPPED,
-    END,
-    NONE,
-    build_tokenizer,
-    load_tokenizer,
-    word_begins,
-)
-from megatron_ddrp.data.tokenizers.vocabulary import warn_of_unmarked_words, warn_of_vocabulary
+from megatron_ddrp.data.tokenizers import tokenizer as tokenizer_module
+from megatron_ddrp.data.tokenizers.tokenizer import BEGIN, DROPPED, END, NONE, build_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, warn_of_unmarked_words, warn_of_vocabulary
 from megatron_ddrp.tasks.minimal_pairs.pairs import masked_rows
 from tests.datasets import write_dataset
 from tests.refusals import wrong_arguments
@@ -41,7 +35,16 @@ def refusal(folder, kind="HuggingFace"):
     return str(wrong_arguments(".", build_tokenizer, kind, tokenizer_model=folder))
 
 
-OPEN = {"wordlevel": lambda: (models.WordLevel({n: i for i, n in enumerate([*NAMES.values(), "a"])}, "<u>"), None)}
+def built(folder, *made, **how):
+    """Return the tokenizer of a folder, which is written first if it is said what is made."""
+    return build_tokenizer("HuggingFace", tokenizer_model=write(folder, *made, **how) if made else folder)
+
+
+def numbered(*pieces):
+    return {piece: i for i, piece in enumerate(pieces)}
+
+
+OPEN = {"wordlevel": lambda: (models.WordLevel(numbered(*ADDED, "a"), "<u>"), None)}
 OPEN |= {"bpe": lambda: plain_bpe("abc", "<u>"), "unigram": lambda: unigram("abc", 4)}
 CLOSED = {"byte-level": byte_bpe, "fallback": lambda: plain_bpe([*"abc", *BYTES], byte_fallback=True)}
 
@@ -72,19 +75,18 @@ def test_an_unknown_piece_with_another_role_is_refused(tmp_path, made, role):
     # The settings name another piece as [UNK], but the model gives <u>.
     assert own in refusal(write(tmp_path / "b", OPEN[made](), NAMES | {role: "<u>", "unk": "a"}))
     # By the description that a run keeps, as a resumed run reads it.
-    build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path / "c", OPEN[made]())).save(tmp_path / "run")
+    built(tmp_path / "c", OPEN[made]()).save(tmp_path / "run")
     path = tmp_path / "run" / "megatron_tokenizer.json"
     description = json.loads(path.read_text())
     description["special_tokens"][role] = "<u>"
     path.write_text(json.dumps(description))
-    wrong_arguments(r"'<u>' is \[", load_tokenizer, tmp_path / "run")
+    wrong_arguments(r"'<u>' is \[", tokenizer_module.load_tokenizer, tmp_path / "run")
 
 
 @pytest.mark.parametrize("shared", [("cls",), ("sep",), ("cls", "sep")])
 @pytest.mark.parametrize("made", CLOSED)
 def test_an_unknown_piece_that_no_text_gives_is_said(tmp_path, made, shared):
-    folder = write(tmp_path, CLOSED[made](), NAMES | dict.fromkeys(shared, "<u>"))
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    tokenizer = built(tmp_path, CLOSED[made](), NAMES | dict.fromkeys(shared, "<u>"))
     [line] = warn_of_vocabulary(tokenizer)
     assert line.startswith("'<u>' is [UNK] and [") and "no text gives it" in line
     ids = tokenizer.encode(WHOLE)
@@ -97,58 +99,56 @@ def test_an_unknown_piece_that_no_text_gives_is_said(tmp_path, made, shared):
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_settings_that_differ_are_read_as_by_transformers(tmp_path, newer):
+    transformers = pytest.importorskip("transformers")
     write(tmp_path, OPEN["bpe"](), NAMES | {"mask": "a"}, "special_tokens_map.json")
     write(tmp_path, OPEN["bpe"](), NAMES | {"mask": "b"})
     path = tmp_path / "tokenizer_config.json"
     more = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"added_tokens_decoder": {}} if newer else {})
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    ours = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
-    transformers = pytest.importorskip("transformers")
+    tokenizer = built(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert ours.pieces[ours.mask_id] == transformers.AutoTokenizer.from_pretrained(tmp_path).mask_token
-    assert ours.pieces[ours.mask_id] == ("b" if newer else "a")
+    assert tokenizer.pieces[tokenizer.mask_id] == transformers.AutoTokenizer.from_pretrained(tmp_path).mask_token
+    assert tokenizer.pieces[tokenizer.mask_id] == ("b" if newer else "a")
 
 
 def test_classifier_and_separator_may_share_a_piece_and_settings_name_the_unknown_one(tmp_path):
     for name, made in (OPEN | CLOSED).items():
-        tokenizer = build_tokenizer(
-            "HuggingFace", tokenizer_model=write(tmp_path / name, made(), NAMES | {"sep": "<c>"})
-        )
+        tokenizer = built(tmp_path / name, made(), NAMES | {"sep": "<c>"})
         assert tokenizer.cls_id == tokenizer.sep_id and not warn_of_vocabulary(tokenizer)
-    # As in CLIP's files, whose model names the end of a text.
-    made = byte_bpe(unknown="<s>")
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made))
+    tokenizer = built(tmp_path, byte_bpe(unknown="<s>"))  # as in CLIP's files, whose model names the end of a text
     assert tokenizer.pieces[tokenizer.unk_id] == "<u>" and not warn_of_vocabulary(tokenizer)
+    for number, (made, unknown) in enumerate(itertools.product(CLOSED.values(), ("", "<no>"))):
+        change = {"change": lambda layout, unknown=unknown: layout["model"].update(unk_token=unknown)}
+        tokenizer = built(tmp_path / str(number), made(), **change)
+        assert tokenizer.encode(WHOLE) and not warn_of_vocabulary(tokenizer), "one that is not needed may be missing"
 
 
 def without(*lost):
     return [piece for piece in ALPHABET if piece not in lost]
 
 
-@pytest.mark.parametrize(
-    ("made", "closed"),
-    [
-        (lambda: byte_bpe(without("a")), False),
-        (lambda: byte_bpe(without("\u0120")), False),
-        (lambda: byte_bpe(without(*"\u00c0\u00c1\u00f5\u00ff")), True),  # bytes that UTF-8 never has
-        (lambda: byte_bpe(end_of_word_suffix="</w>"), False),
-        (lambda: byte_bpe([*ALPHABET, *(p + "</w>" for p in ALPHABET)], end_of_word_suffix="</w>"), True),
-        (lambda: (byte_bpe()[0], pre_tokenizers.Whitespace()), False),
-        (lambda: (byte_bpe()[0], pre_tokenizers.Sequence([pre_tokenizers.Digits(), byte_bpe()[1]])), True),
-        (lambda: plain_bpe([*"abc", *BYTES]), False),  # the bytes are there and the rule is not
-        (lambda: plain_bpe([*"abc", *BYTES[:100], *BYTES[101:]], byte_fallback=True), False),
-        (lambda: plain_bpe([*"abc", *BYTES[:0xF5]], byte_fallback=True), True),
-        (lambda: unigram([*"abc", *BYTES], 4, byte_fallback=True), None),  # finds "<u>" in a text
-        (lambda: unigram([*"abc", *BYTES[1:]], 4, byte_fallback=True), False),
-        (lambda: (unigram(ALPHABET, 4)[0], pre_tokenizers.ByteLevel()), True),
-    ],
-)
-def test_only_pieces_for_every_byte_exclude_unknown_text(tmp_path, made, closed):
-    folder = write(tmp_path, made(), NAMES | {"cls": "<u>"})
-    if closed:
-        assert warn_of_vocabulary(build_tokenizer("HuggingFace", tokenizer_model=folder))
-    else:
-        assert "'<u>' is [CLS] and [UNK]" in refusal(folder)
+def test_only_pieces_for_every_byte_exclude_unknown_text(tmp_path):
+    rows = [
+        (byte_bpe(without("a")), False),
+        (byte_bpe(without("\u0120")), False),
+        (byte_bpe(without(*"\u00c0\u00c1\u00f5\u00ff")), True),  # bytes that UTF-8 never has
+        (byte_bpe(end_of_word_suffix="</w>"), False),
+        (byte_bpe([*ALPHABET, *(p + "</w>" for p in ALPHABET)], end_of_word_suffix="</w>"), True),
+        ((byte_bpe()[0], pre_tokenizers.Whitespace()), False),
+        ((byte_bpe()[0], pre_tokenizers.Sequence([pre_tokenizers.Digits(), byte_bpe()[1]])), True),
+        (plain_bpe([*"abc", *BYTES]), False),  # the bytes are there and the rule is not
+        (plain_bpe([*"abc", *BYTES[:100], *BYTES[101:]], byte_fallback=True), False),
+        (plain_bpe([*"abc", *BYTES[:0xF5]], byte_fallback=True), True),
+        (unigram([*"abc", *BYTES], 4, byte_fallback=True), False),  # finds "<u>" in a text
+        (unigram([*"abc", *BYTES[1:]], 4, byte_fallback=True), False),
+        ((unigram(ALPHABET, 4)[0], pre_tokenizers.ByteLevel()), True),
+    ]
+    for number, (made, closed) in enumerate(rows):
+        folder = write(tmp_path / str(number), made, NAMES | {"cls": "<u>"})
+        if closed:
+            assert warn_of_vocabulary(built(folder)), number
+        else:
+            assert "'<u>' is [CLS] and [UNK]" in refusal(folder), number
 
 
 @pytest.mark.parametrize(
@@ -178,33 +178,19 @@ def test_sentencepiece_roles(tmp_path, options, shared):
         (OPEN["wordlevel"], {"unk_token": "<no>"}, "its WordLevel model fails .* unk_token is '<no>'"),
         (OPEN["bpe"], {"unk_token": "<no>"}, "its BPE model fails .* unk_token is '<no>'"),
         (lambda: byte_bpe(without("a")), {"unk_token": "<no>"}, "its BPE model fails"),
-        (
-            lambda: (models.WordPiece({n: i for i, n in enumerate([*NAMES.values(), "a"])}, unk_token="<u>"), None),
-            {"unk_token": "[UNK]"},
-            r"its WordPiece model fails .* unk_token is '\[UNK\]'",
-        ),
-        (
-            lambda: (models.WordPiece({n: i for i, n in enumerate([*NAMES.values(), *ALPHABET])}), byte_bpe()[1]),
-            {"unk_token": "<no>"},
-            "its WordPiece model fails",  # a long word is unknown to it, whatever the alphabet
-        ),
+        (lambda: (models.WordPiece(numbered(*ADDED, "a"), unk_token="<u>"), None), {"unk_token": "[UNK]"},
+         r"its WordPiece model fails .* unk_token is '\[UNK\]'"),
+        (lambda: (models.WordPiece(numbered(*ADDED, *ALPHABET)), byte_bpe()[1]), {"unk_token": "<no>"},
+         "its WordPiece model fails"),  # a long word is unknown to it, whatever the alphabet
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("is_added", [False, True])
 def test_a_model_that_fails_at_unknown_text_is_refused(tmp_path, made, change, reason, is_added):
     """An unknown piece that is only an added token does not help the model."""
     lost = change.get("unk_token")
-    added = [*NAMES.values(), *([lost] if is_added and lost else [])]
+    added = [*ADDED, *([lost] if is_added and lost else [])]
     folder = write(tmp_path, made(), change=lambda layout: layout["model"].update(change), added=added)
     wrong_arguments(reason, build_tokenizer, "HuggingFace", tokenizer_model=folder)
-
-
-@pytest.mark.parametrize("made", CLOSED)
-@pytest.mark.parametrize("unknown", ["", "<no>"])
-def test_an_unknown_piece_that_is_never_needed_may_be_missing(tmp_path, made, unknown):
-    folder = write(tmp_path, CLOSED[made](), change=lambda layout: layout["model"].update(unk_token=unknown))
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
-    assert tokenizer.encode(WHOLE) and not warn_of_vocabulary(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -222,78 +208,66 @@ def test_an_unknown_piece_that_is_never_needed_may_be_missing(tmp_path, made, un
     ],
 )
 def test_dropped_characters_are_said_and_counted(tmp_path, made, text, dropped):
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made()))
-    expected = build_ids(tmp_path, text)
+    tokenizer = built(tmp_path, made())
+    backend = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    expected = backend.encode(text, add_special_tokens=False).ids
     for ours in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert ours.count_dropped([text, "", text]) == 2 * dropped and ours.encode(text) == expected
-    assert len(warn_of_vocabulary(tokenizer)) == bool(dropped)
-    assert DROPPED not in tokenizer.pieces
-
-
-def build_ids(folder, text):
-    backend = RustTokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.encode_special_tokens = True
-    return backend.encode(text, add_special_tokens=False).ids
+    assert len(warn_of_vocabulary(tokenizer)) == bool(dropped) and DROPPED not in tokenizer.pieces
 
 
 def test_preprocessing_counts_dropped_characters_in_summary_and_manifests(tmp_path, capsys):
     folder = write(tmp_path / "bpe", (plain_bpe("theca")[0], pre_tokenizers.WhitespaceSplit()))
     (tmp_path / "in.jsonl").write_text('{"text": "the cat zz"}\n{"text": "z"}\n')
-    flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(folder)}
-    config = PreprocessConfig((str(tmp_path / "in.jsonl"),), str(tmp_path / "o"), workers=2, **flags)
+    flags = {"tokenizer_type": "HuggingFace", "tokenizer_model": str(folder), "workers": 2}
+    config = PreprocessConfig((str(tmp_path / "in.jsonl"),), str(tmp_path / "o"), **flags)
     result = preprocess(config)
     assert "0.00% unknown pieces, 3 characters dropped" in result.summary()  # t of cat is there, z is not
     told = capsys.readouterr().err
     assert "are dropped from every text" in told and "3 characters are dropped beside 6 tokens" in told
-    [prefix] = result.prefixes
+    prefixes = [*result.prefixes, *preprocess(replace(config, output_prefix=str(tmp_path / "p"))).prefixes]
     assert json.loads((tmp_path / "o_text_document.json").read_text())["dropped_characters"] == 3
-    [other] = preprocess(replace(config, output_prefix=str(tmp_path / "p"))).prefixes
-    assert merge(tmp_path / "both", [prefix, other]).manifest["dropped_characters"] == 6
+    assert merge(tmp_path / "both", prefixes).manifest["dropped_characters"] == 6
 
 
 def test_random_merges_and_cuts_of_a_foreign_file_are_switched_off(tmp_path):
-    vocabulary = {piece: i for i, piece in enumerate([*NAMES.values(), "a", "b", "ab"])}
-    made = models.BPE(vocabulary, [("a", "b")], dropout=0.9, unk_token="<u>"), None
+    made = models.BPE(numbered(*ADDED, "a", "b", "ab"), [("a", "b")], dropout=0.9, unk_token="<u>"), None
 
     def cut(layout):
         layout["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
         layout["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
         layout["padding"] |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "<p>"}
 
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made, change=cut))
-    again = pickle.loads(pickle.dumps(tokenizer))
-    for ours in (tokenizer, again):
+    tokenizer = built(tmp_path, made, change=cut)
+    for ours in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert {tuple(ours.encode("ab" * 5)) for _ in range(20)} == {(7,) * 5}
         assert {tuple(ids) for ids in ours.encode_batch(["ab" * 5, "ab"] * 9)} == {(7,) * 5, (7,)}
 
 
 def test_only_the_mask_of_a_masked_text_is_special(tmp_path):
-    ours = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, plain_bpe("ab", "<u>")))
+    ours = built(tmp_path, plain_bpe("ab", "<u>"))
     unknown, a, mask, b = 4, 5, 3, 6
     assert ours.encode_with_masks("<c>a<m><s>b<p>") == [unknown, a, mask, unknown, b, unknown]
     assert ours.encode("<m>") == [unknown] * 3, "without masks they are the characters of their names"
     vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "[", "]", "cls"]))
+    vocabulary.write_text("\n".join([*SPECIALS, "a", "[", "]", "cls"]))
     ours = build_tokenizer("BertWordPieceLowerCase", vocabulary)
     assert ours.encode_with_masks("[CLS] a [MASK] [CLS]") == [6, 8, 7, 5, 4, 6, 8, 7]
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, byte_bpe()))
-    other = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer = built(tmp_path, byte_bpe())
     spelled = [tokenizer.pieces.index(letter) for letter in "a<m>"]
-    assert other.encode("a<m>") == tokenizer.encode("a<m>") == spelled
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("a<m>") == tokenizer.encode("a<m>") == spelled
 
 
 def test_marks_of_byte_order_are_not_text_and_a_normalizer_may_write_the_bytes(tmp_path):
-    plain = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, OPEN["bpe"]()))
+    plain = built(tmp_path, OPEN["bpe"]())
     for file in tmp_path.iterdir():
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    tokenizer = built(tmp_path)
     assert tokenizer.fingerprint == plain.fingerprint and tokenizer.pieces[tokenizer.cls_id] == "<c>"
-
-    def change(layout):
-        layout["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}]}
-
-    made = byte_bpe()[0], None
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=write(tmp_path, made, change=change))
+    bytes_first = {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}]}
+    change = {"change": lambda layout: layout.update(normalizer=bytes_first)}
+    tokenizer = built(tmp_path, (byte_bpe()[0], None), **change)
     assert tokenizer.spells_all and not tokenizer.count_dropped([WHOLE])
 
 
@@ -304,15 +278,13 @@ def test_a_special_piece_without_a_role_is_special_too(tmp_path):
         (plain,) = [token for token in layout["added_tokens"] if token["content"] == "<plain>"]
         plain["special"] = False
 
-    folder = write(tmp_path, plain_bpe("abc", "<u>"), added=(*ADDED, "<extra>", "<plain>"), change=change)
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    tokenizer = built(tmp_path, plain_bpe("abc", "<u>"), added=(*ADDED, "<extra>", "<plain>"), change=change)
     extra, plain = (tokenizer.pieces.index(name) for name in ("<extra>", "<plain>"))
     assert extra in tokenizer.special_ids and plain not in tokenizer.special_ids
     assert extra not in Masker(tokenizer)._random_pieces and plain in Masker(tokenizer)._random_pieces
 
 
 TEXT = "the unaffable cats sat on singing mats"
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SUFFIX = {"treat_whitespace_as_suffix": True}
 LETTERS = list("theunafblcsoigm")
 
@@ -326,14 +298,17 @@ def bpe(pieces, splitter, **options):
 
     def make(folder):
         names = dict.fromkeys([*SPECIALS, *pieces])
-        model = models.BPE({piece: i for i, piece in enumerate(names)}, [], unk_token="[UNK]", **options)
-        backend = RustTokenizer(model)
-        if splitter is not None:
-            backend.pre_tokenizer = splitter
-        backend.save(str(folder / "tokenizer.json"))
-        return build_tokenizer("HuggingFace", tokenizer_model=folder)
+        return save(folder, models.BPE(numbered(*names), [], unk_token="[UNK]", **options), splitter)
 
     return make
+
+
+def save(folder, model, splitter):
+    backend = RustTokenizer(model)
+    if splitter is not None:
+        backend.pre_tokenizer = splitter
+    backend.save(str(folder / "tokenizer.json"))
+    return built(folder)
 
 
 WITH_END = [*LETTERS, *(letter + "</w>" for letter in LETTERS)]
@@ -357,24 +332,22 @@ KINDS = {
 UNMARKED = {
     "byte-level without blanks": bpe(ALPHABET, BARE),
     "letters": bpe(LETTERS, pre_tokenizers.WhitespaceSplit()),
-    "sentencepiece": sentencepiece(
-        texts=["thecats", "satonmats", "singing"] * 30, vocab_size=20, add_dummy_prefix=False
-    ),
+    "no dummy": sentencepiece(texts=["thecats", "satonmats", "singing"] * 30, vocab_size=20, add_dummy_prefix=False),
 }
+BLANKS = str.maketrans({"\u2581": "", "\u0120": "", " ": ""})
+
+
+def spans_of(tokenizer, ids):
+    """Return the begin and the end of each word among ids."""
+    begins = tokenizer_module.word_begins(tokenizer.word_starts, tokenizer.word_ends, np.array(ids))
+    begins[0] = True
+    return list(itertools.pairwise([*np.flatnonzero(begins).tolist(), len(ids)]))
 
 
 def words_of(tokenizer, ids):
-    """Return the texts of the words of one row of ids."""
-    begins = word_begins(tokenizer.word_starts, tokenizer.word_ends, np.array([ids]))[0]
-    begins[0] = True
-    words = [[ids[k] for k in range(i, j)] for i, j in _spans(begins)]
-    strip = str.maketrans({"\u2581": "", "\u0120": "", " ": ""})
-    return ["".join(tokenizer.pieces[i] for i in word).replace("</w>", "").translate(strip) for word in words]
-
-
-def _spans(begins):
-    first = np.flatnonzero(begins).tolist()
-    return list(zip(first, [*first[1:], len(begins)], strict=True))
+    """Return the texts of the words among ids."""
+    words = [ids[i:j] for i, j in spans_of(tokenizer, ids)]
+    return ["".join(tokenizer.pieces[i] for i in word).replace("</w>", "").translate(BLANKS) for word in words]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -393,19 +366,16 @@ def test_a_vocabulary_without_marks_is_said_and_its_pieces_are_words(tmp_path, k
 
 
 def test_a_list_of_words_needs_no_marks_and_marks_may_be_at_ends_of_words(tmp_path):
-    backend = RustTokenizer(models.WordLevel({p: i for i, p in enumerate([*SPECIALS, *TEXT.split()])}, "[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    words = models.WordLevel(numbered(*SPECIALS, *TEXT.split()), "[UNK]")
+    tokenizer = save(tmp_path, words, pre_tokenizers.WhitespaceSplit())
     assert words_of(tokenizer, tokenizer.encode(TEXT)) == TEXT.split() and not warn_of_unmarked_words(tokenizer)
-    make = bpe([*ALPHABET, "e\u0120", "s\u0120"], ENDS)
-    tokenizer = make(tmp_path)
+    bpe([*ALPHABET, "e\u0120", "s\u0120"], ENDS)(tmp_path)
     layout = json.loads((tmp_path / "tokenizer.json").read_text())
-    layout["model"]["merges"] = [["e", "\u0120"], ["s", "\u0120"], ["t", "\u0120"], ["n", "\u0120"], ["g", "\u0120"]]
+    layout["model"]["merges"] = [[letter, "\u0120"] for letter in "estng"]
     for piece in ("t\u0120", "n\u0120", "g\u0120"):
         layout["model"]["vocab"][piece] = len(layout["model"]["vocab"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
-    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    tokenizer = built(tmp_path)
     assert tokenizer.word_side == END and words_of(tokenizer, tokenizer.encode(TEXT)) == TEXT.split()
 
 
@@ -416,25 +386,20 @@ def suffixed(request, tmp_path):
 
 @pytest.mark.parametrize("masking", ["whole-word", "ngram"])
 def test_masks_take_words_whole(suffixed, masking):
-    text = "cats sat on mats the"  # of at most four pieces each
-    ids = suffixed.encode(text)
+    ids = suffixed.encode("cats sat on mats the")  # of at most four pieces each
     row = np.array([[suffixed.cls_id, *ids, suffixed.sep_id, suffixed.pad_id]] * 500)
     inside = np.where(row == suffixed.pad_id, 0, 1)
     _, labels = Masker(suffixed, 0.4, masking=MASKINGS.find(masking)())(row, inside, np.zeros(500, int), np.arange(500))
-    predicted = labels[:, 1 : 1 + len(ids)] >= 0
-    begins = word_begins(suffixed.word_starts, suffixed.word_ends, np.array(ids))
-    begins[0] = True
-    assert len(_spans(begins)) == 5 and max(j - i for i, j in _spans(begins)) > 1
-    for i, j in _spans(begins):
+    predicted, spans = labels[:, 1 : 1 + len(ids)] >= 0, spans_of(suffixed, ids)
+    assert len(spans) == 5 and max(j - i for i, j in spans) > 1
+    for i, j in spans:
         assert (predicted[:, i:j].all(1) | ~predicted[:, i:j].any(1)).all()
         assert 0 < predicted[:, i].mean() < 1
 
 
 def test_scores_mask_the_words_own_pieces(suffixed):
     ids = suffixed.encode("the cats sat")
-    begins = word_begins(suffixed.word_starts, suffixed.word_ends, np.array(ids))
-    begins[0] = True
-    word = np.cumsum(begins)
+    word = np.concatenate([[number] * (j - i) for number, (i, j) in enumerate(spans_of(suffixed, ids))])
     for score in ("l2r", "whole-word"):
         [rows] = masked_rows([ids], suffixed, score, 1000)
         for masked, place in zip(rows.ids == suffixed.mask_id, rows.places, strict=True):
@@ -481,17 +446,15 @@ def test_a_mask_keeps_the_blanks_beside_it(tmp_path):
     ],
 )
 def test_pieces_of_two_vocabularies_are_compared_by_what_both_mark(tmp_path, old, new, by_text):
-    folders = [tmp_path / "old", tmp_path / "new"]
-    for folder in folders:
-        folder.mkdir()
-    ours, theirs = KINDS[old][0](folders[0]), KINDS[new][0](folders[1])
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    ours, theirs = KINDS[old][0](tmp_path / "old"), KINDS[new][0](tmp_path / "new")
     plan = plan_transfer(ours, theirs)
     assert plan.by_text == by_text and ("by text alone" in plan.summary()) == by_text
-    strip = str.maketrans({"\u2581": "", " ": ""})
     for i, parts in enumerate(plan.parts):
-        if i not in theirs.special_ids and parts and theirs.pieces[i].translate(strip):
-            spelled = "".join(ours.pieces[k] for k in parts).replace("</w>", "").translate(strip)
-            assert spelled == theirs.pieces[i].translate(strip)
+        if i not in theirs.special_ids and parts and theirs.pieces[i].translate(BLANKS):
+            spelled = "".join(ours.pieces[k] for k in parts).replace("</w>", "").translate(BLANKS)
+            assert spelled == theirs.pieces[i].translate(BLANKS)
             if not by_text:
                 assert ours.word_ends[parts[-1]] == theirs.word_ends[i] and not ours.word_ends[parts[:-1]].any()
     if old == new:
